@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from megatron_flex.launch.argparse_flags import add_flex_args
-    from megatron_flex.layout import Dim, Layout
+    from megatron_flex.layout import Dim, Layout, PackedSequences
     from megatron_flex.mesh import Mesh
     from megatron_flex.model import FlexModel, attach
     from megatron_flex.runtime import HookFunction
@@ -51,6 +51,7 @@ __all__ = [
     "Mesh",
     "OpenDump",
     "OpenStatistics",
+    "PackedSequences",
     "Select",
     "Site",
     "SiteError",
@@ -96,6 +97,7 @@ _MODULES = {
     "Mesh": "mesh",
     "OpenDump": "dump.reader",
     "OpenStatistics": "statistics.statistics_reader",
+    "PackedSequences": "layout",
     "Select": "runtime.selection",
     "Site": "sites",
     "SiteError": "errors",

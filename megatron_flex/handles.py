@@ -13,9 +13,13 @@ class Handle:
         name: describes what was registered.
         is_there: returns whether the registration still exists; if not, `remove()` does nothing.
 
-    Example:
-        >>> handle = flex.register_forward_hook(hook)  # doctest: +SKIP
-        >>> handle.remove()  # doctest: +SKIP
+    Examples:
+        >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.3"))
+        >>> handle
+        <Handle of <HookFunction forward on decoder.layers.3>>
+        >>> handle.remove()
+        >>> handle
+        <Handle of <HookFunction forward on decoder.layers.3>, removed>
     """
 
     def __init__(
@@ -25,7 +29,13 @@ class Handle:
         self._name, self._is_there = name, is_there
 
     def remove(self) -> None:
-        """Remove the registration; a second call does nothing. Every rank that registered calls it."""
+        """Remove the registration; a second call does nothing. Every rank that registered calls it.
+
+        Examples:
+            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.3"))
+            >>> handle.remove()
+            >>> handle.remove()  # does nothing
+        """
         remove, self._remove = self._remove, None
         if remove is not None and self._is_there():
             remove()

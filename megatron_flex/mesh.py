@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from megatron_flex.errors import FlexError
@@ -19,6 +20,14 @@ class Axis:
         coord: this rank's coordinate, from 0.
         group: the framework's process group over those ranks; None where the axis has one rank.
         ranks: their global ranks in the order of their coordinates.
+
+    Raises:
+        FlexError: coordinate, size and ranks do not fit each other.
+
+    Examples:
+        >>> axis = flex.session.mesh["tp"]
+        >>> axis.size, axis.coord, axis.ranks
+        (1, 0, (0,))
     """
 
     name: str
@@ -34,6 +43,11 @@ class Axis:
             )
 
 
+@lru_cache(maxsize=64)
+def _absent_axis(name: str) -> Axis:
+    return Axis(name)
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The axes of a run, from the outermost to the innermost.
@@ -43,6 +57,11 @@ class Mesh:
         experts: the same ranks of a stage, as expert layers divide them (`edp`, `ep`, `etp`).
         ranks: the global ranks of the mesh; empty if it has all ranks of the job.
         cache: results cached for tensors on this mesh, with the lifetime of the mesh.
+
+    Examples:
+        >>> mesh = flex.session.mesh
+        >>> mesh.sizes
+        {'pp': 1, 'dp': 1, 'cp': 1, 'tp': 1, 'edp': 1, 'ep': 1, 'etp': 1}
     """
 
     axes: tuple[Axis, ...] = ()
@@ -52,7 +71,13 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; an axis of one rank if the framework has none."""
-        return next((a for a in (*self.axes, *self.experts) if a.name == name), Axis(name))
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        for axis in self.experts:
+            if axis.name == name:
+                return axis
+        return _absent_axis(name)
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
@@ -68,15 +93,30 @@ class Mesh:
         return {a.name: a.coord for a in (*self.axes, *self.experts)}
 
     def replica(self) -> Mesh:
-        """The ranks of one model replica: the mesh without data parallelism."""
+        """Return the ranks of one model replica: the mesh without data parallelism.
+
+        Examples:
+            >>> [axis.name for axis in flex.session.mesh.replica()]
+            ['pp', 'cp', 'tp']
+        """
         return Mesh(tuple(a for a in self.axes if a.name != "dp"), self.experts)
 
     def is_first(self, names: Iterable[str]) -> bool:
-        """Whether this rank has coordinate 0 on all of these axes."""
+        """Return whether this rank has coordinate 0 on all of these axes.
+
+        Examples:
+            >>> flex.session.mesh.is_first(["tp", "cp"])
+            True
+        """
         return all(self[n].coord == 0 for n in names)
 
     def describe(self) -> str:
-        """The mesh as text, such as `tp=2 x pp=2`."""
+        """Return the mesh as text, such as `tp=2 x pp=2`.
+
+        Examples:
+            >>> flex.session.mesh.describe()
+            'one rank'
+        """
         return (
             " x ".join(f"{a.name}={a.size}" for a in (*self.axes, *self.experts) if a.size > 1) or "one rank"
         )
@@ -86,6 +126,9 @@ class Mesh:
 
         Raises:
             FlexError: they differ; the message lists all differences.
+
+        Examples:
+            >>> flex.session.mesh.check_sizes({"tp": 1, "pp": None})
         """
         wrong = [
             f"{n}={v} (found {self[n].size})" for n, v in given.items() if v is not None and v != self[n].size

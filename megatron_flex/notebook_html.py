@@ -23,11 +23,11 @@ class Markup(str):
     __slots__ = ()
 
 
-def html_text(told: object) -> Markup:
+def html_text(content: object) -> Markup:
     """Text as HTML; a text that is too long is cut, with its length."""
-    if isinstance(told, Markup):
-        return told
-    words = str(told)
+    if isinstance(content, Markup):
+        return content
+    words = str(content)
     if len(words) > MAX_TEXT_LETTERS:
         words = f"{words[:MAX_TEXT_LETTERS]}… ({len(words):,} letters)"
     return Markup(escape(words))
@@ -41,17 +41,17 @@ def html_fragment(head: object, *parts: Markup) -> Markup:
     )
 
 
-def html_line(told: object, colour: str = "") -> Markup:
+def html_line(content: object, colour: str = "") -> Markup:
     """A line of text, with a background if there is a colour."""
     mark = f";background:{colour};padding:1px 6px" if colour else ""
-    return Markup(f'<div style="margin:2px 0{mark}">{html_text(told)}</div>')
+    return Markup(f'<div style="margin:2px 0{mark}">{html_text(content)}</div>')
 
 
-def html_lines(told: Sequence[object], rest: str, colour: str = "", most: int = MAX_TABLE_ROWS) -> Markup:
+def html_lines(content: Sequence[object], rest: str, colour: str = "", most: int = MAX_TABLE_ROWS) -> Markup:
     """One line for each text; at most `most`, then how many more there are and `rest`, how to see them."""
-    out = [html_line(one, colour) for one in told[:most]]
-    if len(told) > most:
-        out.append(html_line(f"and {len(told) - most:,} more; {rest}"))
+    out = [html_line(one, colour) for one in content[:most]]
+    if len(content) > most:
+        out.append(html_line(f"and {len(content) - most:,} more; {rest}"))
     return Markup("".join(out))
 
 
@@ -84,11 +84,11 @@ def html_table(
             break
         shown += 1
         colour = (marked or {}).get(number, "transparent")
-        told = "".join(
+        content = "".join(
             f'<td style="{CELL.replace("left", end, 1)}">{html_text(cell)}</td>'
             for cell, end in zip(row, ends, strict=True)
         )
-        body.append(f'<tr style="background:{colour}">{told}</tr>')
+        body.append(f'<tr style="background:{colour}">{content}</tr>')
     more = html_line(f"and {count - shown:,} more; {rest}") if count > shown else ""
     return Markup(
         '<table style="border-collapse:collapse;border:0;margin:4px 0;color:inherit;background:transparent">'

@@ -25,6 +25,7 @@ BYTES = "B"  # the unit of bytes
 ROWS = 20  # given to tqdm, which draws nothing on a terminal that reports 0 rows
 BAR_FORMAT = "{desc} {bar:24} {percentage:3.0f}%{postfix} {remaining}"
 BAR_FORMAT_WITHOUT_TOTAL = "{desc}{postfix} {elapsed}"
+_stops: list[Callable[[], None]] = []  # functions that end other drawings on the terminal
 _bar_lock = threading.Lock()  # held while a bar is open: a terminal shows one bar at a time
 
 T = TypeVar("T")
@@ -69,11 +70,11 @@ class ProgressBar:
         """Return the progress as text: `3 of 10 sites`, `1.50 GiB of 3.00 GiB`."""
         if self.unit == BYTES:
             of = "" if self.total is None else f" of {format_bytes(self.total)}"
-            told = format_bytes(self.done) + of
+            amount = format_bytes(self.done) + of
         else:
             of = "" if self.total is None else f" of {self.total:,.0f}"
-            told = f"{self.done:,.0f}{of} {self.unit}".rstrip()
-        return f"{told} {self.more}".rstrip()
+            amount = f"{self.done:,.0f}{of} {self.unit}".rstrip()
+        return f"{amount} {self.more}".rstrip()
 
 
 class BarDrawing(Protocol):
@@ -115,6 +116,20 @@ def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[
                 bar.shown.end(bar)
         finally:
             _bar_lock.release()
+
+
+@contextmanager
+def stop_before_bars(stop: Callable[[], None]) -> Iterator[None]:
+    """Call a function before a bar is drawn in the scope, such as one that ends a spinner.
+
+    Args:
+        stop: it may be called several times.
+    """
+    _stops.append(stop)
+    try:
+        yield
+    finally:
+        _stops.remove(stop)
 
 
 def track(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
@@ -209,6 +224,8 @@ class TqdmDrawing:
     def draw(self, bar: ProgressBar) -> None:
         """Draw the progress."""
         if self._bar is None:
+            for stop in _stops:
+                stop()
             self._stderr = LinesAboveBar(self._file)
             sys.stderr = self._stderr
             self._bar = _make_bar_class()(

@@ -8,19 +8,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
 from megatron_flex.notebook_html import count_words, html_fragment, html_table
+from megatron_flex.text_table import format_table
 
 GRADIENT_SUFFIX = ".grad"  # suffix of a gradient's name, after the name of its site
 EDITED_SUFFIX = ".edited"  # suffix of the tensor after all edits at a site
-HEAD_DIMS = ("n", "g", "heads")  # dims that count heads; `g` counts heads of keys and values
-PACKED_HEAD_DIMS = ("nd", "n*d")  # dims in which the heads are concatenated
+HEAD_DIMS = (
+    "n",
+    "g",
+    "heads",
+)  # `g` counts heads of keys and values; `heads` is in older dumps
+PACKED_HEAD_DIMS = ("n*d", "nd")  # heads side by side; `nd` is in dumps of earlier versions
 
 
 class TapCallback(Protocol):
@@ -72,6 +78,14 @@ class Site:
         further_layouts: the known layouts of further tensors of the same output.
         index: which tensor of a nested output this is, counted depth first.
         unbatched: whether the tensor has no batch dim `b` when sequences are packed.
+        order: its place in the order of the model, the same on all stages; None where its name tells that.
+
+    Examples:
+        >>> (site,) = flex.sites("decoder.layers.1.mlp.linear_fc1:output")
+        >>> site.name, site.shape, site.stage
+        ('decoder.layers.1.mlp.linear_fc1:output', ('s', 'b', 96), 0)
+        >>> site.layout.describe()
+        '[s/cp zigzag, b, gate|up/tp in 2 segments]'
     """
 
     name: str
@@ -87,6 +101,7 @@ class Site:
     index: int = 0
     chunk: int = 0
     unbatched: bool = False
+    order: tuple[int, int] | None = None
 
     @property
     def module(self) -> str:
@@ -112,8 +127,16 @@ class Site:
     def leaf(self, index: int) -> Site:
         """Another tensor of the same output; its name ends in `[index]`.
 
+        Returns:
+            The site of that tensor.
+
         Raises:
             SiteError: its layout is not known.
+
+        Examples:
+            >>> (site,) = flex.sites("decoder.layers.1:output")
+            >>> site.leaf(0) == site
+            True
         """
         if index == 0:
             return self
@@ -128,7 +151,13 @@ class Site:
         return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index)
 
     def remote(self) -> Site:
-        """The site as known on ranks that do not own it."""
+        """Return the site as known on ranks that do not own it.
+
+        Examples:
+            >>> (site,) = flex.sites("decoder.layers.1:output")
+            >>> site.remote().tap is None
+            True
+        """
         return replace(self, tap=None)
 
 
@@ -150,17 +179,27 @@ class NamedSite(Protocol):
         """The virtual chunk of its stage."""
         ...
 
+    @property
+    def order(self) -> tuple[int, int] | None:
+        """Its place in the order of the model, where its name does not tell it."""
+        ...
+
+
+LAYER_NUMBER = re.compile(r"\.layers\.(\d+)[.:]")
+
 
 def model_order(site: NamedSite) -> tuple[int, int]:
     """A sort key for sites of all stages and chunks: embeddings, layers by number, then the rest.
 
     Sites of plain modules are already in order within a chunk.
     """
+    if site.order is not None:
+        return site.order
     if site.inferred:
         return 0, site.chunk
     if site.name.startswith("mtp"):  # layers too, sorted after those of the decoder
         return 2, 0
-    layer = re.search(r"\.layers\.(\d+)[.:]", site.name)
+    layer = LAYER_NUMBER.search(site.name)
     if layer:
         return 1, int(layer.group(1))
     return (0, 0) if site.name.startswith("embedding") else (2, 0)
@@ -194,25 +233,72 @@ def _glob_token(token: str) -> str:
     return token.replace("[!", "[^") if len(token) > 1 else re.escape(token)
 
 
+def check_pattern(pattern: str) -> None:
+    """Check that a text can be a name or a glob of sites or parameters; no model is needed.
+
+    Raises:
+        SiteError: it cannot match any name, whatever the model.
+    """
+    wrong = re.search(r"[^\w.:*?\[\]!#-]", pattern)
+    if wrong is not None:
+        raise SiteError(
+            f"pattern {pattern!r} has {wrong[0]!r}, which no name has; names are a module's path and perhaps "
+            "a colon and a point, patterns have *, **, ? and [0-3]; several patterns are given one by one"
+        )
+    if re.search(r"[\[\]]", re.sub(r"\[!?[^\[\]]+\]", "", pattern)):
+        raise SiteError(f"pattern {pattern!r}: '[' and ']' do not match; write [0-3] or [14]")
+    path, colon, point = pattern.removeprefix(NAMESPACE).partition(":")
+    if "" in path.split(".") or (colon and not point) or ":" in point:
+        raise SiteError(
+            f"pattern {pattern!r} has an empty part; write a path such as 'decoder.layers.*', with at most "
+            "one colon and a point after it"
+        )
+
+
 class SiteList(list[Site]):
-    """A list of sites; in a notebook a table."""
+    """A list of sites; printed and in a notebook a table."""
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                s.name,
+                "known when the model runs" if s.inferred else s.layout.describe(),
+                " x ".join(map(str, s.shape)),
+                str(s.stage),
+                f"no hook: {s.hidden}" if s.hidden else "",
+            )
+            for s in self
+        ]
+        table = format_table(rows, ("site", "layout", "full shape", ">stage", ""))
+        return "\n".join([*table, count_words(len(self), "site")])
 
     def _repr_html_(self) -> str:
         return _sites_html(count_words(len(self), "site"), self)
 
 
 class SiteTable:
-    """All sites of a model, over all stages, by name and in model order."""
+    """All sites of a model, over all stages, by name and in model order.
 
-    def __init__(self, sites: Iterable[Site] = ()) -> None:
+    Args:
+        sites: the sites.
+        layers: the kinds of the model's layers, as `layer_pattern` returns them, where `sites` are some of a
+            model's only; empty if they are to be seen from the sites.
+    """
+
+    def __init__(self, sites: Iterable[Site] = (), layers: str = "") -> None:
+        self._layers = layers
         self._sites: dict[str, Site] = {}
         for site in sites:
             if site.name in self._sites:
                 raise SiteError(f"site {site.name!r} was found twice; a name must identify one hook point")
             self._sites[site.name] = site
         self._of_module: dict[str, list[Site]] = {}
-        for site in self:
-            self._of_module.setdefault(site.module, []).append(site)
+        for name, site in self._sites.items():
+            module = name.partition(":")[0]
+            if module in self._of_module:
+                self._of_module[module].append(site)
+            else:
+                self._of_module[module] = [site]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())
@@ -222,6 +308,11 @@ class SiteTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sites
+
+    @cached_property
+    def gpt_names(self) -> GptNames:
+        """The correspondence with the names of a GPTModel."""
+        return GptNames(self._layers or layer_pattern(self._sites))
 
     def __getitem__(self, name: str) -> Site:
         if name not in self._sites:
@@ -240,16 +331,20 @@ class SiteTable:
                 in their MLPs), `**` matches across components, `[0-3]` matches one character. A compiled
                 regular expression must match the full name of a module, or of a site if it has a colon; a
                 function is called with every site and returns whether it matches, whatever `point` is.
+                After `gpt:` a name or glob is over the names of a GPTModel with the same weights.
             point: the point to use where the pattern names none; None for every point.
 
         Returns:
             The sites in model order.
 
         Raises:
-            SiteError: nothing matches; the message lists the nearest names.
+            SiteError: nothing matches; the message lists the nearest names. Or the model has no layers as a
+                GPTModel has them, and a name of a GPTModel is asked for.
         """
         if not isinstance(pattern, str):
             return self._chosen(pattern, point)
+        if self.has_gpt_prefix(pattern):
+            return self._match_gpt(pattern, point)
         path, colon, named = pattern.partition(":")
         wanted = named if colon else point
         here = self if GLOB.search(path) else self._of_module.get(path, ())
@@ -262,6 +357,35 @@ class SiteTable:
             raise SiteError(self._nothing(pattern, path, wanted))
         return SiteList(found)
 
+    def has_gpt_prefix(self, pattern: str) -> bool:
+        """Whether a name is a GPTModel's, and no point of a module that is called `gpt`."""
+        return pattern.startswith(NAMESPACE) and NAMESPACE[:-1] not in self._of_module
+
+    def own_name(self, name: str) -> str:
+        """The model's own name for a GPTModel's with its prefix; other names as they are.
+
+        Raises:
+            SiteError: the model has no layers as a GPTModel has them.
+        """
+        if not self.has_gpt_prefix(name):
+            return name
+        return self.gpt_names.to_model(name.removeprefix(NAMESPACE))
+
+    def _match_gpt(self, pattern: str, point: str | None) -> SiteList:
+        self.gpt_names.check(pattern)
+        table, own = self._by_gpt_name
+        try:
+            found = table.match(pattern.removeprefix(NAMESPACE), point)
+        except SiteError as error:
+            raise SiteError(f"{pattern!r}: by a GPTModel's names, {error}") from None
+        return SiteList(own[site.name] for site in found)
+
+    @cached_property
+    def _by_gpt_name(self) -> tuple[SiteTable, dict[str, Site]]:
+        """The sites that a GPTModel has too, under its names, and as they are."""
+        own = {name: site for site in self if (name := self.gpt_names.to_gpt(site.name)) is not None}
+        return SiteTable(replace(site, name=name) for name, site in own.items()), own
+
     def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> SiteList:
         if not isinstance(pattern, re.Pattern):
             found = [s for s in self if pattern(s)]
@@ -271,11 +395,13 @@ class SiteTable:
             found = [s for s in self if pattern.fullmatch(s.module) and point in (None, s.point)]
         if not found:
             raise SiteError(
-                f"{describe_pattern(pattern)!r} matches none of {len(self)} sites; flex.sites() lists them"
+                f"{describe_pattern(pattern)!r} matches none of {count_words(len(self), 'site')}; "
+                "flex.sites() lists them"
             )
         return SiteList(found)
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
+        check_pattern(pattern)
         points = sorted({s.point for s in self if _glob(path).fullmatch(s.module)})
         if points:
             return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
@@ -301,10 +427,126 @@ def _sites_html(head: str, sites: Sequence[Site]) -> str:
         for s in sites
     )
     rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.report.show()"
-    content = html_table(("site", "layout", "whole", ">stage", ""), rows, len(sites), rest)
+    content = html_table(("site", "layout", "full shape", ">stage", ""), rows, len(sites), rest)
     return html_fragment(f"{head}, {hidden} of them hidden", content)
 
 
 def strip_numbers(name: str) -> str:
     """A name without the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)
+
+
+def fold_numbers(names: Sequence[str]) -> str:
+    """One text for names that differ in the numbers of layers and experts.
+
+    Where they differ, it has `*` for all numbers from 0 on, and else the numbers: `{4-7}`, `{1,9}`.
+
+    Examples:
+        >>> from megatron_flex.sites import fold_numbers
+        >>> fold_numbers(["decoder.layers.0:output", "decoder.layers.1:output"])
+        'decoder.layers.*:output'
+    """
+    parts = [re.split(r"\.(\d+)(?=[.:]|$)", name) for name in names]
+    out = parts[0][0]
+    for at in range(1, len(parts[0]), 2):
+        numbers = sorted({int(part[at]) for part in parts})
+        out += f".{_describe_numbers(numbers)}{parts[0][at + 1]}"
+    return out
+
+
+def _describe_numbers(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    if last - first != len(numbers) - 1:
+        return f"{{{','.join(map(str, numbers))}}}"
+    return f"{{{first}-{last}}}" if first else "*"
+
+
+RECORDED_NAME = re.compile(r"(?P<base>.*?)(?P<gradient>\.grad)?(?P<call>#\d+)?")
+
+
+class RecordedName:
+    """A name of a dump or of statistics, split into its parts: `decoder.layers.0.mlp:output.grad#1`.
+
+    Attributes:
+        module: up to the colon; of a parameter the name.
+        point: after the colon; empty for a module that has been named alone, and for a parameter.
+        gradient: `.grad` or empty.
+        call: `#1`, which call of the module in a microbatch, or empty.
+    """
+
+    def __init__(self, name: str) -> None:
+        found = cast(re.Match[str], RECORDED_NAME.fullmatch(name))
+        base: str = found["base"]
+        self.module, _, self.point = base.partition(":")
+        self.gradient, self.call = found["gradient"] or "", found["call"] or ""
+
+    def is_like(self, wanted: RecordedName) -> bool:
+        """Whether gradient, call and point are those that are wanted; none is wanted that is not named."""
+        return (
+            self.gradient == wanted.gradient
+            and wanted.call in ("", self.call)
+            and (not wanted.point or bool(_glob(wanted.point).fullmatch(self.point)))
+        )
+
+
+def find_recorded_names(text: str, names: Sequence[str], where: str, layers: str = "") -> list[str]:
+    """The names of a dump or of statistics that a text means, in their order.
+
+    Args:
+        text: a name; a module's name, for its output or its only point; the end of a module's name from a dot
+            on, if only one module ends so (`3.mlp`); or a glob, as for hooks. `.grad` at its end is the
+            gradient, `#1` one of several calls. After `gpt:`, all this is over the names of a GPTModel.
+        names: those that there are.
+        where: the dump or the folder, for errors.
+        layers: the kinds of the layers of the model; empty if they are to be seen from the names.
+
+    Returns:
+        Several names for a glob, and for a site that was called several times; else one, or none.
+
+    Raises:
+        SiteError: more than one module or point is meant; or a GPTModel's, and the model's layers are others.
+    """
+    if text in names:
+        return [text]
+    if text.startswith(NAMESPACE):
+        gpt = GptNames(layers or layer_pattern(names))
+        own = {theirs: name for name in names if (theirs := gpt.to_gpt(name)) is not None}
+        return [own[n] for n in find_recorded_names(text.removeprefix(NAMESPACE), list(own), where)]
+    wanted = RecordedName(text)
+    parsed = {name: RecordedName(name) for name in names}
+    like = {name: one for name, one in parsed.items() if one.is_like(wanted)}
+    if GLOB.search(text):
+        path = _glob(wanted.module)
+        found = {name: one for name, one in like.items() if path.fullmatch(one.module)}
+        outputs = [name for name, one in found.items() if one.point in ("", "output")]
+        if found:
+            return list(found) if wanted.point or not outputs else outputs
+    else:
+        found = {name: one for name, one in like.items() if one.module == wanted.module}
+        if not found:
+            ending = f".{wanted.module}"
+            found = {name: one for name, one in like.items() if one.module.endswith(ending)}
+        if found:
+            return _choose_point(text, found, where)
+    return []
+
+
+def _choose_point(text: str, found: dict[str, RecordedName], where: str) -> list[str]:
+    """The names of one point of one module: of its output if there are several."""
+    if len({one.module for one in found.values()}) > 1:
+        raise SiteError(
+            f"{text!r} in {where} is the end of {_list_names(list(found))}; name one, or a pattern"
+        )
+    outputs = [name for name, one in found.items() if one.point in ("", "output")]
+    if not outputs and len({one.point for one in found.values()}) > 1:
+        raise SiteError(
+            f"{text!r} in {where} has several points ({_list_names(list(found))}); name one of them"
+        )
+    return outputs or list(found)
+
+
+def _list_names(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

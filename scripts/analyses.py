@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quickstart import CPU, HERE, MODEL, SPREAD, launch, train
+from quickstart import CPU, HERE, KINDS, MODEL, SPREAD, launch, train
 
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node 4"
 
@@ -47,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="analyses-") as name:
         folder = Path(name)
         if args.weights is None:
-            train(args.iterations, folder, Path(log))
+            train("gpt", args.iterations, folder, Path(log))
         else:
             shutil.copy(args.weights / "weights", folder)
         middle = time.monotonic()
@@ -55,7 +55,8 @@ def main() -> int:
             "analyses in 4 processes: tensor parallel 2, pipeline parallel 2, sequence parallel", flush=True
         )
         torchrun = TORCHRUN.split()
-        flags = f"{MODEL}{CPU}{SPREAD} --train-iters 1 --tuning {args.tuning}".split()
+        layers = KINDS["gpt"][1](2)
+        flags = f"{layers}{MODEL}{CPU}{SPREAD} --train-iters 1 --tuning {args.tuning}".split()
         flags += [] if args.plots is None else ["--plots", str(args.plots.resolve())]
         launch([*torchrun, str(HERE / "analyses_run.py"), *flags, "--folder", str(folder)], Path(log))
         end = time.monotonic()

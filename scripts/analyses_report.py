@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quickstart_data import load
+from quickstart_data import load, one_byte
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-SHOWN = 14  # positions of the text
+from megatron_flex.plot.canvas import show_token
+
+SHOWN = 11  # positions of the text
 CLEAR = 5  # how many times no preference a head must give, to count
 SHADES = ("grey42", "cyan", "green", "yellow", "bright_red")  # of growing strength
 
@@ -23,10 +25,8 @@ def shade(strength: float) -> str:
 
 
 def glyph(byte: float) -> str:
-    """A byte as it can be shown."""
-    letter = chr(int(byte))
-    named = {"\n": "⏎", " ": "␣", "\t": "⇥"}
-    return named.get(letter, letter if letter.isprintable() and ord(letter) < 127 else "·")
+    """A byte as plots show it."""
+    return show_token(one_byte(int(byte)))
 
 
 def plain_table(title: str, *headings: str) -> Table:
@@ -88,7 +88,7 @@ def lenses(console: Console, found: dict[str, Tensor]) -> None:
         table.add_row("the model" if layer == last else f"before layer {layer}", *cells)
     console.print(table, "")
     console.print(
-        "[bold]Tuned lens[/]: an affine map in front of each layer, trained towards what the model says;"
+        "[bold]Tuned lens[/]: an affine map for each layer's input, trained towards the model's output;"
     )
     console.print("its loss, and its divergence from the model in nats\n")
     table = plain_table("", "", "loss: logit lens", "tuned lens", "KL: logit lens", "tuned lens")

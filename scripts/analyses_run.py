@@ -20,7 +20,7 @@ from megatron.training import get_args  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
-from quickstart_data import Source, add_folder, held_out_batch, load, save  # noqa: E402
+from quickstart_data import Source, add_folder, held_out_batch, load, one_byte, save  # noqa: E402
 from quickstart_train import say  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -87,7 +87,7 @@ def induction(flex: FlexModel) -> dict[str, Tensor]:
 
 
 def logit_lens(flex: FlexModel) -> dict[str, Tensor]:
-    """What the residual stream in front of each layer would say if it were the last.
+    """The prediction of each layer's input, as if it were the last layer's output.
 
     Returns:
         `lens losses`, by layer; `text`, one held-out sequence, and for it `guesses` and `certainty`: by layer
@@ -109,7 +109,7 @@ def logit_lens(flex: FlexModel) -> dict[str, Tensor]:
 
 
 class Translators(nn.Module):
-    """For the stream in front of each layer an affine map to what the last layer would leave.
+    """For each layer's input an affine map to the last layer's output.
 
     Args:
         layers: how many.
@@ -147,7 +147,7 @@ def tune(
 
 
 def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
-    """Train a translator in front of each layer, on the ranks that have the layer, all in the same passes.
+    """Train a translator for each layer's input, on the ranks that have the layer, all in the same passes.
 
     Returns:
         `tuned losses`, by layer, on the held-out batch; `divergence`, by the lens' kind and by layer, from
@@ -191,11 +191,6 @@ def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
 # -- pictures ----------------------------------------------------------------------------------------
 
 
-def glyph(byte: int) -> str:
-    """A byte as a token's label."""
-    return chr(byte) if 9 <= byte < 127 else f"x{byte:02x}"
-
-
 def pictures(flex: FlexModel, folder: Path) -> None:
     """Draw what was found; every rank makes the figures, since weights come from all, and the first saves."""
     _, cache = flex.interp.run_with_cache(repeated(), lambda name: name.endswith("hook_pattern"))
@@ -205,12 +200,15 @@ def pictures(flex: FlexModel, folder: Path) -> None:
     drawn["attention"] = plot.attention(cache, layer)
     tokens = held_out_batch(1, LENGTH)["tokens"]
     _, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith(("resid_pre", "resid_post")))
-    drawn["logit-lens"] = plot.logit_lens(cache, tokens=tokens[0].tolist(), tokenizer=glyph)
+    drawn["logit-lens"] = plot.logit_lens(cache, tokens=tokens[0].tolist(), tokenizer=one_byte)
+    drawn["logit-lens-rank"] = plot.logit_lens(
+        cache, tokens=tokens[0].tolist(), tokenizer=one_byte, show="rank"
+    )
     drawn["norms"] = plot.norms(cache)
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in drawn.items():
-            figure.savefig(folder / f"{name}.png", dpi=100)
+            figure.savefig(folder / f"{name}.png")
 
 
 def main() -> None:

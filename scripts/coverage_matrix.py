@@ -1,7 +1,8 @@
-"""Write docs/coverage.md and the table in docs/frameworks.md from the cells that a run of the matrix left."""
+"""Write docs/coverage.md, docs/coverage.csv and the table in docs/frameworks.md from a run of the matrix."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -10,43 +11,53 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE, SUMMARY = ROOT / "docs" / "coverage.md", ROOT / "docs" / "frameworks.md"
+PAGE, FIGURES, SUMMARY = (ROOT / "docs" / name for name in ("coverage.md", "coverage.csv", "frameworks.md"))
 BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
-CHECKS = ("value", "gradient", "edited")  # an entry of the tables has these, in this order
-FIGURES = (*CHECKS, "dump")  # and a row of the summary has these
-BOUND = 1e-5  # of a table that says no other
+CHECKS = ("value", "gradient", "edited")  # a row of the file has these, in this order
+SUMMED = (*CHECKS, "dump")  # and a row of the summary has these
+COLUMNS = ("model", "site", "configuration", "value", "gradient", "edit", "note")  # of the file
+UNHOOKED = "no hook: loss and parameter gradients"
+BOUND = 1e-5  # where a row says no other
 Cell = dict[str, Any]
+Row = tuple[str, ...]  # of the file: COLUMNS
 
 HEAD = """# Coverage
 
-Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {commit};
-{versions}; {seconds} of tests on {cores} cores.
-Each configuration is compared with a single process of plain Megatron on the same weights and data, whose
-tensors are taken by plain PyTorch hooks (other frameworks and plain modules: with plain torch; where a title
-says so, with TransformerLens). An entry has three figures, each the greatest difference
-relative to the greatest entry of the true tensor, over all layers and microbatches: the **value** / the
-**gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the greater; of
-runs over tokens, on the logits). `-`: not checked there (integers have no gradient; edits are checked in the
-last layers, and where one stage hands on to the next). What is read back from dumps is in the counts, and
-in the summary of frameworks.md. The bound is 1e-5 (fp32) where a table says no other;
-what is beyond it is bold. A framework that this machine has not is named with the reason.
+Which hook points, features and frameworks are compared with a single process, and how closely they agree.
+Written by `scripts/coverage_matrix` from a run of the tests, never by hand:
+{commit}; {versions}; {seconds} of tests on {cores} cores.
 
-{counts}
+Each configuration is compared with a single process of plain Megatron on the same weights and data, whose
+tensors plain PyTorch hooks capture (other frameworks and plain modules: plain torch; where a name says so,
+TransformerLens). An error is the greatest difference relative to the greatest entry of the true tensor, over
+all layers and microbatches, in fp32.
+
+{counts}{not_run}
+## By model, by hook point
+- **By model and framework**: [frameworks](frameworks.md#what-is-covered).
+- **By hook point and configuration**: [coverage.csv](coverage.csv), {rows} rows of `{columns}`.
+
+In the file, `value` and `gradient` are errors of the captured tensor and of its gradient. `edit` is the error
+of the loss and of all parameters' gradients (of runs over tokens, of the logits) when the hook point is
+edited, the greater. An empty field was not checked: integers have no gradient; edits are checked in the last
+layers, and where a pipeline stage sends to the next. Layers and experts are numbered `N` and `E`. Dumps are
+in the counts above and in the summary by model. For some features, `site` is something else:
+
+{features}
 """
 
-FORMULAS = "Rows are names, and what a cache computes; one process has plain formulas."
-FEATURES = {  # what stands behind the models, in this order: the rows of its table, where they are no sites
+FORMULAS = "names, and what a cache computes; one process has plain formulas"
+FEATURES = {  # what follows the models, in this order: what `site` is in the file, where it is no hook point
     "GPT, data parallel samples together": "",
-    "GPT, ready-made edits": "Rows are presets, each against its formula on one process.",
-    "GPT, values shared by edits": "Rows are sets of edits that hand values on from layer to layer; "
-    "`once` and `replicated` say where they run, in turn.",
-    "GPT, modules trained in hooks": "Rows are the modules' parameters, in several steps.",
+    "GPT, ready-made edits": "presets, each against its formula on one process",
+    "GPT, values shared by edits": "sets of edits that pass values from layer to layer; `once` and "
+    "`replicated` are where each of them runs, in turn",
+    "GPT, modules trained in hooks": "parameters of the modules, in several steps",
     "GPT, by TransformerLens' names": FORMULAS,
     "Other models, by TransformerLens' names": FORMULAS,
-    "GPT-2 and Llama, against TransformerLens": "Rows are names, and methods of the cache, as it has them.",
-    "GPT, interface of FlexModel (2023)": "Rows are the calls that register a hook.",
-    "The same hooks, framework by framework": "The same hook code on one model of the same weights: "
-    "rows are the names that one process has.",
+    "GPT-2 and Llama, against TransformerLens": "names, and methods of the cache, as there",
+    "GPT, interface of FlexModel (2023)": "calls that register a hook",
+    "The same hooks, framework by framework": "names of one process; hook code and weights are the same",
     "fairscale": "",
     "apex": "",
     "PyTorch": "",
@@ -69,7 +80,7 @@ def kind(site: str) -> str:
     return re.sub(r"(layers|blocks)\.\d+", r"\1.N", site).replace("final_norm", "final_layernorm")
 
 
-def told(case: str) -> str:
+def escape(case: str) -> str:
     """A configuration's name as Markdown shows it."""
     return re.sub(r"([|*])", r"\\\1", case)
 
@@ -88,20 +99,20 @@ def missing(run: dict[str, Any]) -> dict[str, str]:
 
 
 def why_not(name: str, run: dict[str, Any]) -> str:
-    """Why a framework was not run: what its tests said when they were skipped, or what is not installed."""
+    """Why a framework was not run: why its tests were skipped, or what is not installed."""
     absent = [p for p in FRAMEWORKS[name] if run.get("packages", {}).get(p) is None]
     if absent:
         verb = "are" if len(absent) > 1 else "is"
         return f"{' and '.join(absent)} {verb} not installed"
     stems = tuple(f"test_{p}" for p in FRAMEWORKS[name])
-    said = {why: None for test, why in run.get("skipped", {}).items() if Path(test).name.startswith(stems)}
-    return "; ".join(said) or "no test of it was chosen"
+    found = {why: None for test, why in run.get("skipped", {}).items() if Path(test).name.startswith(stems)}
+    return "; ".join(found) or "no test of it was chosen"
 
 
 def group_of(check: str) -> str | None:
-    """Which figure of an entry a check belongs to: `trained value` is a value, `edited logits` an edit's."""
+    """Which figure of a row a check belongs to: `trained value` is a value, `edited logits` an edit's."""
     first, last = check.split()[0], check.split()[-1]
-    return next((word for word in (first, last) if word in FIGURES), None)
+    return next((word for word in (first, last) if word in SUMMED), None)
 
 
 def figure(cells: list[Cell]) -> str:
@@ -115,17 +126,18 @@ def figure(cells: list[Cell]) -> str:
 
 def counts(cells: list[Cell]) -> str:
     """How many cells of each check there are, how many agree and what the greatest error is."""
-    lines = ["| check | cells | in agreement | bound | greatest error | where |", "|---" * 6 + "|"]
+    lines = ["| check | comparisons | in agreement | bound | greatest error | where |", "|---" * 6 + "|"]
     for check in dict.fromkeys(c["check"] for c in cells):
         mine = [c for c in cells if c["check"] == check and not c["upstream"]]
         if mine:
             worst = max(mine, key=lambda c: float(c["error"]))
             good = sum(c["good"] for c in mine)
-            where = f"`{worst['site']}`, {told(worst['case'])}"
+            site = "" if worst["site"] == "(none)" else f"`{worst['site']}`, "
+            where = site + escape(worst["case"])
             error, within = float(worst["error"]), " or ".join(bounds(mine))
             lines.append(f"| {check} | {len(mine)} | {good} | {within} | {error:.1e} | {where} |")
     good = sum(c["good"] for c in cells)
-    return f"**{len(cells)} cells, {good} in agreement.**\n\n" + "\n".join(lines) + "\n"
+    return f"**{len(cells)} comparisons, {good} in agreement.**\n\n" + "\n".join(lines) + "\n"
 
 
 def bounds(cells: list[Cell]) -> list[str]:
@@ -133,58 +145,73 @@ def bounds(cells: list[Cell]) -> list[str]:
     return [f"{b:.0e}".replace("e-0", "e-") for b in sorted({float(c["bound"]) for c in cells})]
 
 
-def section(model: str, cells: list[Cell], not_run: str = "") -> Iterator[str]:
-    """One model's title, what its rows and bounds are where they are not as ever, and its table."""
-    yield f"\n## {model}\n"
-    if not_run:
-        yield f"**Not run**: {not_run}.\n"
-        return
-    notes = [FEATURES[model]] if FEATURES.get(model) else []
-    if {float(c["bound"]) for c in cells} != {BOUND}:
-        notes.append(f"Bound: {' or '.join(bounds(cells))}.")
-    if notes:
-        yield " ".join(notes) + "\n"
-    yield from table(cells, "name" if FEATURES.get(model) else "site")
-
-
-def table(cells: list[Cell], what: str) -> Iterator[str]:
-    """A row for each kind of site, a column for each configuration."""
-    cases = list(dict.fromkeys(c["case"] for c in cells))
-    rows = dict.fromkeys(kind(c["site"]) for c in cells if c["site"] != "(none)")
-    yield f"| {what} | " + " | ".join(map(told, cases)) + " |"
-    yield "|---" * (len(cases) + 1) + "|"
-    whole = {case: [c for c in cells if c["case"] == case and c["site"] == "(none)"] for case in cases}
-    if any(whole.values()):
-        yield (
-            "| *no hook: loss and parameter gradients* | "
-            + " | ".join(figure(whole[c]) for c in cases)
-            + " |"
-        )
-    for row in rows:
-        entries = []
-        for case in cases:
-            mine = [c for c in cells if c["case"] == case and kind(c["site"]) == row]
+def rows(cells: list[Cell], model: str) -> Iterator[Row]:
+    """The file's rows of one model: each configuration, and in it each kind of hook point."""
+    for case in dict.fromkeys(c["case"] for c in cells):
+        of_case = [c for c in cells if c["case"] == case]
+        whole = [c for c in of_case if c["site"] == "(none)"]
+        if whole:
+            yield (model, UNHOOKED, case, figure(whole), "", "", note(whole))
+        for site in dict.fromkeys(kind(c["site"]) for c in of_case if c["site"] != "(none)"):
+            mine = [c for c in of_case if kind(c["site"]) == site]
             hidden = next((c["number"] for c in mine if c["hidden"]), None)
-            figures = [figure([c for c in mine if group_of(c["check"]) == g]) for g in CHECKS]
-            entries.append(f"hidden: {hidden}" if hidden else " / ".join(figures) if mine else "")
-        yield f"| `{row}` | " + " | ".join(entries) + " |"
+            if hidden:
+                yield (model, site, case, "", "", "", f"hidden: {hidden}")
+            else:
+                errors = (figure([c for c in mine if group_of(c["check"]) == g]) for g in CHECKS)
+                yield (model, site, case, *errors, note(mine))
+
+
+def note(cells: list[Cell]) -> str:
+    """What a row says beside its figures."""
+    words = ["beyond the bound"] if any(not c["good"] for c in cells) else []
+    words += ["upstream differs"] if any(c["upstream"] for c in cells) else []
+    return "; ".join([*words, *(f"bound {b}" for b in bounds(cells) if float(b) != BOUND)])
+
+
+def write_rows(table: Iterable[Row]) -> int:
+    """Write the file, without the marks that the figures have on a page; the number of rows."""
+    found = [[re.sub(r"[*†]", "", x) if 3 <= n < 6 else x for n, x in enumerate(row)] for row in table]
+    found = [["" if x == "-" else x for x in row] for row in found]
+    found = [row for row in found if any(row[3:])]  # others have cells of dumps alone
+    with FIGURES.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(found)
+    return len(found)
+
+
+def write_page(
+    about: dict[str, Any], counted: str, not_run: dict[str, str], table: list[Row], why: list[str]
+) -> None:
+    """Write the page of one screen, and the file that it points to."""
+    features = [f"- {name}: {text}" for name, text in FEATURES.items() if text]
+    head = HEAD.format(
+        **about,
+        counts=counted,
+        not_run="".join(f"\n**Not run**: {name}, because {reason}.\n" for name, reason in not_run.items()),
+        rows=f"{write_rows(table):,}",
+        columns=", ".join(COLUMNS),
+        features="\n".join(features),
+    )
+    PAGE.write_text("\n".join([head, *why]).rstrip() + "\n", encoding="utf-8")
 
 
 def reasons(cells: list[Cell]) -> Iterator[str]:
-    """Why places are hidden and where upstream differs; hidden cells get the number of their reason."""
+    """Why hook points are hidden and where upstream differs; hidden cells get the number of their reason."""
     found: dict[str, int] = {}
     for cell in (c for c in cells if c["hidden"]):
         cell["number"] = found.setdefault(cell["hidden"], len(found) + 1)
     if found:
-        yield "## Hidden places\n"
-        yield "Registering a hook there is an error with these words; a shard is never given for a whole.\n"
+        yield "## Hidden hook points\n"
+        yield "Registering a hook there raises an error with these words. The file has their numbers.\n"
         yield from (f"{number}. {why}" for why, number in found.items())
         yield ""
     upstream = list(dict.fromkeys(c["upstream"] for c in cells if c["upstream"]))
     if upstream:
-        yield "## Where upstream itself differs from one device (†)\n"
-        yield "The figure is that of plain Megatron without the library; the library equals that run. Where a"
-        yield "table says that upstream's gradient is mended, the tests do that, and nothing else."
+        yield "## Where Megatron itself differs from one device (†)\n"
+        yield "The figure is that of plain Megatron without this package, which equals that run. Where a"
+        yield "model's name says that upstream's gradient is mended, the tests correct it, and nothing else."
         for why in upstream:
             mine = [c for c in cells if c["upstream"] == why]
             own = max(float(c["own"]) for c in mine)
@@ -197,11 +224,11 @@ def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
     compared = [c for c in cells if not c["hidden"]]
     good = sum(c["good"] for c in compared)
     lines = [
-        f"{len(compared)} cells, {good} in agreement. Site by site: [coverage](coverage.md).",
+        f"{len(compared)} comparisons, {good} in agreement. By hook point: [coverage](coverage.md).",
         "",
     ]
     lines += [
-        "| model, feature | configurations | kinds of sites, names | cells | "
+        "| model, feature | configurations | kinds of hook points, names | comparisons | "
         "value | gradient | edit | dump |",
         "|---" * 8 + "|",
     ]
@@ -212,7 +239,7 @@ def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
         mine = [c for c in compared if c["model"] == model]
         sites = {kind(c["site"]) for c in mine} - {"(none)"}
         own = [c for c in mine if not c["upstream"]]
-        figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in FIGURES]
+        figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in SUMMED]
         count = len({c["case"] for c in mine})
         within = [] if {float(c["bound"]) for c in mine} == {BOUND} else bounds(mine)
         name = f"{model} (bound {' or '.join(within)})" if within else model
@@ -220,37 +247,53 @@ def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(path: str) -> None:
-    """Write both."""
-    run = json.loads(Path(path).read_text(encoding="utf-8"))
+def read(paths: Iterable[str]) -> dict[str, Any]:
+    """Read the files of one run of the matrix, or of several runs of one commit, as one run."""
+    runs = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    commits = dict.fromkeys(run.get("commit", "an unknown commit") for run in runs)
+    if len(commits) > 1:
+        sys.exit(
+            f"error: the files are of different commits ({'; '.join(commits)}): run the matrix on one of them"
+        )
+    packages: dict[str, str | None] = {}
+    for run in runs:
+        for name, version in run.get("packages", {}).items():
+            packages[name] = packages.get(name) or version
+    return runs[0] | {
+        "packages": packages,
+        "versions": ", ".join(f"{n} {v}" for n, v in packages.items() if v) or runs[0]["versions"],
+        "skipped": {test: why for run in runs for test, why in run.get("skipped", {}).items()},
+        "seconds": sum(run["seconds"] for run in runs),
+        "cells": [cell for run in runs for cell in run["cells"]],
+    }
+
+
+def main(*paths: str) -> None:
+    """Write all three."""
+    run = read(paths)
     cells: list[Cell] = run["cells"]
     for cell in cells:
         cell["good"] = float(cell["own"] if cell["upstream"] else cell["error"]) <= float(cell["bound"])
     why = list(reasons(cells))
-    minutes = f"{run['seconds'] / 60:.0f} minutes"
-    sums = counts([c for c in cells if not c["hidden"]])
-    parts = [
-        HEAD.format(
-            commit=run.get("commit", "an unknown commit"),
-            versions=run["versions"],
-            seconds=minutes,
-            cores=run["cores"],
-            counts=sums,
-        )
-    ]
+    about = {
+        "commit": run.get("commit", "an unknown commit"),
+        "versions": run["versions"],
+        "seconds": f"{run['seconds'] / 60:.0f} minutes",
+        "cores": run["cores"],
+    }
     not_run = missing(run)
-    for model in models(cells, not_run):
-        parts += section(model, [c for c in cells if c["model"] == model], not_run.get(model, ""))
-    PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
+    names = [name for name in models(cells) if name not in not_run]
+    table = [row for name in names for row in rows([c for c in cells if c["model"] == name], name)]
+    write_page(about, counts([c for c in cells if not c["hidden"]]), not_run, table, why)
     head, _, rest = SUMMARY.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
         sys.exit(f"error: {SUMMARY.name} has no '{BEGIN.strip()}' ... '{END}': put them back")
     SUMMARY.write_text(head + BEGIN + summary(cells, not_run) + END + tail, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)} and the table in {SUMMARY.name}: {len(cells)} cells")
+    print(f"wrote {PAGE.name}, {FIGURES.name} and the table in {SUMMARY.name}: {len(cells)} cells")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: scripts/coverage_matrix.py FILE, which 'scripts/test --cells FILE' wrote")
-    main(sys.argv[1])
+    if len(sys.argv) < 2:
+        sys.exit("usage: scripts/coverage_matrix.py FILE ..., which 'scripts/test --cells FILE' wrote")
+    main(*sys.argv[1:])

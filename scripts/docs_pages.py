@@ -1,8 +1,8 @@
 """MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
 
-The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages; the command line's
-help and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or a table needs
-no empty line before it.
+The README is the home; CONTRIBUTING.md, CHANGELOG.md and megatron_flex_patches/README.md are pages; the help
+of the command line and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or
+a table needs no empty line before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "patches/README.md": "patches.md",
+    "megatron_flex_patches/README.md": "patches.md",
 }
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")

@@ -4,7 +4,7 @@
 FLEX_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 FLEX_VENVS=${FLEX_VENVS:-$FLEX_ROOT/.venvs}
 FLEX_MEGATRON=0.19.2     # the megatron-core that counts
-FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,cli,launch,patches,zarr,datasets,plot,docs,browser,notebook # what its environment has: one string, as all scripts share it
+FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,trainer-proof,cli,launch,patches,zarr,datasets,plot,docs,browser,notebook # what its environment has: one string, as all scripts share it
 FLEX_NEWEST_PYTHON=3.13  # the newest Python that it has wheels for
 
 say() { printf '%s\n' "$*" >&2; }
@@ -85,7 +85,7 @@ make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's
   "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' # held by descriptor 9: a second run waits for the first
 
   base=$(hash_of "$python" "$dir")
-  want="$base $(hash_of "$python" "$FLEX_ROOT" "$extras" "$@" "@$FLEX_ROOT/setup.py" "@$FLEX_ROOT/megatron_flex/version.py" \
+  want="$base $(hash_of "$python" "$FLEX_ROOT" "$extras" "$@" "@$FLEX_ROOT/pyproject.toml" "@$FLEX_ROOT/megatron_flex/version.py" \
     "@$FLEX_ROOT/scripts/constraints.txt")"
   if ! [ -x "$dir/bin/python" ] || [ "$(cut -d' ' -f1 "$dir/flex-stamp" 2>/dev/null)" != "$base" ]; then
     say "making the environment $name with $python …"

@@ -73,7 +73,7 @@ def train(model: nn.Module, replicas: list[int], steps: int) -> Tensor:
 
 
 def look(model: nn.Module) -> tuple[Results, bool]:
-    """Read places and their gradients, and ablate neurons; and whether this rank got what was read."""
+    """Capture tensors and gradients, and ablate neurons; and whether this rank received the captures."""
     tokens, labels = batch(1000, 0)
     hooks = [mf.HookFunction(site, hook_type=kind) for site in READ for kind in ("forward", "tensor")]
     with mf.attach(model, hooks) as flex:
@@ -130,7 +130,7 @@ def report(parallel: Results, single: Results) -> bool:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("whole tensor", "shape", "greatest entry", "difference", box=box.SIMPLE)
+    table = Table("full tensor", "shape", "greatest entry", "difference", box=box.SIMPLE)
     good = parallel.keys() == single.keys()
     for name, want in single.items():
         got = parallel[name]

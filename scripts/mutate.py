@@ -152,7 +152,7 @@ def mutated(fault: Fault, root: Path) -> str:
     text = path.read_text(encoding="utf-8")
     count = text.count(fault.before) if fault.before else 0
     if count != 1:
-        raise FaultError(f"its `before` occurs {count} times in {fault.file}, not once: write it anew")
+        raise FaultError(f"its `before` occurs {count} times in {fault.file}, not once: update it")
     changed = text.replace(fault.before, fault.after)
     if changed == text:
         raise FaultError("its `after` is its `before`")

@@ -14,8 +14,19 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MARK = "quickstart: "  # what a launch prints behind it is for the screen
+# The same model as a GPTModel, and as a HybridModel of attention and MLP layers, over so many stages.
+KINDS = {
+    "gpt": ("GPTModel of 4 layers", lambda stages: "--num-layers 4"),
+    "hybrid": (
+        "HybridModel of 4 attention and 4 MLP layers",
+        lambda stages: (
+            f"--hybrid-layer-pattern {'|'.join(['*-' * (4 // stages)] * stages)} "
+            "--spec megatron_flex.cpu.hybrid_spec hybrid_stack_spec"
+        ),
+    ),
+}
 MODEL = """
---num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --swiglu
+--hidden-size 128 --ffn-hidden-size 256 --swiglu
 --num-attention-heads 8 --group-query-attention --num-query-groups 4
 --normalization RMSNorm --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights
@@ -40,10 +51,17 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart",
-        description="Train a small Megatron GPT on this machine's CPU in four processes (tensor and pipeline "
-        "parallel), read and edit it with megatron_flex, and compare with the same weights in one process.",
+        description="Train a small Megatron model on this machine's CPU in four processes (tensor and "
+        "pipeline parallel), read and edit it with megatron_flex, and compare with the same weights in one "
+        "process.",
     )
     parser.add_argument("--iterations", type=int, default=40, help="of training (default %(default)s)")
+    parser.add_argument(
+        "--model",
+        choices=list(KINDS),
+        default="gpt",
+        help="Megatron's GPTModel, which it deprecates, or its HybridModel (default %(default)s)",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep weights, tensors and log there")
     args = parser.parse_args(words)
     if args.iterations < 1:
@@ -106,31 +124,32 @@ def complaint(lines: list[str]) -> list[str]:
     return lines[: ends[0] if ends else None][-TAIL:]
 
 
-def train(iterations: int, folder: Path, log: Path) -> None:
+def train(model: str, iterations: int, folder: Path, log: Path) -> None:
     """The training script in four processes."""
+    what, layers = KINDS[model]
     print(
-        f"training a GPT of 4 layers on the source of Python's standard library: {iterations} iterations,\n"
+        f"training a {what} on the source of Python's standard library: {iterations} iterations,\n"
         "4 microbatches each; 4 processes: tensor parallel 2, pipeline parallel 2, sequence parallel, gloo",
         flush=True,
     )
     torchrun = "-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node 4"
-    flags = [*f"{MODEL}{CPU}{SPREAD} --train-iters {iterations}".split(), "--folder", str(folder)]
+    flags = [*f"{layers(2)}{MODEL}{CPU}{SPREAD} --train-iters {iterations}".split(), "--folder", str(folder)]
     launch([*torchrun.split(), str(HERE / "quickstart_train.py"), *flags], log)
 
 
-def repeat(folder: Path, log: Path) -> None:
+def repeat(model: str, folder: Path, log: Path) -> None:
     """The same weights in one process."""
     print("reading the same weights and the same batch in 1 process, by plain PyTorch hooks", flush=True)
-    flags = [*f"{MODEL}{CPU} --train-iters 1".split(), "--folder", str(folder)]
+    flags = [*f"{KINDS[model][1](1)}{MODEL}{CPU} --train-iters 1".split(), "--folder", str(folder)]
     launch([str(HERE / "quickstart_single.py"), *flags], log)
 
 
-def run(iterations: int, folder: Path, log: Path, page: Path) -> int:
+def run(model: str, iterations: int, folder: Path, log: Path, page: Path) -> int:
     """Everything; the exit status. The page is left where `page` says."""
     began = time.monotonic()
-    train(iterations, folder, log)
+    train(model, iterations, folder, log)
     middle = time.monotonic()
-    repeat(folder, log)
+    repeat(model, folder, log)
     end = time.monotonic()
     from quickstart_compare import main as compare  # imports torch, which nobody should wait for at the start
 
@@ -149,11 +168,13 @@ def main() -> int:
         args.keep.mkdir(parents=True, exist_ok=True)
         log = args.keep.resolve() / "log"
         log.unlink(missing_ok=True)
-        return run(args.iterations, args.keep.resolve(), log, args.keep.resolve() / "page.html")
+        keep = args.keep.resolve()
+        return run(args.model, args.iterations, keep, log, keep / "page.html")
     handle, log = tempfile.mkstemp(prefix="quickstart-", suffix=".log")
     os.close(handle)
     with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
-        return run(args.iterations, Path(folder), Path(log), Path(log).with_suffix(".html"))
+        page = Path(log).with_suffix(".html")
+        return run(args.model, args.iterations, Path(folder), Path(log), page)
 
 
 if __name__ == "__main__":

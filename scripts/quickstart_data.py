@@ -29,6 +29,11 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
+def one_byte(token: int) -> bytes:
+    """The text of a token, which is a byte."""
+    return bytes([int(token)])
+
+
 class Source(Dataset[dict[str, Tensor]]):
     """Stretches of source code, drawn from the first nine tenths of the text, or from the rest.
 
@@ -74,9 +79,10 @@ def steer(current_module: nn.Module, inputs: Tensor, save_ctx: Namespace, module
     return inputs + 2.0 * direction.to(inputs)
 
 
+# Where, by a GPTModel's name and by a HybridModel's, which has attention and MLP as layers of their own.
 EDITS = {
-    "MLP of layer 1 zeroed": ("decoder.layers.1.mlp.linear_fc2", ablate),
-    "steered after layer 2": ("decoder.layers.2", steer),
+    "MLP of layer 1 zeroed": ("decoder.layers.1.mlp.linear_fc2", "decoder.layers.3.mlp.linear_fc2", ablate),
+    "steered after layer 2": ("decoder.layers.2", "decoder.layers.5", steer),
 }
 
 # -- files -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ cpu.enable()
 import torch  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.training import get_args  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from quickstart_data import EDITS, add_folder, held_out_batch, load, save  # noqa: E402
@@ -39,7 +39,7 @@ def build(args: Any, weights: dict[str, Tensor]) -> nn.Module:
     """The whole model with those weights."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     initialize_megatron()
-    config = gpt_config_from_args(args)
+    config = (hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args)(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = config.get_builder_cls()(config).build_model(groups)
     own = dict(model.named_parameters())
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def experiment(model: nn.Module, sites: list[str]) -> dict[str, Tensor]:
-    """What passes at each site, and the losses, unedited and edited."""
+    """The activation at each site, and the losses, unedited and edited."""
     read: dict[str, Tensor] = {}
     handles = []
     for site in sites:
@@ -74,7 +74,9 @@ def experiment(model: nn.Module, sites: list[str]) -> dict[str, Tensor]:
     losses = {"unedited": loss_of(model)}
     for handle in handles:
         handle.remove()
-    for label, (name, edit) in EDITS.items():
+    hybrid = get_args().hybrid_layer_pattern is not None
+    for label, (of_gpt, of_hybrid, edit) in EDITS.items():
+        name = of_hybrid if hybrid else of_gpt
         handle = visit_output(model.get_submodule(name), lambda m, t, edit=edit: edit(m, t, None, None))
         losses[label] = loss_of(model)
         handle.remove()

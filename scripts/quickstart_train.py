@@ -1,4 +1,4 @@
-"""Trains a small GPT with Megatron's own `pretrain()`, and reads and edits it with megatron_flex.
+"""Trains a small GPTModel or HybridModel with Megatron's `pretrain()`; megatron_flex reads and edits it.
 
 Started by torchrun, in as many processes as the flags ask for, like any training script of Megatron's.
 What is printed behind `quickstart:` is for the screen; the rest is Megatron's.
@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.training import get_args, pretrain  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
@@ -28,11 +29,20 @@ from quickstart_data import EDITS, Source, add_folder, held_out_batch, save  # n
 from torch import Tensor, nn  # noqa: E402
 
 LOSS = "loss:output"
-PLACES = ("decoder.layers.*", "decoder.layers.*.mlp.linear_fc1", LOSS)  # every layer, fc1 in each, the loss
+# Every layer, fc1 in each, the loss. After `gpt:` names are a GPTModel's, whichever of the two models it is.
+LAYERS = "gpt:decoder.layers.*"
+PLACES = (LAYERS, f"{LAYERS}.mlp.linear_fc1", LOSS)
+# To disk also the attention patterns, the logits, and the input of the first layer.
+DUMPED = (
+    *PLACES,
+    f"{LAYERS}.self_attention.core_attention:probs",
+    "output_layer",
+    "gpt:decoder.layers.0:input",
+)
 
 
 class Watch:
-    """The hooks, and what is told about what they read."""
+    """The hooks, and a description of each."""
 
     flex: FlexModel
     dump: Dump
@@ -42,8 +52,16 @@ class Watch:
         """Megatron calls this with the finished model: on each rank its own part of it."""
         self.chunks = chunks
         args = get_args()
-        # On disk too: every tenth iteration, each rank its own shards.
-        self.dump = Dump(args.folder / "dump", PLACES, every=10, gradients=True, dtype="bf16")
+        # On disk too: every tenth iteration, 8 samples of it and the parameters, each rank its own shards.
+        self.dump = Dump(
+            args.folder / "dump",
+            DUMPED,
+            every=10,
+            samples=slice(8),
+            parameters="**",
+            gradients=True,
+            dtype="bf16",
+        )
         self.flex = attach(chunks, [HookFunction(place) for place in PLACES], dumps=self.dump)
         say("iteration   loss    RMS of the residual stream after    RMS of fc1's output in")
         say("                    layer 0      1      2      3        layer 0      1      2      3")
@@ -56,7 +74,8 @@ class Watch:
             return
         iteration = read[LOSS].keys[0].iteration + 1
         if iteration % max(1, args.train_iters // 8) == 0 or iteration == 1:
-            layers = [f"decoder.layers.{n}" for n in range(args.num_layers)]
+            count = len(self.flex.sites(f"{LAYERS}:output"))
+            layers = [LAYERS.replace("*", str(n)) for n in range(count)]
             stream = "".join(f"{rms(read[layer]):7.3f}" for layer in layers)
             fc1 = "".join(f"{rms(read[f'{layer}.mlp.linear_fc1']):7.3f}" for layer in layers)
             say(f"{iteration:9}{mean(read[LOSS]):7.3f}    {stream}        {fc1}")
@@ -140,15 +159,15 @@ def experiment(watch: Watch) -> dict[str, Tensor]:
     """Read the held-out batch, then run it again under each edit. Every rank does the same.
 
     Returns:
-        On the first rank what was read, by site, and the loss of each run (without dims).
+        On the first rank the captures, by site, and the loss of each run (without dims).
     """
     flex = watch.flex
     flex.register_forward_hook(HookFunction("output_layer"))  # the logits too
     losses = {"unedited": held_out(watch)}
     results = {site: readings[0] for site, readings in flex.output_dict.items()}
     say(f"held-out loss {losses['unedited']:.4f}")
-    for label, (name, edit) in EDITS.items():
-        hook = HookFunction(name, editing_function=edit, save=False)
+    for label, (name, _, edit) in EDITS.items():
+        hook = HookFunction(f"gpt:{name}", editing_function=edit, save=False)
         flex.register_forward_hook(hook)
         losses[label] = held_out(watch)
         flex.remove_hook(hook)
@@ -157,10 +176,10 @@ def experiment(watch: Watch) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Train, try the edits, and write the whole weights and what was read."""
+    """Train, try the edits, and write the full weights and the captures."""
     args = parse_and_validate_args(add_folder)
     watch = Watch()
-    model = gpt_config_from_args(args)
+    model = (hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args)(args)
     model.post_wrap_hooks.append(watch.attach)
     container = pretrain_cfg_container_from_args(args, model)
     pretrain(container, datasets, ModelType.encoder_or_decoder, partial(forward_step, watch))

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("megatron_flex", "tests", "patches", "scripts")
+PACKAGES = ("megatron_flex", "tests", "megatron_flex_patches", "scripts")
 TEXTS = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".cfg", ""}
 LEFT = ("tests/data/", "tests/browser/kept/", "tests/unit/kept/", "docs/renames.toml", "tests/surface/")
 Origin = tuple[str, str]  # a module, and a name in it; the name is empty where the module itself is meant

@@ -79,13 +79,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
             shutil.rmtree(os.environ.pop(variable), ignore_errors=True)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test before `-m` selects by marks."""
+    if "cells" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.matrix)
+    if tiers.is_product(item.path.name, item.name):
+        item.add_marker(pytest.mark.product)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if "cells" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.matrix)
-        if tiers.is_product(item.path.name, item.name):
-            item.add_marker(pytest.mark.product)
     if config.getoption("--quick") and (unknown := tiers.unknown(items)):
         raise pytest.UsageError(f"tests/support/tiers.py names tests that do not exist: {'; '.join(unknown)}")
     left_out = [i for i in items if _is_left_out(config, i)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Layout, PackedSequences
 from megatron_flex.layout.gradient_layout import ParameterUses
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -60,7 +60,7 @@ class Listener(Protocol):
     def reject_step(self, why: str) -> None:
         """This step cannot be hooked; called on every rank, which raises at the end of the step."""
 
-    def unbatched(self) -> None:
+    def pack_begins(self, pack: PackedSequences) -> None:
         """The model is called on packed sequences, whose tensors have a batch dim of one or none."""
 
     def report_error(self, why: str) -> None:
@@ -78,10 +78,22 @@ class Listener(Protocol):
             HookError: the model is on several pipeline stages, and hooks are active outside of a step.
         """
 
-    def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
+    def in_step(self) -> bool:
+        """Whether a step is open: a schedule's, or the user's `flex.step()`."""
+
+    def needs_step(self) -> bool:
+        """Whether a dump or statistics cannot record all that they want in a call outside a step."""
+
+    def call_begins(
+        self,
+        gradient_factor: Callable[[], float] | None = None,
+        chunk: int = 0,
+        microbatch: int | None = None,
+    ) -> None:
         """One of this rank's chunks is called outside of any schedule.
 
-        `gradient_factor` as in `step_begins`. Checked as by `check_call`.
+        `gradient_factor` as in `step_begins`. Checked as by `check_call`. `microbatch` is the one that the
+        call belongs to in an open step; None to count the calls.
         """
 
     def call_ends(self, failed: bool) -> None:
@@ -130,6 +142,7 @@ class ParameterSite:
         sharded: whether `parameter` is only a part of that, or has a different form.
         gradient_layout_source: determines the layout of its gradient where that depends on the use of the
             parameter; None where `layout` does.
+        order: its place in the order of the model, the same on all stages; None where its name tells that.
     """
 
     name: str
@@ -145,6 +158,7 @@ class ParameterSite:
     local: tuple[int, ...] = ()
     sharded: bool = False
     gradient_layout_source: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
+    order: tuple[int, int] | None = None
 
     @property
     def propagated(self) -> bool:

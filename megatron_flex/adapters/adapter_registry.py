@@ -70,9 +70,7 @@ def _megatron_core(
         adapter.mesh.check_sizes(axis_sizes)
         return adapter
 
-    return FrameworkMatch(
-        "megatron-core", f"it is a {type(adapter.roots[0]).__name__} of Megatron's", make, alone=True
-    )
+    return FrameworkMatch("megatron-core", adapter.why, make, alone=True)
 
 
 def _dtensor(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
@@ -137,12 +135,18 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
 
     Raises:
         FlexError: the name is taken.
+
+    Examples:
+        >>> def find(chunks, axis_sizes, process_group):
+        ...     return None  # the model is not of this framework
+        >>> with register_adapter(find, "mine"):
+        ...     flex = FlexModel(chunks)
     """
     name = name or _framework_name(finder)
     existing = next((k for k in finder_entries() if k.name == name), None)
     if existing is not None:
         raise FlexError(
-            f"an adapter {name!r} is there already ({existing.origin or 'built in'}); give another name"
+            f"an adapter {name!r} is registered already ({existing.origin or 'built in'}); give another name"
         )
     module = getattr(finder, "__module__", type(finder).__module__)
     known = FinderEntry(name, lambda: finder, f"registered by {module}", before=before)

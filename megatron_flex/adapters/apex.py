@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import AxisSizes, FrameworkMatch, LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import Adapter, AxisSizes, FrameworkMatch, LocalGradient, Undo
+from megatron_flex.adapters.apex_schedule import ApexSchedule
 from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
-from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
+from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
+from megatron_flex.adapters.pipeline_stages import PipelineAdapter
 from megatron_flex.adapters.taps import UpstreamFunction, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -56,7 +58,8 @@ def is_apex(module: Any, *names: str) -> bool:
 def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     """A model with apex's parallel layers in it, or a stage of an apex pipeline."""
     modules = [m for chunk in chunks for m in all_modules(chunk)]
-    layer = next((m for m in modules if is_apex(m, *PARALLEL)), None)
+    kinds = {type(m): m for m in modules}
+    layer = next((m for m in kinds.values() if is_apex(m, *PARALLEL)), None)
     if layer is not None:
         why = f"it holds a {type(layer).__name__} of apex's"
     elif _pipeline_size() > 1:
@@ -73,17 +76,20 @@ def _pipeline_size() -> int:
     return int(dist.get_world_size(state.get_pipeline_model_parallel_group()))
 
 
-def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes) -> ModuleAdapter:
-    if len(chunks) != 1:
-        raise FlexError(
-            f"{len(chunks)} virtual chunks of an apex model, whose interleaved schedule is not known; have "
-            "one chunk on each rank, with virtual_pipeline_model_parallel_size_=None"
-        )
+def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes) -> Adapter:
     mesh = apex_mesh()
     mesh.check_sizes(axis_sizes)
-    adapter = compose(chunks[0], mesh, ApexRules(), "apex")
-    adapter.keeping = MainGradParameters(adapter.keeping, modules)
-    return adapter
+    parts = [compose(chunk, mesh, ApexRules(), "apex") for chunk in chunks]
+    for part in parts:
+        part.keeping = MainGradParameters(part.keeping, modules)
+    # With virtual chunks, a rank runs one stage in each round of the pipeline.
+    stages = [turn * mesh["pp"].size + mesh["pp"].coord for turn in range(len(chunks))]
+    schedule = ApexSchedule(chunks, stages, mesh)
+    if mesh["pp"].size == len(chunks) == 1:
+        parts[0].driving = schedule
+        return parts[0]
+    count = mesh["pp"].size * len(chunks)
+    return PipelineAdapter(parts, stages, list(range(len(chunks))), count, schedule)
 
 
 def apex_mesh() -> Mesh:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.module_names import (
-    all_modules,
     named_modules,
     named_parameters,
     strip_wrapper_names,
 )
-from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters, StoredParameter
+from megatron_flex.adapters.module_walk import walk_modules
+from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, StoredParameter
 from megatron_flex.errors import FlexError
 
 COMM_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."  # these average equally on all replicas:
@@ -38,7 +38,8 @@ AVERAGING_HOOKS = (
 
 def ddp_wrappers_of(chunk: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers around a model or parts of it, the outermost first."""
-    return [m for m in all_modules(chunk) if isinstance(m, DistributedDataParallel)]
+    found = walk_modules(chunk).of_classes(lambda kind: issubclass(kind, DistributedDataParallel))
+    return cast(list[DistributedDataParallel], found)
 
 
 class DDPParameters(ModuleParameters):
@@ -60,7 +61,7 @@ class DDPParameters(ModuleParameters):
         left = self._left_out()
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"DistributedDataParallel leaves out {left[0]}{more}; {SAY_REDUCED}"
+            return f"DistributedDataParallel leaves out {left[0]}{more}; {REDUCED_REMEDY}"
         return True if self.scheduled else all_synchronized(self.wrappers)
 
     def _left_out(self) -> list[str]:
@@ -121,11 +122,11 @@ def all_synchronized(wrappers: Sequence[DistributedDataParallel]) -> bool | str:
     if not all(w.require_backward_grad_sync and w.require_forward_param_sync for w in wrappers):
         return (
             "the model last ran in DistributedDataParallel's no_sync(), which averages no gradients; "
-            f"{SAY_REDUCED}"
+            f"{REDUCED_REMEDY}"
         )
     hooks = (one for wrapper in wrappers for one in wrapper._comm_hooks)
     unknown = next((why for hook, state in hooks if (why := _why_not_averaging(hook, state))), "")
-    return f"{unknown}; {SAY_REDUCED}" if unknown else True
+    return f"{unknown}; {REDUCED_REMEDY}" if unknown else True
 
 
 def _why_not_averaging(hook: Any, state: Any) -> str:
@@ -161,11 +162,9 @@ AVERAGING = ("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf1
 def fsdp_wrappers_of(chunk: nn.Module) -> list[Any]:
     """The wrappers around a model or parts of it, the outermost first."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return (
-        []
-        if fsdp is None
-        else [m for m in all_modules(chunk) if isinstance(m, fsdp.FullyShardedDataParallel)]
-    )
+    if fsdp is None:
+        return []
+    return walk_modules(chunk).of_classes(lambda kind: issubclass(kind, fsdp.FullyShardedDataParallel))
 
 
 class ParameterHome(NamedTuple):
@@ -288,7 +287,7 @@ class FSDPParameters(ModuleParameters):
         """
         left = [k.name for k in self._kept if k.parameter not in self._places and k.parameter.requires_grad]
         if left:
-            return f"FullyShardedDataParallel leaves out {left[0]}; {SAY_REDUCED}"
+            return f"FullyShardedDataParallel leaves out {left[0]}; {REDUCED_REMEDY}"
         return next((why for unit in self.units if (why := _not_averaging(unit))), True)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
@@ -395,18 +394,18 @@ def _not_averaging(unit: Any) -> str:
         return ""
     hook = hook.func if isinstance(hook, partial) else hook
     name = getattr(hook, "__name__", type(hook).__name__)
-    say = "say reduced=True if it averages them over all" if _sharded(unit) else SAY_REDUCED
+    remedy = "say reduced=True if it averages them over all" if _sharded(unit) else REDUCED_REMEDY
     if getattr(hook, "__module__", "") != HOOKS or name not in AVERAGING:
         return (
             f"FullyShardedDataParallel's communication hook {name} does not tell whether it averages "
-            f"gradients; {say}"
+            f"gradients; {remedy}"
         )
     groups = (getattr(state, "process_group", None), unit.process_group)
     over, wanted = ({*dist.get_process_group_ranks(g)} for g in groups)
     if over != wanted:
         return (
             f"FullyShardedDataParallel's communication hook {name} averages gradients over ranks "
-            f"{sorted(over)} of {sorted(wanted)}; {say}"
+            f"{sorted(over)} of {sorted(wanted)}; {remedy}"
         )
     return ""
 

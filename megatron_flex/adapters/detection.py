@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel
 from megatron_flex.adapters import huggingface, pipelining, pytorch
 from megatron_flex.adapters.adapter_base import Adapter, AxisSizes, FrameworkMatch, Part
 from megatron_flex.adapters.adapter_registry import FinderEntry, finder_entries
-from megatron_flex.adapters.module_names import all_modules
+from megatron_flex.adapters.module_walk import shared_walk, walk_modules
 from megatron_flex.adapters.pipelining import list_model_chunks
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, FlexWarning
@@ -132,10 +132,10 @@ def check_versions(versions: tuple[Version, ...]) -> None:
             raise FlexError(
                 f"{version}: layouts there may differ from those known here, so that a shard could pass for "
                 f"the full tensor; install {tested.distribution}>={tested.first},<{tested.below}, or set "
-                "FLEX_UNTESTED=1 (megatron_flex.config.flex_config.untested = True) to go on, and call "
+                "FLEX_UNTESTED=1 (megatron_flex.config.flex_config.untested = True) to continue, and call "
                 "verify()"
             )
-        warnings.warn(f"{version}; going on, call verify() to be sure", FlexWarning, stacklevel=2)
+        warnings.warn(f"{version}; continuing: call verify() to check it", FlexWarning, stacklevel=2)
 
 
 USE_TORCHS = "use torch's DistributedDataParallel, or fairscale's ShardedDataParallel with OSS"
@@ -220,6 +220,12 @@ def refuse_unsupported(chunks: Any) -> None:
         FlexError: there is one.
     """
     for chunk in chunks:
+        walk = walk_modules(chunk)
+        suspects = (
+            m for kind, m in walk.classes.items() if issubclass(kind, DataParallel) or why_unsupported(m)
+        )
+        if next(suspects, None) is None:
+            continue
         for name, module in chunk.named_modules():
             if why := why_unsupported(module):
                 where = f"at {name!r} " if name else ""
@@ -268,6 +274,11 @@ def search_frameworks(
     """
     if isinstance(chunks, pipelining.StageModules):
         return _search_stages(chunks, axis_sizes, process_group)
+    with shared_walk():
+        return _ask_finders(chunks, axis_sizes, process_group)
+
+
+def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> SearchResult:
     refuse_unsupported(chunks)
     claims: list[FinderClaim] = []
     others: list[Part] = []
@@ -295,7 +306,7 @@ def search_frameworks(
     several = _has_several_ranks(process_group)
     if failed and several and all(c.found.around for c in left):
         raise FlexError(
-            f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; mend or "
+            f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; repair or "
             "uninstall it, or set FLEX_ADAPTERS_OFF to its name, so that no shard is used as full tensor"
         )
     none = FrameworkMatch(
@@ -306,7 +317,7 @@ def search_frameworks(
     found = left[0].found if left else none
     found = found if several else replace(found, alone=True)
     for text in failed:
-        warnings.warn(f"{text}; mend or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
+        warnings.warn(f"{text}; repair or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
     return SearchResult(found, _versions_in(chunks, left), tuple(others))
 
 
@@ -350,13 +361,14 @@ def _has_several_ranks(process_group: Any) -> bool:
 def _versions_in(chunks: list[nn.Module], claims: list[FinderClaim]) -> tuple[Version, ...]:
     """Versions of the framework that claims a model, and of those that layouts or parameters depend on."""
     packages = [c.known.package.partition(".")[0] for c in claims if c.known.package]
-    modules = [m for chunk in chunks for m in all_modules(chunk)]
-    for kind in {kind for m in modules for kind in type(m).__mro__}:
-        package, _, rest = kind.__module__.partition(".")
+    walks = [walk_modules(chunk) for chunk in chunks]
+    for base in {base for walk in walks for kind in walk.classes for base in kind.__mro__}:
+        package, _, rest = base.__module__.partition(".")
         own = package == "torch" and rest.startswith("distributed.")
         if package in ("fairscale", "deepspeed", "apex") or own:
             packages.append(package)
-    if any(huggingface.transformers_style_of(m) is not None for m in modules):
+    replaced = (m for walk in walks for m in walk.with_own_forward)
+    if any(huggingface.transformers_style_of(m) is not None for m in replaced):
         packages.append("transformers")
     if any(map(huggingface.is_offloaded, chunks)):
         packages.append("accelerate")
@@ -412,6 +424,12 @@ class Detection:
         mesh: the axes of the run, such as `tp=2 x pp=2`; None likewise.
         versions: of the frameworks in the model.
         others: the other adapters, and the answer of each.
+
+    Examples:
+        >>> print(detect(chunks))
+        megatron-core: it is a GPTModel of Megatron's
+          mesh: one rank
+        ...
     """
 
     framework: str
@@ -450,8 +468,16 @@ def detect(
         everywhere: every rank calls this, as for FlexModel. Otherwise a single rank may call it, and mesh and
             parts are included only if they need no communication.
 
+    Returns:
+        The detection, whose string is a short text.
+
     Raises:
         FlexError: two frameworks claim the model; or, where the mesh is included, it cannot be hooked.
+
+    Examples:
+        >>> detection = detect(chunks)
+        >>> detection.framework, detection.mesh
+        ('megatron-core', 'one rank')
     """
     chunks = list_model_chunks(model)
     axis_sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}

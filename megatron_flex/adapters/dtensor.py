@@ -25,6 +25,7 @@ from megatron_flex.adapters.mesh_axes import (
 )
 from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import named_modules, unwrap
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.taps import AnyInput, add_hook
 from megatron_flex.layout import Layout
 from megatron_flex.layout.gradient_layout import GradientUses
@@ -245,8 +246,8 @@ class StyleRules:
         """The layouts that a module's styles declare."""
         theirs = huggingface.transformers_style_of(module)
         if theirs is not None:
-            tell = partial(self._local, theirs[1])
-            return huggingface.transformers_rule_of(module, tell)
+            layout_of = partial(self._local, theirs[1])
+            return huggingface.transformers_rule_of(module, layout_of)
         styles = list(parallel_styles_of(module))
         if all(s.passes or not s.known for s in styles):
             return None  # layouts are propagated inside it
@@ -322,13 +323,17 @@ def find_dtensor(
 
 def _why_tensor_parallel(root: nn.Module) -> str:
     """The evidence that a model is tensor parallel; empty if there is none."""
-    for path, module in named_modules(root):
+    walk = walk_modules(root)
+    unusual = walk.hooked or walk.with_own_forward
+    for path, module in named_modules(root) if unusual else ():
         theirs = huggingface.transformers_style_of(module)
         if theirs is not None:
             return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
         style = next(parallel_styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"
+    if not any(hasattr(parameter, "placements") for parameter in walk.parameters):
+        return ""
     over_data = any(axis == "dp" for _, axis in mesh_uses_in(root))
     for path, module in named_modules(root):
         for name, parameter in _dtensor_parameters(module):

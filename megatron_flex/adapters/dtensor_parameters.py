@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from megatron_flex.adapters import data_parallel
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.mesh_axes import axes_of_device_mesh
-from megatron_flex.adapters.module_names import all_modules, named_modules
-from megatron_flex.adapters.parameter_storage import SAY_REDUCED, StoredParameter
+from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.adapters.module_walk import walk_modules
+from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, StoredParameter
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -39,14 +40,22 @@ def is_dtensor(tensor: Any) -> bool:
 def fully_shard_modules(chunk: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was called on."""
     # `fully_shard` gives a module another class, which has this; asking a module for what is absent is slow
-    return [m for m in all_modules(chunk) if hasattr(type(m), "_get_fsdp_state")]
+    return walk_modules(chunk).of_classes(lambda kind: hasattr(kind, "_get_fsdp_state"))
 
 
 def has_dtensors(chunk: nn.Module) -> bool:
     """Whether parameters are DTensors, or are so while the model runs, or while it does not."""
-    return bool(fully_shard_modules(chunk)) or any(
-        _placement_of(p) is not None for _, p in _named_parameters(chunk)
-    )
+    walk, kinds = walk_modules(chunk), _dtensor_classes()
+    if fully_shard_modules(chunk) or any(_placement_of(p) is not None for p in walk.parameters):
+        return True
+    # DTensors that modules hold as attributes; classes are asked first, as modules have a million attributes
+    held = bool(kinds) and any(issubclass(kind, kinds) for kind in walk.attribute_classes)
+    return held and any(_placement_of(p) is not None for _, p in _named_parameters(chunk))
+
+
+def _dtensor_classes() -> tuple[type, ...]:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return () if tensors is None else (tensors.DTensor,)
 
 
 class DTensorPlacement(NamedTuple):
@@ -76,8 +85,7 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     After a forward pass in DistributedDataParallel, modules have DTensors made from the parameters.
     """
     seen: set[nn.Parameter] = set()
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    kinds: tuple[type, ...] = () if tensors is None else (tensors.DTensor,)
+    kinds = _dtensor_classes()
     for path, module in named_modules(root):
         found: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
         held: list[tuple[str, Any]] = [(n, t) for n, t in vars(module).items() if isinstance(t, kinds)]
@@ -111,16 +119,22 @@ class DTensorParameters:
         self.wait_until_ready()
         self._reshard()
         named = list(_named_parameters(root))
-        self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
-        self._kept = [self._keep(n, p) for n, p in named if not is_lazy(p)]
+        self._unknown = {n: type(p).__name__ for n, p in named if is_lazy(p)}
+        self._kept = [kept for n, p in named if not is_lazy(p) and (kept := self._keep(n, p)) is not None]
 
-    def _keep(self, name: str, parameter: nn.Parameter) -> StoredParameter:
+    def _keep(self, name: str, parameter: nn.Parameter) -> StoredParameter | None:
+        """The parameter with its layout; None for one that no layout describes."""
         placing = _placement_of(parameter)
         if placing is None:
             return StoredParameter(name, parameter, tuple(parameter.shape))
         dims = [Dim() for _ in placing.shape]
         shape = list(placing.shape)
-        for dim, segment_count, axis in self._placed(name, placing):
+        placed = self._placed(placing)
+        if placed is None:
+            over = " and ".join(axis for axis in self._axes(placing) if axis)
+            self._unknown[name] = f"DTensor placed as {placing.placements} over {over}"
+            return None
+        for dim, segment_count, axis in placed:
             size = self.mesh[axis].size
             length = -(-shape[dim] // size)
             keep = None if shape[dim] % size == 0 else shape[dim]
@@ -139,15 +153,14 @@ class DTensorParameters:
                 found[kept.name] = part, held.to_local().detach()
         return found
 
-    def _placed(self, name: str, placing: DTensorPlacement) -> Iterator[tuple[int, int, str]]:
+    def _placed(self, placing: DTensorPlacement) -> list[tuple[int, int, str]] | None:
         """How a parameter is sharded besides data parallel ranks: dim, number of pieces, axis.
 
-        Several pieces are those of packed weights, `[gate | up]`, each sharded separately.
-
-        Raises:
-            FlexError: no layout describes its sharding.
+        Several pieces are those of packed weights, `[gate | up]`, each sharded separately. None where no
+        layout describes it: a dim over two axes, pieces of unequal parts, other kinds of placements.
         """
         cut: set[int] = set()
+        found = []
         for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
             if axis in ("", "dp") or placement.is_replicate():
                 continue
@@ -157,17 +170,15 @@ class DTensorParameters:
                 segment_count and placing.shape[dim] % (segment_count * self.mesh[axis].size) == 0
             )
             if not even or dim in cut:
-                raise FlexError(
-                    f"{name} is placed as {placing.placements} over {axis}, and how that cuts it is not "
-                    "known; cut each dim over one axis of the mesh, in equal parts"
-                )
+                return None
             cut.add(dim)
-            yield dim, segment_count, axis
+            found.append((dim, segment_count, axis))
+        return found
 
     def _axes(self, placing: DTensorPlacement) -> list[str]:
         return axes_of_device_mesh(placing.device_mesh, self.mesh)
 
-    def _whole(self, placing: DTensorPlacement) -> list[Any]:
+    def _replicated_placements(self, placing: DTensorPlacement) -> list[Any]:
         """Its placements without the sharding over data parallel ranks."""
         from torch.distributed.tensor import Replicate
 
@@ -177,12 +188,12 @@ class DTensorParameters:
     # -- reading and setting ---------------------------------------------------------------------------
 
     def parameters(self) -> list[StoredParameter]:
-        """All but those of lazy modules that have not run."""
+        """All but those that no layout describes, and those of lazy modules that have not run."""
         return self._kept
 
     def without_layout(self) -> dict[str, str]:
-        """Those of lazy modules."""
-        return self._lazy
+        """Those of lazy modules, and those whose placements no layout describes."""
+        return self._unknown
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """The local tensor of the DTensor without data parallel sharding."""
@@ -225,7 +236,7 @@ class DTensorParameters:
             tensor = _make_dtensor(tensor, placing, placing.placements)
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded
             tensor = tensor.to(tensor.device_mesh.device_type)
-        local: Tensor = tensor.redistribute(placements=self._whole(placing)).to_local()
+        local: Tensor = tensor.redistribute(placements=self._replicated_placements(placing)).to_local()
         due = self._shape(parameter)
         if tuple(local.shape) != due:  # the last shards of an uneven dim
             padded = local.new_zeros(due)
@@ -240,7 +251,7 @@ class DTensorParameters:
             return
         value = value.to(placing.device_mesh.device_type)
         value = value[tuple(slice(n) for n in self._unpadded(parameter, placing))].contiguous()
-        full = _make_dtensor(value, placing, self._whole(placing))
+        full = _make_dtensor(value, placing, self._replicated_placements(placing))
         placements = into.placements if is_dtensor(into) else placing.placements
         part = full.redistribute(placements=placements).to_local()
         (into.to_local() if is_dtensor(into) else into).copy_(part)
@@ -251,7 +262,7 @@ class DTensorParameters:
     def _unpadded(self, parameter: Any, placing: DTensorPlacement) -> tuple[int, ...]:
         """This rank's shard of the shape that `value` returns, for an uneven dim."""
         shape = list(self._shape(parameter))
-        for dim, _, axis in self._placed("", placing):
+        for dim, _, axis in self._placed(placing) or ():
             at = self.mesh[axis].coord
             shape[dim] = max(0, min(shape[dim], placing.shape[dim] - at * shape[dim]))
         return tuple(shape)
@@ -266,9 +277,9 @@ class DTensorParameters:
             return data_parallel.all_synchronized(self.wrappers) if self.wrappers else False
         left = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
         if left and self.mesh["dp"].size > 1:
-            return f"fully_shard leaves out {left[0]}; {SAY_REDUCED}"
+            return f"fully_shard leaves out {left[0]}; {REDUCED_REMEDY}"
         if any(not getattr(group, "all_reduce_grads", True) for group in self._groups()):
-            return f"set_requires_all_reduce(False) leaves replicas apart; {SAY_REDUCED}"
+            return f"set_requires_all_reduce(False) leaves replicas apart; {REDUCED_REMEDY}"
         return True
 
     def wait_until_ready(self) -> None:

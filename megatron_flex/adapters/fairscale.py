@@ -22,7 +22,14 @@ from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
-from megatron_flex.adapters.module_names import SHARDED_DDP, all_modules, is_fairscale, unwrap
+from megatron_flex.adapters.module_names import (
+    SHARDED_DDP,
+    all_modules,
+    is_fairscale,
+    is_fairscale_class,
+    unwrap,
+)
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage
 from megatron_flex.adapters.pytorch import mesh_around
 from megatron_flex.adapters.taps import SourcePoint, UpstreamFunction, intercept
@@ -67,7 +74,12 @@ def find_fairscale(
 ) -> FrameworkMatch | None:
     """A model with fairscale's parallel layers in it, or a stage of a fairscale pipeline."""
     modules = [m for chunk in chunks for m in all_modules(chunk)]
-    layer = next((m for m in modules if is_fairscale(m, *PARALLEL)), None)
+    layers = [
+        m
+        for c in chunks
+        for m in walk_modules(c).of_classes(lambda kind: is_fairscale_class(kind, *PARALLEL))
+    ]
+    layer = next(iter(layers), None)
     if len(chunks) == 1 and is_fairscale(unwrap(chunks[0]), "Pipe"):
         why = "it is a Pipe of fairscale's"
     elif layer is not None:
@@ -153,7 +165,7 @@ def _check_layer_size(module: Any, size: int) -> None:
     if part * size != full:
         raise FlexError(
             f"a {type(module).__name__} holds {part} of {full} entries, which {size} model parallel ranks "
-            "do not make up; fairscale was initialized anew since it was built: build the model again"
+            "do not make up; fairscale was initialized again since it was built: build the model again"
         )
 
 
@@ -166,7 +178,7 @@ def _check_pipe(pipe: Any, keeping: ParameterStorage) -> None:
     ):
         raise FlexError(
             f"a Pipe(checkpoint={pipe.checkpoint!r}) of {pipe.chunks} chunks differentiates each microbatch "
-            f"by itself, and {SHARDED_DDP} reduces the gradients of the first alone; say checkpoint='never'"
+            f"by itself, and {SHARDED_DDP} reduces the gradients of the first alone; set checkpoint='never'"
         )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.layout_rules import FULL, Rule, Spread
-from megatron_flex.adapters.module_names import all_modules, named_modules, strip_wrapper_names
+from megatron_flex.adapters.module_names import named_modules, strip_wrapper_names
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import ModuleParameters, StoredParameter
 from megatron_flex.errors import FlexError
 
@@ -60,12 +61,12 @@ def sums_gradients(module: nn.Module) -> bool:
     return ours and made == "ReplicatedWithGradAllReduce"
 
 
-def transformers_rule_of(module: nn.Module, tell: Any) -> Rule | None:
+def transformers_rule_of(module: nn.Module, layout_of: Any) -> Rule | None:
     """The layouts that a module's style declares; None if tensors pass the module unchanged.
 
     Args:
         module: the module.
-        tell: from a placement to a layout, None if there is none.
+        layout_of: from a placement to a layout, None if there is none.
     """
     found = transformers_style_of(module)
     if found is None:
@@ -77,8 +78,8 @@ def transformers_rule_of(module: nn.Module, tell: Any) -> Rule | None:
     if kind in FULL_TENSOR_STYLES:
         return Rule(FULL, FULL)
     if kind in ("ColwiseParallel", "RowwiseParallel"):
-        outputs = tell(style.output_layouts, module.out_features) if local else None
-        gets = tell(style.input_layouts, module.in_features)
+        outputs = layout_of(style.output_layouts, module.out_features) if local else None
+        gets = layout_of(style.input_layouts, module.in_features)
         return Rule(gets, outputs)
     if kind == "SequenceParallel":
         cut = Spread(((style.sequence_dim, "tp"),))
@@ -88,7 +89,7 @@ def transformers_rule_of(module: nn.Module, tell: Any) -> Rule | None:
     if kind == "MoeIdentityParallel":
         return Rule(FULL, Spread(partial=("tp",)))
     return Rule(
-        hidden=f"its tensor parallel style {kind} has no rule for how its tensors lie on the ranks; hook the "
+        hidden=f"its tensor parallel style {kind} has no rule for how its tensors are sharded; hook the "
         "modules before and after it",
     )
 
@@ -102,7 +103,7 @@ OFFLOADED_GRADIENT = (
 def offload_hook_of(module: nn.Module) -> Any:
     """The accelerate hook that loads a module's own weights; None if they are loaded."""
     hook = vars(module).get("_hf_hook")  # asking for a missing attribute is slow
-    for one in (hook, *getattr(hook, "hooks", ())):
+    for one in () if hook is None else (hook, *getattr(hook, "hooks", ())):
         if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None:
             return one
     return None
@@ -110,7 +111,7 @@ def offload_hook_of(module: nn.Module) -> Any:
 
 def is_offloaded(chunk: nn.Module) -> bool:
     """Whether any weights are offloaded."""
-    return any(offload_hook_of(module) is not None for module in all_modules(chunk))
+    return any(offload_hook_of(module) is not None for module in walk_modules(chunk).modules)
 
 
 class OffloadedParameters(ModuleParameters):

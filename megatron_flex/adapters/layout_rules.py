@@ -42,7 +42,7 @@ class Spread:
         at: dict[int, tuple[Cut, ...]] = {}
         for dim, axis in self.cuts:
             if not -dims <= dim < dims:
-                raise LayoutError(f"dim {dim} of a tensor of {dims} dims cannot be cut over {axis}")
+                raise LayoutError(f"dim {dim} of a tensor of {dims} dims cannot be sharded over {axis}")
             at[dim % dims] = (*at.get(dim % dims, ()), Cut(axis))
         return Layout(
             tuple(Dim("", at.get(i, ()), uneven=self.uneven and i in at) for i in range(dims)),
@@ -60,17 +60,27 @@ class UnknownLayout:
 
     Attributes:
         why: as text: the function or module that made it, and what to do.
+        axes: the axes over which its local tensors differ, along unknown dims; None if these are unknown,
+            too. They suffice to find the layouts of the gradients of the tensors that it was made of.
     """
 
     why: str
+    axes: frozenset[str] | None = None
 
 
 SpreadOrUnknown = Spread | UnknownLayout
 
 
+def differing_axes(spread: SpreadOrUnknown) -> frozenset[str] | None:
+    """The axes over which local tensors differ; None if unknown."""
+    if isinstance(spread, UnknownLayout):
+        return spread.axes
+    return frozenset(axis for _, axis in spread.cuts) | set(spread.partial)
+
+
 def spread_to_json(spread: SpreadOrUnknown) -> dict[str, Any]:
     """The attributes as JSON values, for other ranks."""
-    return asdict(spread)
+    return {"why": spread.why} if isinstance(spread, UnknownLayout) else asdict(spread)
 
 
 def spread_from_json(values: Mapping[str, Any]) -> SpreadOrUnknown:

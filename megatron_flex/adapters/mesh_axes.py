@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_flex.adapters.adapter_base import AxisSizes
-from megatron_flex.adapters.module_names import all_modules
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
@@ -112,13 +112,17 @@ NAME_THE_DIMS = (
 def mesh_uses_in(root: nn.Module) -> list[MeshUse]:
     """The meshes that DTensor parameters, parallel styles and `fully_shard` of a model use, each once."""
     found: list[MeshUse] = []
-    for module in all_modules(root):
-        found += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
-        state = getattr(type(module), "_get_fsdp_state", None)  # asking the module itself is slow
-        for group in () if state is None else _fsdp_groups(state(module)):
-            found.append((group.mesh_info.mesh, "dp"))
+    walk = walk_modules(root)
+    # A module of another class than its own: `fully_shard` gave it that.
+    fully_sharded = walk.of_classes(lambda kind: hasattr(kind, "_get_fsdp_state"))
+    if walk.hooked or fully_sharded:
+        for module in walk.modules:
+            found += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
+            state = getattr(type(module), "_get_fsdp_state", None)  # asking the module itself is slow
+            for group in () if state is None else _fsdp_groups(state(module)):
+                found.append((group.mesh_info.mesh, "dp"))
     sharded = bool(found) and all(axis == "dp" for _, axis in found)
-    for parameter in root.parameters():
+    for parameter in walk.parameters:
         device_mesh = getattr(parameter, "device_mesh", None)
         if device_mesh is not None:
             found.append((device_mesh, "dp" if sharded else "tp"))
@@ -309,7 +313,7 @@ def _axes_beyond_mesh(
     if prod(sizes.values()) * len(covered) != len(ranks):
         raise FlexError(
             f"the model's device mesh has {len(covered)} of {len(ranks)} ranks, and what the others are is "
-            "not known; say data_parallel_size or pipeline_parallel_size, or give the process_group of the "
+            "not known; pass data_parallel_size or pipeline_parallel_size, or give the process_group of the "
             f"mesh's own ranks, {list(covered)}"
         )
     everyones: list[Any] = [None] * len(ranks)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import Listener, Undo, is_recomputing
+from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.taps import WrappingTap, intercept
 from megatron_flex.errors import FlexError
@@ -170,46 +171,66 @@ class ModelRunner(Protocol):
 
 
 class UserLoop:
-    """A module that the user's own loop calls.
+    """A module that the user's own loop calls, or accelerate's, or transformers' Trainer.
 
     Args:
         chunk: the module, with wrappers.
         mesh: the axes of the run.
         factor: returns the factor between its gradients and those of a call's own loss; None: 1.
         turn: the index of the chunk on this rank.
+        accumulates: whether accelerate may delimit steps; false for the stages of a schedule.
     """
 
     name = "a loop of one's own"
     why = "no schedule of a framework's is there to call it"
 
     def __init__(
-        self, chunk: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None, turn: int = 0
+        self,
+        chunk: nn.Module,
+        mesh: Mesh,
+        factor: Callable[[], float] | None = None,
+        turn: int = 0,
+        accumulates: bool = True,
     ) -> None:
         self.chunk, self.root, self.mesh, self.factor, self.turn = chunk, unwrap(chunk), mesh, factor, turn
+        self.accumulates = accumulates
         self._listener: Listener | None = None
 
     def watch(self, listener: Listener) -> Undo:
-        """Report each call of the module, but not its recomputation."""
+        """Report each call of the module, but not its recomputation, and steps of gradient accumulation."""
         self._listener = listener
         running: list[bool] = []
+        accumulation = GradientAccumulation(listener, self.accumulates)
 
         def around(call: Any, *args: Any, **kwargs: Any) -> Any:
             if running or is_recomputing():
                 return call(*args, **kwargs)
-            listener.call_begins(self.factor, self.turn)
+            microbatch, factor = None, self.factor
+            if "accelerate" in sys.modules:  # without it a call costs nothing more
+                microbatch = accumulation.call_begins()
+                factor = factor or (accumulation.factor if accumulation.divides_loss else None)
+            listener.call_begins(factor, self.turn, microbatch)
             running.append(True)
             try:
                 output = call(*args, **kwargs)
             except BaseException:
                 running.clear()
                 listener.call_ends(True)
+                accumulation.fail()
                 raise
             running.clear()
             listener.call_ends(False)
             return output
 
         # Around all hooks, including later ones: their tensors belong to the call.
-        return intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
+        uncalled = intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
+        unwatched = accumulation.watch()
+
+        def undo() -> None:
+            unwatched()
+            uncalled()
+
+        return undo
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
         """Call the module with tokens as its input; microbatches along their first dim."""

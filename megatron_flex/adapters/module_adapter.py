@@ -27,7 +27,8 @@ from megatron_flex.adapters.adapter_base import (
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import ModelRunner, UncompiledTap, UserLoop, compiled_regions
 from megatron_flex.adapters.module_names import ROOT, has_forward, named_modules, unwrap
-from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters, ParameterStorage
+from megatron_flex.adapters.module_walk import shared_walk
+from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
 from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
@@ -172,8 +173,8 @@ class ModuleAdapter:
             found = kept.layout or layouts.get(kept.name)
             layout = found or Layout(tuple(Dim() for _ in kept.shape))
             shape = full_shape(layout, kept.shape, self.mesh.sizes)
-            said = found is None and self.follower is None  # by the user, or not at all
-            site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
+            declared = found is None and self.follower is None  # by the user, or not at all
+            site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=declared)
             site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
             out.append(replace(site, gradient_layout_source=self._followed(kept.name)))
         return out
@@ -215,7 +216,7 @@ class ModuleAdapter:
     def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether the storage reduces gradients, whoever calls the model."""
         known = self.keeping.reduced()
-        return f"{self.name} does not tell; {SAY_REDUCED}" if known is None else known
+        return f"{self.name} does not tell; {REDUCED_REMEDY}" if known is None else known
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A full parameter but for tensor parallelism."""
@@ -352,6 +353,6 @@ def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str 
         name: the framework's name.
     """
     root = unwrap(chunk)
-    return ModuleAdapter(
-        chunk, mesh, rules, keeping_of(chunk, root, mesh), driving_of(chunk, root, mesh), name
-    )
+    with shared_walk():  # which modules there are stays, whatever a wrapper does to its parameters
+        keeping = keeping_of(chunk, root, mesh)
+    return ModuleAdapter(chunk, mesh, rules, keeping, driving_of(chunk, root, mesh), name)

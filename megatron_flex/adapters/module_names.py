@@ -10,6 +10,8 @@ from torch import nn
 from torch.fx import Graph
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from megatron_flex.adapters.module_walk import walk_modules
+
 DEEPSPEED_ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
 SHARDED_DDP = "ShardedDataParallel"  # fairscale's
 ROOT = "root"  # the name of the outermost module, whose name is empty in torch
@@ -19,7 +21,11 @@ WRAPPED_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 def is_fairscale(module: object, *kinds: str) -> bool:
     """Whether an object is an instance of one of these fairscale classes; does not import fairscale."""
-    cls: Any = type(module)
+    return is_fairscale_class(type(module), *kinds)
+
+
+def is_fairscale_class(cls: Any, *kinds: str) -> bool:
+    """Whether a class is, or derives from, one of these fairscale classes."""
     return _is_class_of(cls, "fairscale.", kinds)
 
 
@@ -72,14 +78,7 @@ def _walk_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterato
 
 def all_modules(root: nn.Module) -> list[nn.Module]:
     """All modules, wrappers too, as `root.modules()` has them, in a fraction of its time."""
-    seen: dict[nn.Module, None] = {}
-    left = [root]
-    while left:
-        module = left.pop()
-        if module not in seen:
-            seen[module] = None
-            left += list(module.children())[::-1]
-    return list(seen)
+    return walk_modules(root).modules
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.layout import Layout
 
-SAY_REDUCED = (
+REDUCED_REMEDY = (
     "say reduced=True if all data parallel ranks have the same gradients, reduced=False if each has its own"
 )
 

@@ -7,11 +7,9 @@ stage gets the same adapter as without the schedule, with any further sharding.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,29 +17,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.adapter_base import (
-    Architecture,
     AxisSizes,
     Listener,
-    LocalGradient,
-    ParameterSite,
-    Part,
     Undo,
 )
-from megatron_flex.adapters.data_parallel import DDPParameters
-from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
 from megatron_flex.adapters.model_calls import UserLoop
-from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
+from megatron_flex.adapters.module_adapter import ModuleAdapter
+from megatron_flex.adapters.pipeline_stages import (
+    PipelineAdapter,
+    StageLayouts,
+    UnscheduledCalls,
+    join_undos,
+)
 from megatron_flex.adapters.sharded_ddp import ShardedDDPParameters
-from megatron_flex.adapters.taps import WrappingTap, intercept
+from megatron_flex.adapters.taps import intercept
 from megatron_flex.adapters.tensor_trees import tensors, with_tensor
-from megatron_flex.collectives import await_value, store_value
-from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, TapCallback
 
 if TYPE_CHECKING:
-    from megatron_flex.adapters.propagation import LayoutPropagator
+    pass
 
 
 class StageModules(list[nn.Module]):
@@ -64,16 +59,24 @@ def list_model_chunks(model: Any) -> list[nn.Module]:
     """The modules of the user's model: a module, a list of modules, or a schedule.
 
     Raises:
-        FlexError: it is a stage without its schedule.
+        FlexError: it is a stage without its schedule, or no model at all.
     """
     if isinstance(model, nn.Module):
+        if hasattr(model, "session") and hasattr(model, "restore"):
+            raise FlexError("the model is a FlexModel already; register hooks with it, or restore() it first")
         return [model]
     library = sys.modules.get("torch.distributed.pipelining.schedules")
     if library is not None and isinstance(model, library._PipelineSchedule):
         return StageModules(model)
     if library is not None and _is_stage(model):
         raise FlexError("a PipelineStage does not know what runs it; give the schedule that it is handed to")
-    parts = list(model)
+    parts = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
+    wrong = [part for part in parts if not isinstance(part, nn.Module) and not _is_stage(part)]
+    if wrong:
+        raise FlexError(
+            f"{wrong[0]!r} is no model: give an nn.Module, the list of its virtual chunks, or a schedule of "
+            "torch.distributed.pipelining"
+        )
     if library is not None and any(_is_stage(part) for part in parts):
         raise FlexError(
             "PipelineStages do not know what runs them; give the schedule that they are handed to"
@@ -82,7 +85,8 @@ def list_model_chunks(model: Any) -> list[nn.Module]:
 
 
 def _is_stage(thing: Any) -> bool:
-    return isinstance(thing, sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase)
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    return stages is not None and isinstance(thing, stages._PipelineStageBase)
 
 
 def count_turns(stages: int, rank_of: Mapping[int, int], ranks: int) -> list[int]:
@@ -101,9 +105,6 @@ SPLIT_BACKWARD = (
     "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks "
     "or without; use Interleaved1F1B, or fully_shard"
 )
-UNKNOWN_STAGE = UnknownLayout(
-    "it comes from a pipeline stage that has no parallel module in it, and is not followed there"
-)
 UNPLANNED_GRADIENT = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
     "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, "
@@ -117,30 +118,25 @@ class PipelineSchedule:
     Attributes:
         trying: whether it runs them only to infer shapes.
         frozen: whether all parameters are frozen.
-        followers: the layout propagator of each stage, by its number in the pipeline.
+        layouts: of the tensors that stages send each other.
     """
-
-    _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of watchers over the same pipelines
 
     def __init__(self, chunks: StageModules, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
         self.name, self.why = type(self.schedule).__name__, "it was given, and runs this rank's stages"
         self._called = [
-            UserLoop(stage.submod, mesh, turn=turn) for stage, turn in zip(chunks.stages, turns, strict=True)
+            UserLoop(stage.submod, mesh, turn=turn, accumulates=False)
+            for stage, turn in zip(chunks.stages, turns, strict=True)
         ]
         self.trying = self.frozen = self._running = False
         self._listener: Listener | None = None
-        self.followers: dict[int, LayoutPropagator | None] = {}
-        self._told: set[int] = set()  # the stages that have sent their layout to the next one
-        self._watches = 0
-        self._whole: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
+        self.layouts = StageLayouts(mesh)
+        self._unsplit: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
 
     def watch(self, listener: Listener) -> Undo:
         """Wrap the schedule's step and its stages' passes."""
         self._listener = listener
-        self._told.clear()
-        self._watches = PipelineSchedule._counts[self.mesh["pp"].ranks]
-        PipelineSchedule._counts[self.mesh["pp"].ranks] += 1
+        self.layouts.begin()
         undos = [intercept(self.schedule, "step", self._step)]
         names = [n for n in ("_initialize_stage", "_initialize_stages") if hasattr(self.schedule, n)]
         undos += [intercept(self.schedule, name, self._try) for name in names]
@@ -149,7 +145,7 @@ class PipelineSchedule:
             undos.append(intercept(stage, "forward_maybe_with_nosync", partial(self._compute, stage)))
             undos.append(intercept(stage, "backward_one_chunk", partial(self._backward, stage)))
             undos.append(intercept(stage, "backward_weight_one_chunk", partial(self._weights, stage)))
-        outside = cast(Listener, _UnscheduledCalls(listener, self))
+        outside = cast(Listener, UnscheduledCalls(listener, self))
         undos += [called.watch(outside) for called in self._called]
         return join_undos(undos)
 
@@ -166,7 +162,7 @@ class PipelineSchedule:
         mean = bool(getattr(self.schedule, "scale_grads", True))
         listener.step_begins(None, None, int(self.schedule._n_microbatches) if mean else 1)
         self._running, failed = True, True
-        self._whole.clear()
+        self._unsplit.clear()
         try:
             result = step(*args, **kwargs)
             failed = False
@@ -194,44 +190,22 @@ class PipelineSchedule:
         listener = self._listener
         assert listener is not None
         listener.forward_begins(int(args[0] if args else kwargs["fwd_chunk_id"]), turn)
-        tell = listener.hooked() and stage.stage_index not in self._told
-        if tell:
-            self._arrives(stage)
+        exchange = listener.hooked() and self.layouts.due(stage.stage_index)
+        if exchange:
+            self.layouts.receive(stage.stage_index)
         output = forward(*args, **kwargs)
-        if tell:
-            self._leaves(stage)
+        if exchange:
+            self.layouts.send(stage.stage_index)
         listener.forward_ends(tensors(output))
         return output
-
-    def _arrives(self, stage: Any) -> None:
-        """Receive the layout of this stage's input from the stage before."""
-        follower = self.followers[stage.stage_index]
-        if follower is None:
-            return
-        if not stage.is_first:
-            spreads = await_value(self._key(stage.stage_index - 1), flex_config.agree_seconds)
-            follower.entering = [spread_from_json(spread) for spread in spreads]
-        follower.left = None
-
-    def _leaves(self, stage: Any) -> None:
-        """Send the output's layout to the next stage."""
-        self._told.add(stage.stage_index)
-        follower = self.followers[stage.stage_index]
-        if any(self.mesh[axis].size > 1 for axis in ("tp", "cp")):
-            spreads = [UNKNOWN_STAGE] if follower is None else follower.left or []
-            store_value(self._key(stage.stage_index), [spread_to_json(spread) for spread in spreads])
-
-    def _key(self, index: int) -> str:
-        """The key of a stage's output layout in this pipeline."""
-        return f"pipeline{'-'.join(map(str, self.mesh['pp'].ranks))}/{self._watches}/stage{index}"
 
     def _compute(self, stage: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The stage's output; detached, and an error on all ranks, where stages do not agree on gradients."""
         output = compute(*args, **kwargs)
-        told = getattr(getattr(stage, "_stage_meta", None), "outputs", None)
-        if not stage.has_backward or stage.is_last or told is None:
+        outputs_meta = getattr(getattr(stage, "_stage_meta", None), "outputs", None)
+        if not stage.has_backward or stage.is_last or outputs_meta is None:
             return output
-        for index, (tensor, meta) in enumerate(zip(tensors(output), told, strict=False)):
+        for index, (tensor, meta) in enumerate(zip(tensors(output), outputs_meta, strict=False)):
             if tensor.requires_grad and not meta.requires_grad:
                 assert self._listener is not None
                 self._listener.report_error(UNPLANNED_GRADIENT.format(stage=stage.stage_index))
@@ -250,7 +224,7 @@ class PipelineSchedule:
         if listener.hooked() and stage.dw_builder is None and not kwargs.get("full_backward", True):
             # Split, the backward pass would reach inputs, then the stage's own parameters, and no tensor that
             # edits have added; unsplit, it reaches all.
-            self._whole.add((int(stage.stage_index), number))
+            self._unsplit.add((int(stage.stage_index), number))
             result = _run_undivided(stage, backward, *args, **kwargs)
         else:
             result = backward(*args, **kwargs)
@@ -259,7 +233,7 @@ class PipelineSchedule:
 
     def _weights(self, stage: Any, weights: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = int(args[0] if args else kwargs["bwd_chunk_id"])
-        if (int(stage.stage_index), number) in self._whole:
+        if (int(stage.stage_index), number) in self._unsplit:
             return _run_undivided(stage, weights, *args, **kwargs)
         return weights(*args, **kwargs)
 
@@ -310,64 +284,6 @@ def _require_gradients(_: nn.Module, __: Any, output: Any) -> Any:
     return output
 
 
-class _UnscheduledCalls:
-    """Reports calls of a stage's module outside of the schedule."""
-
-    def __init__(self, listener: Listener, scheduled: PipelineSchedule) -> None:
-        self.listener, self.scheduled = listener, scheduled
-
-    def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
-        if not self.scheduled.busy:
-            self.listener.call_begins(gradient_factor, chunk)
-
-    def call_ends(self, failed: bool) -> None:
-        if not self.scheduled.busy:
-            self.listener.call_ends(failed)
-
-
-@dataclass(frozen=True, eq=False)
-class ScheduledTap(WrappingTap):
-    """Wraps a tap; silent while a schedule runs its stages to infer shapes."""
-
-    tap: Any
-    scheduled: PipelineSchedule
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        undo: Undo = self.tap.install(_ScheduledFire(fire, self.scheduled))
-        return undo
-
-
-class _ScheduledFire:
-    """The callback of the wrapped tap."""
-
-    def __init__(self, fire: TapCallback, scheduled: PipelineSchedule) -> None:
-        self.fire, self.scheduled = fire, scheduled
-
-    def __call__(self, local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return local if self.scheduled.trying else self.fire(local, *args, **kwargs)
-
-    # The callback is the runtime's, which has both methods in addition to those of `TapCallback`.
-
-    def absent(self, count: int) -> None:
-        if not self.scheduled.trying:
-            self.fire.absent(count)  # type: ignore[attr-defined]
-
-    def unknown(self, local: Tensor, why: str) -> Tensor:
-        if self.scheduled.trying:
-            return local
-        found: Tensor = self.fire.unknown(local, why)  # type: ignore[attr-defined]
-        return found
-
-
-def join_undos(undos: list[Undo]) -> Undo:
-    def undo() -> None:
-        for one in reversed(undos):
-            one()
-
-    return undo
-
-
 def make_pipeline_adapter(
     chunks: StageModules, axis_sizes: AxisSizes, adapter_of: Callable[[list[nn.Module], AxisSizes], Any]
 ) -> PipelineAdapter:
@@ -413,146 +329,8 @@ def make_pipeline_adapter(
                 "ranks of stages, replicas and tensor parallel shards in that order, as init_device_mesh "
                 "does with mesh_dim_names=('pp', 'dp', 'tp')"
             )
-    return PipelineAdapter(chunks, parts)
-
-
-class PipelineAdapter:
-    """The stages of one rank as one model.
-
-    Args:
-        chunks: the schedule's modules.
-        parts: the adapter of each.
-    """
-
-    def __init__(self, chunks: StageModules, parts: list[ModuleAdapter]) -> None:
-        self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
-        self.prefix = parts[0].prefix
-        count = int(chunks.stages[0].num_stages)
-        self.logits = f"stage{count - 1}:output"
-        at = count_turns(count, chunks.stages[0].stage_index_to_group_rank, self.mesh["pp"].size)
-        self.turns = [at[stage.stage_index] for stage in chunks.stages]
-        self.driving = PipelineSchedule(chunks, self.turns, self.mesh)
-        for stage, part in zip(chunks.stages, parts, strict=True):
-            self.driving.followers[int(stage.stage_index)] = part.follower
-            part.rename(f"stage{stage.stage_index}")
-            part.driving = SilentDriving()
-            if isinstance(part.keeping, DDPParameters):
-                part.keeping.scheduled = True
-        self._owners = {id(p.parameter): part for part in parts for p in part.parameters()}
-
-    def _owner(self, parameter: nn.Parameter) -> ModuleAdapter:
-        return self._owners[id(parameter)]
-
-    def module_names(self) -> list[str]:
-        """The names of all stages here."""
-        return list(dict.fromkeys(n for part in self._parts for n in part.module_names()))
-
-    def parts(self) -> list[Part]:
-        """The components of the stages, and the schedule."""
-        inside = [p for part in self._parts for p in part.parts() if p.name != SilentDriving.name]
-        return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
-
-    def check(self) -> None:
-        """Refuse modules that would be refused alone, and names that two stages share."""
-        for part in self._parts:
-            part.check_modules()
-        check_names_distinct([part.names() for part in self._parts], self.mesh)
-
-    def sites(self) -> list[Site]:
-        """The sites of all stages, silent while the schedule infers shapes."""
-        return [
-            replace(site, chunk=turn, tap=ScheduledTap(site.tap, self.driving))
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for site in part.sites()
-        ]
-
-    def parameters(self) -> list[ParameterSite]:
-        """The parameters of all stages."""
-        return [
-            replace(p, chunk=turn)
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for p in part.parameters()
-        ]
-
-    def without_layout(self) -> dict[str, str]:
-        """The buffers of all stages."""
-        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Those of all stages."""
-        return {name: buffer for part in self._parts for name, buffer in part.buffers().items()}
-
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """Those of all stages."""
-        return {name: shard for part in self._parts for name, shard in part.shards().items()}
-
-    def lengths(self) -> dict[str, int]:
-        """None are known."""
-        return {}
-
-    def wait_until_ready(self) -> None:
-        """Wait for the parameter storage."""
-        for part in self._parts:
-            part.wait_until_ready()
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether the storage reduces gradients; as text, if that is unknown for one stage."""
-        answers = [part.gradients_reduced(called) for part in self._parts]
-        return next((t for t in answers if isinstance(t, str)), all(answers))
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter."""
-        return self._owner(parameter).value(parameter)
-
-    def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
-        """As the stage that has the parameter knows."""
-        mine = (part for part in self._parts if any(k.name == name for k in part.keeping.parameters()))
-        return next((part.gradient_partial_axes(name) for part in mine), ())
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it."""
-        self._owner(parameter).set_value(parameter, value)
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Its gradient."""
-        return self._owner(parameter).gradient(parameter, reduced)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Set that."""
-        self._owner(parameter).put_gradient(parameter, value, reduced)
-
-    def freeze(self) -> Undo:
-        """Freeze all parameters."""
-        self.driving.frozen = True
-        return join_undos(
-            [partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)]
-        )
-
-    def enable_recomputed_gradients(self) -> Undo:
-        """Nothing: recomputation is up to the module."""
-        return lambda: None
-
-    def architecture(self) -> Architecture | None:
-        """Not known."""
-        return None
-
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run the schedule forward over full sequences of tokens."""
-        self.driving.run(tokens, microbatch_size)
-
-    def watch(self, listener: Listener) -> Undo:
-        """Report the schedule's steps, and propagate layouts in them."""
-        return join_undos([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
-
-
-class SilentDriving:
-    """Reports nothing: the schedule reports for all stages together."""
-
-    name, why = "nobody", ""
-
-    def watch(self, listener: Listener) -> Undo:
-        """Nothing."""
-        return lambda: None
-
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Nothing."""
+    count = int(first.num_stages)
+    turns = count_turns(count, first.stage_index_to_group_rank, parts[0].mesh["pp"].size)
+    stages = [int(stage.stage_index) for stage in chunks.stages]
+    mine = [turns[stage] for stage in stages]
+    return PipelineAdapter(parts, stages, mine, count, PipelineSchedule(chunks, mine, parts[0].mesh))

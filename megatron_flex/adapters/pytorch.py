@@ -53,8 +53,8 @@ def make_plain_adapter(
     if shards is not None and not alone and axis_sizes.get("tp") is None:
         raise FlexError(
             f"{names} holds a {type(shards).__name__} and is not a supported model, as "
-            "megatron-core's GPTModel, HybridModel, MambaModel and BertModel are; say tensor_parallel_size "
-            "to have it as a plain module, and expected_shape where tensors are cut"
+            "megatron-core's GPTModel, HybridModel, BertModel, T5Model and a module that holds one are; pass "
+            "tensor_parallel_size to have it as a plain module, and expected_shape where tensors are sharded"
         )
     mesh = make_mesh(axis_sizes, process_group)
     _check_tensor_parallel_groups(root, mesh)
@@ -69,7 +69,7 @@ def why_plain(chunks: Iterable[nn.Module]) -> str:
     kind = type(shards)
     return (
         f"no adapter supports the full model, though it holds a {kind.__name__} of {kind.__module__}; say "
-        "tensor_parallel_size, and expected_shape where tensors are cut, or give the part that is known"
+        "tensor_parallel_size, and expected_shape where tensors are sharded, or give the part that is known"
     )
 
 
@@ -103,7 +103,7 @@ def _check_tensor_parallel_groups(root: nn.Module, mesh: Mesh) -> None:
             raise FlexError(
                 f"a {type(module).__name__} computes over the tensor parallel ranks {list(ranks)}, and "
                 f"tensor_parallel_size={mesh['tp'].size} makes them {list(mesh['tp'].ranks)} for this rank; "
-                f"say tensor_parallel_size={len(ranks)}, with ranks that count tensor parallel first"
+                f"pass tensor_parallel_size={len(ranks)}, with ranks that count tensor parallel first"
             )
 
 
@@ -195,7 +195,7 @@ def mesh_around(chunk: nn.Module, wrappers: list[Any], axis_sizes: AxisSizes, pr
     if not is_world and not any(axis_sizes.get(n) for n in ("tp", "pp", "dp")):
         raise FlexError(
             f"{kind} is over ranks {list(ranks)} of {len(everyone)}, and what the others are is not known; "
-            "say tensor_parallel_size or pipeline_parallel_size, or give the process_group of those ranks"
+            "pass tensor_parallel_size or pipeline_parallel_size, or give the process_group of those ranks"
         )
     mesh = make_mesh({"dp": len(ranks)} if is_world else axis_sizes, process_group)
     mesh.check_sizes(axis_sizes)

@@ -17,12 +17,12 @@ from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.module_names import (
     DEEPSPEED_ENGINE,
     SHARDED_DDP,
-    all_modules,
     is_deepspeed,
-    is_fairscale,
+    is_fairscale_class,
     named_parameters,
 )
-from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters
+from megatron_flex.adapters.module_walk import walk_modules
+from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 
@@ -45,7 +45,7 @@ UNREDUCED_GRADIENT = (
 
 def sharded_ddp_wrappers_of(chunk: nn.Module) -> list[Any]:
     """The ShardedDataParallel wrappers around a model or its parts, the outermost first."""
-    return [m for m in all_modules(chunk) if is_fairscale(m, SHARDED_DDP)]
+    return walk_modules(chunk).of_classes(lambda kind: is_fairscale_class(kind, SHARDED_DDP))
 
 
 def check_sharded_ddp(wrappers: Sequence[Any], chunk: nn.Module, mesh: Mesh) -> None:
@@ -121,7 +121,7 @@ class GradientOwners:
                 why = "ShardedDataParallel has averaged no gradients since the model last ran"
             else:
                 continue
-            return f"{why}; {SAY_REDUCED}"
+            return f"{why}; {REDUCED_REMEDY}"
         return True
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
@@ -206,7 +206,7 @@ class ShardedDDPParameters(ModuleParameters):
             return self._before
         if left := self.owners.left_out(named_parameters(self.root)):
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"the optimizers of ShardedDataParallel leave out {left[0]}{more}; {SAY_REDUCED}"
+            return f"the optimizers of ShardedDataParallel leave out {left[0]}{more}; {REDUCED_REMEDY}"
         return self.owners.reduced()
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:

@@ -133,11 +133,11 @@ class RuleTap:
 
     Attributes:
         tap: the wrapped tap.
-        tell: returns the sharding of a local tensor.
+        spread_of: returns the sharding of a local tensor.
     """
 
     tap: Any
-    tell: SpreadFunction
+    spread_of: SpreadFunction
 
     @property
     def module(self) -> nn.Module | None:
@@ -156,11 +156,42 @@ class RuleTap:
         return cast(Undo, self.tap.install(LayoutFire(fire, self)))
 
 
+class HookTracer(Protocol):
+    """Traces a model's calls, but not its hooks."""
+
+    def outside(self, local: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """The result of `run`, hooks on a tensor, which is sharded as the tensor is."""
+
+
+@dataclass(frozen=True, eq=False)
+class UntracedTap(WrappingTap):
+    """Wraps a tap of a declared layout in a model whose other layouts are propagated."""
+
+    tap: Any
+    tracer: HookTracer
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` through the wrapped tap."""
+        return cast(Undo, self.tap.install(_UntracedFire(fire, self.tracer)))
+
+
+class _UntracedFire:
+    """The callback of an `UntracedTap`."""
+
+    def __init__(self, fire: TapCallback, tracer: HookTracer) -> None:
+        self.fire, self.tracer = fire, tracer
+        self.absent = getattr(fire, "absent", None)
+
+    def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        """Call the hooks."""
+        return self.tracer.outside(local, lambda: self.fire(local, layout, route))
+
+
 class SpreadSource(Protocol):
     """Knows the sharding of the tensors at a tap."""
 
     @property
-    def tell(self) -> SpreadFunction:
+    def spread_of(self) -> SpreadFunction:
         """Returns the sharding of a local tensor."""
 
     def passed(self, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
@@ -176,7 +207,7 @@ class LayoutFire:
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
         """Call the hooks with `layout`, or, if that is None, with the layout from the spread source."""
-        spread = self.teller.tell(local)
+        spread = self.teller.spread_of(local)
         unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))
         new = local
         try:

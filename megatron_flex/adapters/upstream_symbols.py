@@ -152,6 +152,12 @@ APEX_SYMBOLS = (
     *_of("apex", "apex.transformer.tensor_parallel.mappings", _REGIONS, _REGION_REASON),
     *_of("apex", "apex.transformer.tensor_parallel.mappings", _SEQUENCE_REGIONS, _REGION_REASON),
     *_of("apex", "apex.transformer.tensor_parallel.layers", "RowParallelLinear._forward_impl", _GEMM_REASON),
+    *_of(
+        "apex",
+        "apex.transformer.pipeline_parallel.schedules.fwd_bwd_pipelining_with_interleaving",
+        "_forward_backward_pipelining_with_interleaving",
+        "get_forward_backward_func() returns it; its calls begin and end a step",
+    ),
 )
 
 DEEPSPEED_SYMBOLS = (
@@ -195,6 +201,12 @@ DEEPSPEED_SYMBOLS = (
 
 HUGGINGFACE_SYMBOLS = (
     *_of("accelerate", "accelerate.hooks", "Module._hf_hook", "offloaded weights are in the hook's own map"),
+    *_of(
+        "accelerate",
+        "accelerate.state",
+        "GradientState._set_sync_gradients GradientState._shared_state",
+        "accelerate and Trainer report in this way alone which microbatch ends a step",
+    ),
     *_of(
         "datasets",
         "datasets.arrow_dataset",

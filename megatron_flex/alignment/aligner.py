@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from megatron_flex.adapters.megatron_core import MegatronAdapter
 from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
 from megatron_flex.alignment.candidate_run import CandidateRun
 from megatron_flex.alignment.causes import find_causes
@@ -42,13 +43,15 @@ def align(
     *,
     tolerance: float | None = None,
     gradients: bool = False,
+    isolate: bool = False,
 ) -> Alignment:
     """Compare a Hugging Face model with a Megatron model on the same tokens. Every rank calls it.
 
-    The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it
-    is (the *accumulated* difference), once with each layer's input replaced by that of Hugging Face (the
-    *isolated* difference, to which earlier layers contribute nothing). Both run in the mode of `eval()`,
-    without dropout; the mode of each module is restored.
+    The Hugging Face model runs on the first rank. The Megatron model runs forward as it is (the
+    *accumulated* difference). Where a hook point then differs by more than layers with equal inputs may,
+    it runs again, with each layer's input replaced by that of Hugging Face (the *isolated* difference, to
+    which earlier layers contribute nothing). Both models run in the mode of `eval()`, without dropout; the
+    mode of each module is restored.
 
     Args:
         hf_model: a causal language model of transformers; the other ranks may pass None.
@@ -59,6 +62,7 @@ def align(
             derived from the precisions of the two models and the depth of the site.
         gradients: also compare the loss and the parameter gradients of one step, in which each token predicts
             the next. The gradients of the Megatron model are cleared.
+        isolate: run with the layer inputs of Hugging Face in any case.
 
     Returns:
         On every rank, the verdicts for each hook point and each layer, and likely causes of the first
@@ -67,8 +71,10 @@ def align(
     Raises:
         FlexError: on all ranks: there is no table for the architecture, no model, or the tokens do not fit.
 
-    Example:
-        `print(mf.align(AutoModelForCausalLM.from_pretrained(folder), flex, tokens))`
+    Examples:
+        >>> print(align(hf_model, flex, tokens))
+        Hugging Face LlamaForCausalLM and Megatron on one rank
+        agrees: 135 hook points, greatest error ...
     """
     session = flex.session
     first = all(axis.coord == 0 for axis in session.mesh)
@@ -79,29 +85,40 @@ def align(
     points = {other for match in candidate.matches for other in match.row.other}
     theirs: Captures = {}
     _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
-    inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
+    judge = _Judge(candidate.matches, tokens, hf_model, config, tolerance, theirs)
     # `roots` is Megatron's adapter's, which was checked above
     with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
-        accumulated = candidate.run(tokens.tokens)
-        isolated = candidate.run(tokens.tokens, inputs)
+        captures = _run_candidate(candidate, judge, flex, isolate)
         step = StepGradients(hf_model if first else None, flex, tokens) if gradients else None
 
-    def judge() -> Alignment:
-        judging = _Judge(candidate.matches, tokens, hf_model, config, tolerance)
-        found = judging.judge(theirs, accumulated, isolated)
+    def finish() -> Alignment:
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
-        found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
+        found = judge.alignment(model, candidate.uncompared)
         with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
-            return found if step is None else replace(found, gradients=step.verdicts(judging.tolerances))
+            return found if step is None else replace(found, gradients=step.verdicts(judge.tolerances))
 
-    alignment: Alignment = _on_first(flex, judge)
+    alignment: Alignment = _on_first(flex, finish)
     sites = {m.site: m for m in candidate.matches}
     if alignment.first is None or alignment.first.site not in sites:
         return alignment
     at, weights = alignment.first, _layer_weights(flex, alignment.first.site)
-    around = at, sites, theirs, isolated, weights, hf_model, config, tokens
+    around = at, sites, theirs, captures, weights, hf_model, config, tokens
     causes = _on_first(flex, lambda: find_causes(Evidence(*around)))
     return replace(alignment, causes=tuple(causes))
+
+
+def _run_candidate(candidate: CandidateRun, judge: _Judge, flex: FlexModel, isolate: bool) -> Captures:
+    """Run the Megatron model once or twice, and compare; returns the captures of the last run. Collective."""
+    tokens = judge.batch.tokens
+    captures = candidate.run(tokens)
+    enough = _on_first(flex, lambda: judge.accumulate(captures))
+    if enough and not isolate:
+        return captures
+    captures = {}  # so that a rank holds the captures of one run
+    inputs = candidate.broadcast(_layer_inputs(candidate.matches, judge.theirs))
+    captures = candidate.run(tokens, inputs)
+    _on_first(flex, lambda: judge.isolate(captures))
+    return captures
 
 
 def _run_reference(hf_model: Any, points: set[str], batch: TokenBatch) -> Captures:
@@ -130,11 +147,13 @@ def _check_models(hf_model: Any, flex: FlexModel) -> tuple[str, str]:
     Raises:
         FlexError: the models cannot be compared.
     """
-    if not hasattr(flex.session.adapter, "roots"):
+    adapter = flex.session.adapter
+    if not isinstance(adapter, MegatronAdapter):
         raise FlexError(
-            f"align compares with a Megatron model, and this is one of {flex.session.adapter.name}; "
+            f"align compares with a Megatron model, and this is one of {adapter.name}; "
             "dump both and compare the dumps"
         )
+    adapter.check_is_one_model("align")
     if hf_model is None:
         raise FlexError(NO_MODEL)
     kind = getattr(getattr(hf_model, "config", None), "model_type", None)
@@ -190,15 +209,33 @@ def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
 
 def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
-    survey = flex.session.parameter_index
+    survey, gpt = flex.session.parameter_index, flex.session.sites.gpt_names
     layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
-    names = [n for n in survey.sites if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
+    own = {gpt.to_gpt(n) or n if gpt.renames else n: n for n in survey.sites}
+    names = [n for n in own if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
     out = {}
     for name in names:
-        full = full_parameters.gather_parameter(survey, name, ParameterRequest(), None)
+        full = full_parameters.gather_parameter(survey, own[name], ParameterRequest(), None)
         if full is not None:
             out[name] = full
     return out
+
+
+@dataclass
+class _Pass:
+    """The differences of one run of the Megatron model.
+
+    Attributes:
+        differences: by site.
+        kinds: the shape of each compared pair, and its two dtypes.
+        absent: the sites that were not compared, with the reason.
+        notes: on tokens that were left out.
+    """
+
+    differences: dict[str, Difference] = field(default_factory=dict)
+    kinds: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, torch.dtype]]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -210,6 +247,9 @@ class _Judge:
     hf_model: Any
     config: Any
     tolerance: float | None
+    theirs: Captures
+    accumulated: _Pass = field(default_factory=_Pass)
+    isolated: _Pass | None = None  # None: the accumulated differences are small enough
 
     @cached_property
     def tolerances(self) -> SiteTolerances:
@@ -217,51 +257,71 @@ class _Judge:
         precisions = megatron_precision(self.config), precision_of(self.hf_model)
         return SiteTolerances([m.site for m in self.matches], precisions, self.tolerance)
 
-    def judge(self, theirs: Captures, accumulated: Captures, isolated: Captures) -> Alignment:
-        """The verdicts for all sites."""
-        tolerances = self.tolerances
-        routing = [
-            Routing(self.matches, theirs, captures, self.batch, tolerances, carried)
-            for captures, carried in ((accumulated, True), (isolated, False))
-        ]
-        sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
-        out, absent = [], {}
-        for match in self.matches:
-            there = reference_tensor(match.row, theirs, sizes)
-            here = [c.get(match.site) for c in (accumulated, isolated)]
-            if there is None or here[0] is None or here[1] is None:
-                if not (match.row.optional and there is None and here[0] is None):
-                    absent[match.site] = (
-                        f"{'Hugging Face' if there is None else 'Megatron'} has no tensor there in this run"
-                    )
-                continue
-            pairs = [
-                r.select(match, *compared_pair(match.row, h, there, sizes, self.config))
-                for r, h in zip(routing, here, strict=True)
-                if h is not None
-            ]
-            dtypes = here[0].dtype, there.dtype
-            found = [measure(*pair) for pair in pairs]
-            out.append(self._verdict(match, found, tolerances, dtypes, tuple(there.shape)))
-        notes = (*self.batch.notes, *(note for r in routing[:1] for note in r.notes))
-        return Alignment("", tuple(out), notes=notes, uncompared=absent)
+    def accumulate(self, captures: Captures) -> bool:
+        """Compare a run of the model as it is.
 
-    def _verdict(
-        self,
-        match: Match,
-        found: list[Difference],
-        tolerances: SiteTolerances,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        shape: tuple[int, ...],
-    ) -> SiteVerdict:
+        Returns:
+            Whether every difference, of all tokens, is small enough for layers with equal inputs. Then no
+            layer differs by itself: its own error would show beside the small one that enters.
+        """
+        found = self.accumulated = self._compare(captures, carried=True)
+        bounds = {site: self._bound(site, isolated=True) for site in found.differences}
+        return not found.notes and all(d.error <= bounds[s] for s, d in found.differences.items())
+
+    def isolate(self, captures: Captures) -> None:
+        """Compare a run with the layer inputs of Hugging Face."""
+        self.isolated = self._compare(captures, carried=False)
+
+    def _compare(self, captures: Captures, carried: bool) -> _Pass:
+        sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
+        routing = Routing(self.matches, self.theirs, captures, self.batch, self.tolerances, carried)
+        out = _Pass(notes=tuple(routing.notes))
+        for match in self.matches:
+            there, here = reference_tensor(match.row, self.theirs, sizes), captures.get(match.site)
+            if there is None or here is None:
+                if not (match.row.optional and there is None and here is None):
+                    lacks = "Hugging Face" if there is None else "Megatron"
+                    out.absent[match.site] = f"{lacks} has no tensor there in this run"
+                continue
+            out.kinds[match.site] = tuple(there.shape), (here.dtype, there.dtype)
+            pair = compared_pair(match.row, here, there, sizes, self.config)
+            out.differences[match.site] = measure(*routing.select(match, *pair))
+        return out
+
+    def _bound(self, site: str, isolated: bool = False) -> float:
+        return self.tolerances.of(site, self.accumulated.kinds[site][1], isolated=isolated)
+
+    def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
+        """The verdicts for all sites.
+
+        Args:
+            model: the two models as text.
+            uncompared: further sites that were not compared, with the reason.
+        """
+        runs = self.accumulated, self.isolated or self.accumulated
+        verdicts = tuple(
+            self._verdict(match, *(run.differences[match.site] for run in runs))
+            for match in self.matches
+            if all(match.site in run.differences for run in runs)
+        )
+        return Alignment(
+            model,
+            verdicts,
+            notes=(*self.batch.notes, *self.accumulated.notes),
+            uncompared={**uncompared, **runs[0].absent, **runs[1].absent},
+            runs=1 if self.isolated is None else 2,
+        )
+
+    def _verdict(self, match: Match, accumulated: Difference, isolated: Difference) -> SiteVerdict:
+        shape, dtypes = self.accumulated.kinds[match.site]
         return SiteVerdict(
             match.site,
             " + ".join(match.row.other),
             part_of(match),
-            found[0],
-            tolerances.of(match.site, dtypes),
-            found[1],
-            tolerances.of(match.site, dtypes, isolated=True),
+            accumulated,
+            self._bound(match.site),
+            isolated,
+            self._bound(match.site, isolated=True),
             shape,
             (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.tensor_difference import EQUAL, Difference
 
@@ -22,7 +25,8 @@ class SiteVerdict:
         part: the number of the layer as text, `embedding` or `logits`.
         accumulated: the difference as the models run.
         accumulated_tolerance: how far correct models may differ there.
-        isolated: the difference where Megatron's layer got the layer input of Hugging Face.
+        isolated: the difference where Megatron's layer got the layer input of Hugging Face; that of the first
+            run where one run was enough.
         isolated_tolerance: how far correct models may differ there.
         shape: the shape of the compared tensors.
         dtypes: the dtypes of the Megatron tensor and the Hugging Face tensor.
@@ -79,7 +83,17 @@ class Alignment:
         causes: likely causes of the first difference, the most likely first.
         notes: what was done with the tokens.
         uncompared: the sites that were not compared, with the reason.
-        isolates: whether layers were also compared with equal inputs, as dumps cannot be.
+        isolates: whether there are isolated verdicts, as there are not for dumps.
+        runs: how often the Megatron model ran forward. After one run the isolated difference of a site is its
+            accumulated one, which was small enough for both.
+
+    Examples:
+        >>> found = align(hf_model, flex, tokens)
+        >>> found.agrees, len(found.sites)
+        (True, 135)
+        >>> worst = max(found.sites, key=lambda verdict: verdict.accumulated.error)
+        >>> worst.accumulated.error < 1e-5
+        True
     """
 
     model: str
@@ -89,6 +103,7 @@ class Alignment:
     notes: tuple[str, ...] = ()
     uncompared: dict[str, str] = field(default_factory=dict)
     isolates: bool = True
+    runs: int = 1
 
     @property
     def first(self) -> SiteVerdict | None:
@@ -115,7 +130,12 @@ class Alignment:
         return [_layer(part, sites) for part, sites in parts.items()]
 
     def summary(self) -> list[str]:
-        """The result in lines."""
+        """Return the result in lines.
+
+        Examples:
+            >>> align(hf_model, flex, tokens).summary()
+            ['agrees: 135 hook points, greatest error ...']
+        """
         return list(self._summary())
 
     def _summary(self) -> Iterator[str]:
@@ -144,12 +164,19 @@ class Alignment:
         return "\n".join((self.model, *self.summary()))
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data.
+
+        Examples:
+            >>> sorted(align(hf_model, flex, tokens).to_json())
+            ['agrees', 'causes', 'first', 'gradients', 'isolates', 'layers', 'model', 'notes', 'runs',
+             'sites', 'summary', 'uncompared']
+        """
         first = self.first
         return {
             "model": self.model,
             "agrees": self.agrees,
             "isolates": self.isolates,
+            "runs": self.runs,
             "summary": self.summary(),
             "first": None if first is None else first.site,
             "causes": list(self.causes),
@@ -159,6 +186,26 @@ class Alignment:
             "gradients": [asdict(site) for site in self.gradients],
             "uncompared": self.uncompared,
         }
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write an HTML page: both models side by side, layer by layer, with both verdicts.
+
+        It is one file without scripts from elsewhere. In a run, write it on one rank.
+
+        Args:
+            path: the file; an existing one is replaced.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            FlexError: it cannot be written.
+
+        Examples:
+            >>> align(hf_model, flex, tokens).to_html("align.html")
+            PosixPath('align.html')
+        """
+        return write_alignment(self.to_json(), path)
 
 
 def part_of(match: Match) -> str:

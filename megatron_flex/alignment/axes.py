@@ -78,8 +78,10 @@ def rearrange(tensor: Tensor, source: str, target: tuple[str, ...], sizes: Sizes
     Raises:
         LayoutError: the tensor does not have the axes of `source`.
 
-    Example:
-        `rearrange(z, "b s (n d)", ("s", "b", "n", "d"), {"n": 4})`
+    Examples:
+        >>> from megatron_flex.alignment.axes import rearrange
+        >>> rearrange(torch.zeros(2, 16, 32), "b s (n d)", ("s", "b", "n", "d"), {"n": 4}).shape
+        torch.Size([16, 2, 4, 8])
     """
     names = [axis for dim in parse_axes(source) for axis in dim]
     wide = unpack(tensor, source, sizes)

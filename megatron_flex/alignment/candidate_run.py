@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,11 @@ class CandidateRun:
 
     def __init__(self, flex: FlexModel, family: Family) -> None:
         self.session, self.names = flex.session, flex.interp.names
-        parameters = frozenset(self.session.parameter_index.sites)
-        sites = {site.name: site for site in self.session.sites}
+        self._gpt = self.session.sites.gpt_names
+        parameters = frozenset(self._by_table_name(self.session.parameter_index.sites))
+        own = {site.name: site for site in self.session.sites}
+        sites = {name: own[n] for name, n in self._by_table_name(own).items()}
+        self._own = {name: site.name for name, site in sites.items()}
         self.matches, self.uncompared = family.match(sites, parameters)
         self.weights = FullWeights(self.session, self.names)
         self._aliases: dict[str, Alias] = {}
@@ -79,6 +82,12 @@ class CandidateRun:
                 self._aliases[match.site] = alias
         self.matches = [m for m in self.matches if m.site in self._aliases]
 
+    def _by_table_name(self, names: Iterable[str]) -> dict[str, str]:
+        """The model's names by those of the table, which are a GPTModel's."""
+        if not self._gpt.renames:
+            return {name: name for name in names}
+        return {theirs: name for name in names if (theirs := self._gpt.to_gpt(name)) is not None}
+
     def _alias(self, site: Site, match: Match) -> Alias | str:
         """What to capture for a site; text where nothing can be."""
         if site.hidden:
@@ -88,10 +97,10 @@ class CandidateRun:
             if not inside or made_of is None:
                 return site.hidden
             view: View = NormOutput(norm, "", made_of.rms, made_of.epsilon, float(made_of.unit_offset))
-            return Alias(site.name, f"{path}:input", view)
-        bias = match.row.bias
+            return Alias(match.site, f"{path}:input", view)
+        bias = self._gpt.to_model(match.row.bias) if self._gpt.renames and match.row.bias else match.row.bias
         view = AddedBias((bias,)) if bias and self.names.has(bias) else View()
-        return Alias(site.name, site.name, view, sure=not match.row.optional)
+        return Alias(match.site, site.name, view, sure=not match.row.optional)
 
     def run(self, tokens: Tensor, layer_inputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Run the model forward without gradients. Collective over all ranks.
@@ -103,7 +112,7 @@ class CandidateRun:
         Returns:
             On the rank that receives captures, the tensor of each site; elsewhere nothing.
         """
-        hooks = [(site, _Replacement(value)) for site, value in (layer_inputs or {}).items()]
+        hooks = [(self._own[site], _Replacement(value)) for site, value in (layer_inputs or {}).items()]
         reading = TemporaryCaptures(self.session, self.weights)
         try:
             with edits(self.session, self.weights, hooks):

@@ -493,8 +493,9 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
     Raises:
         FlexError: there is no table for the architecture.
 
-    Example:
-        `print(mf.site_names("llama"))`
+    Examples:
+        >>> print(site_names("llama", ["decoder.layers.1.mlp.linear_fc2:input"]))
+        decoder.layers.1.mlp.linear_fc2:input  model.layers.1.mlp.down_proj:input  b s f -> s b f
     """
     family = family_of(model_type)
     if not list(sites):

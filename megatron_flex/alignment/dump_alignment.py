@@ -5,8 +5,8 @@ Names and axes are mapped when tensors are read; no file is converted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +65,10 @@ def align_dumps(
         DumpError: a dump cannot be read, or the two have no iteration or tensor in common.
         FlexError: there is no table for the architecture.
 
-    Example:
-        `print(mf.align_dumps("dump-hf", "dump-megatron"))`
+    Examples:
+        >>> print(align_dumps("dumps/hf", "dumps/run"))
+        llama in dumps/hf and Megatron in dumps/run
+        agrees: ... hook points, greatest error ...
     """
     with open_dump(hf_dump) as one, open_dump(megatron_dump) as two:
         theirs, ours = (two, one) if one.manifest.framework == MEGATRON else (one, two)
@@ -86,6 +88,7 @@ class _DumpAlignment:
     ours: OpenDump
     family: Family
     tolerance: float | None
+    _own: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Alignment:
         common = sorted(set(self.theirs.iterations) & set(self.ours.iterations))
@@ -94,8 +97,9 @@ class _DumpAlignment:
                 f"{self.theirs.path} has the iterations {self.theirs.iterations} and {self.ours.path} "
                 f"{self.ours.iterations}; dump one that both have"
             )
-        parameters = frozenset(self.ours.parameters)
-        matches, uncompared = self.family.match(self.ours.sites, parameters)
+        parameters = frozenset(self._by_table_name(self.ours.parameters))
+        self._own = self._by_table_name(self.ours.sites)
+        matches, uncompared = self.family.match(self._own, parameters)
         tolerances = SiteTolerances(
             [m.site for m in matches], [self._precision(d) for d in (self.ours, self.theirs)], self.tolerance
         )
@@ -132,6 +136,13 @@ class _DumpAlignment:
         name = f"{self.family.name} in {self.theirs.path} and Megatron in {self.ours.path}"
         return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared, isolates=False)
 
+    def _by_table_name(self, names: Iterable[str]) -> dict[str, str]:
+        """The dump's names by those of the table, which are a GPTModel's."""
+        gpt = self.ours.gpt_names
+        if not gpt.renames:
+            return {name: name for name in names}
+        return {theirs: name for name in names if (theirs := gpt.to_gpt(name)) is not None}
+
     def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
         """Both tensors in the same order, with the common samples; text where they cannot be compared."""
         row, captures = match.row, {}
@@ -142,13 +153,14 @@ class _DumpAlignment:
             array = self.theirs[point].at(iteration)[0]
             captures[point] = array.torch()
             samples.append(_numbers(array))
-        array = self.ours[match.site].at(iteration)[0]
+        array = self.ours[self._own[match.site]].at(iteration)[0]
         here = array.torch()
         samples.append(_numbers(array))
         if row.bias and self.ours.manifest.model.get("add_bias_linear", True):
-            if row.bias not in self.ours.parameters:
+            own_bias = self._by_table_name(self.ours.parameters).get(row.bias)
+            if own_bias is None:
                 return NEEDS_BIAS.format(bias=row.bias)
-            here = here + self.ours.parameter(row.bias).at(iteration)[0].torch().to(here)
+            here = here + self.ours.parameter(own_bias).at(iteration)[0].torch().to(here)
         there = reference_tensor(row, captures, self._sizes(len(here)))
         assert there is not None, "every point was read"
         stored = batch_first(row)

@@ -47,8 +47,8 @@ def other_epsilon(e: Evidence) -> str:
     square = centred.square().mean(-1, keepdim=True)
     scaled = here if bias is None else here - bias
     # The factor of each token by least squares; the smallest tokens show epsilon best.
-    whole = centred * weight
-    factor = (scaled * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
+    product = centred * weight
+    factor = (scaled * product).sum(-1, keepdim=True) / product.square().sum(-1, keepdim=True)
     epsilons = (factor.double().pow(-2) - square.double()).flatten()
     small = square.flatten().argsort()[: max(1, square.numel() // 4)]
     fitted = float(epsilons[small].median())

@@ -40,10 +40,10 @@ def reference_tensor(
     if any(t is None for t in found):
         return None
     tensors = [t for t in found if t is not None]
-    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
     if row.part is not None:
-        whole = whole.chunk(row.part[1], -1)[row.part[0]]
-    return rearrange(whole, row.there, canonical_axes(row.here), sizes)
+        joined = joined.chunk(row.part[1], -1)[row.part[0]]
+    return rearrange(joined, row.there, canonical_axes(row.here), sizes)
 
 
 def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int], config: Any) -> Tensor:

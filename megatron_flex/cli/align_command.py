@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import make_console, make_table, print_json
+from megatron_flex.cli.console_output import NameTable, make_console, print_json
 from megatron_flex.cli.launch_command import torchrun_command
 from megatron_flex.errors import FlexError
+from megatron_flex.launch.flag_prefix import flag_prefix
 
 
 def align(
@@ -38,12 +40,16 @@ def align(
             show_default=False,
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page of the two models side by side.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a Megatron run with a Hugging Face model, hook point by hook point.
+    """Compare a Megatron run with a Hugging Face model.
 
-    The run starts by torchrun as in `megatron-flex run`, loads its checkpoint, is compared on the same tokens
-    instead of training, and ends.
+    It names the hook point at which the two begin to differ. The run starts by torchrun as in
+    `megatron-flex run`, loads its checkpoint, is compared on the same tokens instead of training, and ends.
 
     Exit status 0 if they agree, 1 if they differ, 2 if they could not be compared.
 
@@ -53,9 +59,10 @@ def align(
         raise FlexError(f"{folder} has no config.json; give a folder that save_pretrained wrote")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "alignment.json"
-        flags = ["--flex-align", str(folder), "--flex-align-report", str(report)]
+        prefix = flag_prefix()
+        flags = [f"{prefix}align", str(folder), f"{prefix}align-report", str(report)]
         if tokens is not None:
-            flags += ["--flex-align-tokens", str(tokens)]
+            flags += [f"{prefix}align-tokens", str(tokens)]
         command = [*torchrun_command(run or []), *flags]
         sys.stdout.flush()
         done = subprocess.run(command, check=False, stdout=sys.stderr)
@@ -64,26 +71,44 @@ def align(
                 f"the run ended with status {done.returncode} before it was compared; its messages are above"
             )
         found: dict[str, Any] = json.loads(report.read_text())
+    show_alignment(found, as_json, html)
+
+
+def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> None:
+    """Print an alignment, and write its page.
+
+    Args:
+        found: as `Alignment.to_json` returns it.
+        as_json: print JSON instead of text.
+        html: the file of the page; None for no page.
+
+    Raises:
+        Exit: with status 1, if the models differ.
+    """
+    if html is not None:
+        write_alignment(found, html)
     if as_json:
         print_json(found)
     else:
         print_alignment(make_console(), found)
+        if html is not None:
+            make_console().print(f"{html}: open it in a browser", soft_wrap=True)
     if not found["agrees"]:
         raise typer.Exit(1)
 
 
 def print_alignment(out: Console, found: dict[str, Any]) -> None:
     """The two verdicts of each layer, and the summary."""
-    rows = make_table(
+    rows = NameTable(
         "part", "as the models run", ">error / tolerance", "with equal layer input", ">error / tolerance"
     )
     for layer in found["layers"]:
         cells = [
             layer["part"],
             layer["accumulated"] or "agrees",
-            f"{layer['accumulated_error']:.2g}",
+            f"{float(layer['accumulated_error']):.2g}",
             *(
-                (layer["isolated"] or "agrees", f"{layer['isolated_error']:.2g}")
+                (layer["isolated"] or "agrees", f"{float(layer['isolated_error']):.2g}")
                 if found["isolates"]
                 else ("", "")
             ),
@@ -91,7 +116,7 @@ def print_alignment(out: Console, found: dict[str, Any]) -> None:
         rows.add_row(
             *cells, style="bold red" if layer["isolated"] else "red" if layer["accumulated"] else None
         )
-    out.print(found["model"])
-    out.print(rows)
+    out.print(found["model"], soft_wrap=True)
+    rows.print(out)
     for line in found["summary"]:
         out.print(line, style="green" if line.startswith("agrees") else None, soft_wrap=True)

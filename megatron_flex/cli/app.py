@@ -16,8 +16,10 @@ from typing import Any
 import typer
 
 from megatron_flex.cli.command_group import CommandGroup
-from megatron_flex.cli.launch_command import torchrun_command
+from megatron_flex.cli.launch_command import RUNNER_MODULE, torchrun_command
+from megatron_flex.cli.spinner import spinner
 from megatron_flex.errors import FlexError, FlexWarning
+from megatron_flex.launch.flag_prefix import with_prefix
 from megatron_flex.version import __version__
 
 
@@ -25,14 +27,21 @@ def launch(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
     Options in front of SCRIPT are torchrun's, those after it the script's, --flex- flags among them. --dry,
-    first of all, only prints the command.
+    first of all, starts nothing: it checks the script and the flags, and prints the command.
 
     For example: megatron-flex run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --flex-dump out
     """
     words = list(context.args)
     dry = words[:1] == ["--dry"]
-    command = torchrun_command(words[dry:])
+    with spinner("loading"):
+        command = torchrun_command(words[dry:])
     if dry:
+        from megatron_flex.launch.run_check import check_run
+
+        with spinner("checking"):
+            lines = check_run(command[command.index(RUNNER_MODULE) + 1 :])
+        for line in lines:
+            typer.echo(line, err=True)
         typer.echo(shlex.join(command))
         return
     sys.stdout.flush()
@@ -40,9 +49,11 @@ def launch(context: typer.Context) -> None:
 
 
 def two_layouts(context: typer.Context) -> None:
-    """Run a training script with the same weights in two layouts, and compare them.
+    """Run the same weights in two layouts, and compare them.
 
-    It saves a torch_dist checkpoint, loads it in both layouts with --finetune, dumps both, and compares.
+    It runs a training script three times: once to save a torch_dist checkpoint, which it then loads in both
+    layouts with --finetune. It dumps both and compares the dumps.
+
     Options, anywhere: --against 'FLAGS' of the second layout; --without 'FLAGS' that only the first has;
     --out DIR; --iterations N; --sites 'PATTERNS'; --processes 4,2; --checkpoint DIR, instead of saving one;
     --no-parameters; --dry, to print the commands only. Exit status as of compare.
@@ -50,7 +61,8 @@ def two_layouts(context: typer.Context) -> None:
     For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
     --against '--tensor-model-parallel-size 1'
     """
-    from megatron_flex.cli.two_layouts_command import run_two_layouts
+    with spinner("loading"):
+        from megatron_flex.cli.two_layouts_command import run_two_layouts
 
     status = run_two_layouts(context.args)
     if status:
@@ -109,5 +121,5 @@ def run() -> None:
             warnings.showwarning = _shown(warnings.showwarning)
             app(prog_name="megatron-flex")
     except FlexError as error:
-        sys.stderr.write(f"megatron-flex: {error}\n")
+        sys.stderr.write(f"megatron-flex: {with_prefix(str(error))}\n")
         sys.exit(2)

@@ -13,6 +13,8 @@ import typer
 import typer.core
 import typer.main
 
+from megatron_flex.cli.spinner import spinner
+
 
 class CommandSource(NamedTuple):
     """Where a command is defined.
@@ -33,12 +35,12 @@ SOURCES = {
     "view": CommandSource(
         "view_command",
         "view",
-        "Make a page to look at: the model with its sites, the ranks, what dumps and statistics saw.",
+        "Write an HTML page of a model, its ranks and its data.",
     ),
     "estimate": CommandSource(
         "estimate_command",
         "estimate",
-        "Say what a dump would write and what hooks would cost, before there is a run.",
+        "Estimate what hooks send and dumps write, before a run.",
     ),
     "compare": CommandSource(
         "compare_command", "compare", "Compare two dumps and name the first site that diverges."
@@ -46,7 +48,7 @@ SOURCES = {
     "align": CommandSource(
         "align_command",
         "align",
-        "Compare a Megatron run with a Hugging Face model, hook point by hook point.",
+        "Compare a Megatron run with a Hugging Face model.",
     ),
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
     "stats": CommandSource("stats_command", "stats_app", "List and show statistics that a run wrote."),
@@ -66,7 +68,8 @@ class LazyCommands(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made and name in SOURCES:
             source = SOURCES[name]
-            found = getattr(import_module(f"megatron_flex.cli.{source.module}"), source.name)
+            with spinner("loading"):  # torch, for most commands
+                found = getattr(import_module(f"megatron_flex.cli.{source.module}"), source.name)
             if isinstance(found, typer.Typer):
                 command: Any = typer.main.get_group(found)
             else:

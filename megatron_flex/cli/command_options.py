@@ -11,6 +11,7 @@ import typer
 from megatron_flex.dump.dump_settings import parse_number_ranges
 from megatron_flex.dump.token_selection import is_selected
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.sites import find_recorded_names
 
 DumpArgument = Annotated[
     Path,
@@ -55,16 +56,24 @@ def _summarize_numbers(there: list[int]) -> str:
     return f"{there[0]} to {there[-1]}" if len(there) > 8 else ", ".join(map(str, there)) or "none"
 
 
-def select_names(patterns: list[str] | None, there: list[str], where: str = "the dump") -> list[str]:
+def select_names(
+    patterns: list[str] | None, there: list[str], where: str = "the dump", layers: str = ""
+) -> list[str]:
     """The names that some pattern matches, in their order; all without one.
+
+    One that matches no full name may be what `find_recorded_names` accepts: a module's name, or its end, or a
+    GPTModel's name. `layers` is as for that function.
 
     Raises:
         FlexError: a pattern matches nothing.
     """
     if not patterns:
         return there
-    words = [word for pattern in patterns for word in pattern.split(",") if word]
-    for word in words:
-        if not any(fnmatchcase(name, word) for name in there):
+    chosen: set[str] = set()
+    for word in (word for pattern in patterns for word in pattern.split(",") if word):
+        found = [name for name in there if fnmatchcase(name, word)]
+        found = found or find_recorded_names(word, there, where, layers)
+        if not found:
             raise FlexError(f"nothing in {where} is named {word!r}{suggest_nearest(word, there)}")
-    return [name for name in there if any(fnmatchcase(name, word) for word in words)]
+        chosen.update(found)
+    return [name for name in there if name in chosen]

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 
 from megatron_flex.alignment import align_dumps, are_of_both_frameworks
-from megatron_flex.cli.align_command import print_alignment
+from megatron_flex.cli.align_command import show_alignment
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import make_console, make_table, print_json
+from megatron_flex.cli.console_output import NameTable, make_console, print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
 from megatron_flex.compare.comparison import INCOMPARABLE, INDISTINGUISHABLE
+from megatron_flex.compare.statistics_comparison import find_statistics
 from megatron_flex.errors import FlexError
 
 MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
@@ -71,6 +72,14 @@ def compare(
         ),
     ] = False,
     most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page of the two models side by side, for dumps of Hugging Face and Megatron.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two dumps and name the first site that diverges.
@@ -83,9 +92,15 @@ def compare(
     cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an
     iteration and --allow-missing does not accept that.
     """
-    if reference is None and are_of_both_frameworks(a, b):
-        _compare_frameworks(a, b, tolerance, as_json)
+    measured = any(find_statistics(source) is not None for source in (a, b))
+    if reference is None and not measured and are_of_both_frameworks(a, b):
+        _compare_frameworks(a, b, tolerance, as_json, html)
         return
+    if html is not None:
+        raise FlexError(
+            f"--html {html} is for a dump of a Hugging Face model and one of Megatron; "
+            f"megatron-flex view {a} {b} --out {html} writes the page of other dumps"
+        )
     found = run(
         a,
         b,
@@ -122,18 +137,14 @@ def _parse_iterations(text: str | None) -> list[int] | None:
     return out
 
 
-def _compare_frameworks(a: Path, b: Path, tolerance: list[str] | None, as_json: bool) -> None:
+def _compare_frameworks(
+    a: Path, b: Path, tolerance: list[str] | None, as_json: bool, html: Path | None
+) -> None:
     """Compare a dump of a Hugging Face model with one of a Megatron model."""
     parsed = _parse_tolerance(tolerance)
     if isinstance(parsed, dict):
         raise FlexError("--tolerance PATTERN=X is for two dumps of one framework; give one number")
-    found = align_dumps(a, b, parsed).to_json()
-    if as_json:
-        print_json(found)
-    else:
-        print_alignment(make_console(), found)
-    if not found["agrees"]:
-        raise typer.Exit(1)
+    show_alignment(align_dumps(a, b, parsed).to_json(), as_json, html)
 
 
 def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None:
@@ -153,7 +164,8 @@ def print_comparison(out: Console, found: Comparison, most: int = 20) -> None:
     """The table, the first divergence marked in it, and the verdict below."""
     wide = out.width >= MIN_WIDTH_FOR_WORST
     worst = ("worst element", ">A", ">B") if wide else ()
-    rows = make_table("", "site", ">iteration", ">relative", ">tolerance", ">cosine", ">max abs", *worst)
+    figures = (">iteration", ">relative", ">tolerance", ">cosine", ">max abs")
+    rows = NameTable("", "site", *figures, *worst, name=1)
     for row in found.shown(most):
         first = row is found.first
         cells = [
@@ -168,7 +180,7 @@ def print_comparison(out: Console, found: Comparison, most: int = 20) -> None:
         if wide and row.worst is not None:
             cells += [row.worst.place(), f"{row.worst.a:.6g}", f"{row.worst.b:.6g}"]
         rows.add_row(*cells, style="bold red" if first else "red" if row.diverges else None)
-    out.print(rows)
+    rows.print(out)
     if (hidden := len(found.rows) - len(found.shown(most))) > 0:
         out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
     out.print()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
+from megatron_flex.text_table import format_series
 
 UNBOUNDED_WIDTH = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
 
@@ -30,11 +30,98 @@ def make_console(file: TextIO | None = None) -> Console:
 
 ZERO_CELLS = ("0", "0 B")
 MIN_TEXT_WIDTH = 12  # letters that a column of words needs at least
+GAP = 2  # blanks between two columns
+NO_BREAK = "\N{NO-BREAK SPACE}"
+INDENT = 2  # blanks before the cells of a row whose name has a line of its own
+
+
+class NameTable:
+    """A table whose names are never broken: they can be copied from any terminal.
+
+    Where the terminal is too narrow, columns of words are folded down to half of their width; where that is
+    not enough, each row takes two lines, the name and below it the other cells.
+
+    Args:
+        columns: their titles; those that begin with `>` are numbers and are aligned right.
+        name: which column has the names.
+    """
+
+    def __init__(self, *columns: str, name: int = 0) -> None:
+        self.columns, self.name = list(columns), name
+        self.rows: list[tuple[list[Text], str | None]] = []
+
+    def add_row(self, *cells: str | Text, style: str | None = None) -> None:
+        """Add a row; cells at its end may be left out."""
+        made = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        made += [Text("") for _ in range(len(self.columns) - len(made))]
+        self.rows.append((made, style))
+
+    def print(self, out: Console) -> None:
+        """Print the table."""
+        numbers = range(len(self.columns))
+        if sum(map(self._least, numbers)) + GAP * (len(numbers) - 1) <= out.width:
+            made = make_table(*self.columns)
+            made.columns[self.name].no_wrap = True
+            for cells, style in self.rows:
+                made.add_row(*cells, style=style)
+            out.print(made)
+            return
+        rest = range(self.name + 1, len(self.columns))
+        widths = {n: self._widest(n) for n in rest}
+        if INDENT + sum(widths.values()) + GAP * (len(rest) - 1) <= out.width:
+            self._print_pairs(out, widths)
+        else:
+            self._print_words(out)
+
+    def _is_number(self, column: int) -> bool:
+        return self.columns[column].startswith(">")
+
+    def _title(self, column: int) -> str:
+        return self.columns[column].removeprefix(">")
+
+    def _widest(self, column: int) -> int:
+        return max(len(self._title(column)), *(cells[column].cell_len for cells, _ in self.rows), 0)
+
+    def _least(self, column: int) -> int:
+        """How many letters a column needs."""
+        widest = self._widest(column)
+        if column == self.name or self._is_number(column):
+            return widest
+        words = [self._title(column), *(w for cells, _ in self.rows for w in cells[column].plain.split())]
+        return max(min(widest, MIN_TEXT_WIDTH), -(-widest // 2), *map(len, words))
+
+    def _print_name(self, out: Console, cells: Sequence[Text], style: str | None) -> None:
+        """What is before the name, and the name, in a line that the terminal may break and rich may not."""
+        line = Text(" ").join(cell for cell in cells[: self.name + 1] if cell)
+        out.print(line, style=style or "bold", soft_wrap=True)
+
+    def _print_pairs(self, out: Console, widths: Mapping[int, int]) -> None:
+        """Two lines for a row: the name; then the other cells, in columns."""
+        titles = [Text(self._title(n), "bold") for n in range(len(self.columns))]
+        for cells, style in ((titles, None), *self.rows):
+            self._print_name(out, cells, style)
+            row = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=False)
+            for n, width in widths.items():
+                row.add_column(justify="right" if self._is_number(n) else "left", width=width)
+            row.add_row(*(cells[n] for n in widths), style=style)
+            out.print(Padding(row, (0, 0, 0, INDENT), expand=False))
+
+    def _print_words(self, out: Console) -> None:
+        """The name of a row; below it the other cells with their titles, in as many lines as they take."""
+        for cells, style in self.rows:
+            self._print_name(out, cells, style)
+            words = [
+                f"{self._title(n)} {cells[n].plain}".replace(" ", NO_BREAK)
+                for n in range(self.name + 1, len(cells))
+                if cells[n].plain not in ("", *ZERO_CELLS)
+            ]
+            for line in wrap(", ".join(words), out.width - INDENT):
+                out.print(Text(" " * INDENT + line.replace(NO_BREAK, " ")), style=style)
 
 
 def make_table(*columns: str, title: str = "") -> Table:
     """An empty table; columns whose name begins with `>` are numbers and are aligned right."""
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
+    out = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold", title_justify="left")
     out.title = Text(title, "bold") if title else None
     for name in columns:
         number = name.startswith(">")
@@ -48,36 +135,23 @@ def make_table(*columns: str, title: str = "") -> Table:
 
 
 def print_nonempty_columns(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without columns of numbers in which no row has any; words where it is too narrow for one."""
+    """A table without columns of numbers in which no row has any; names are never broken."""
     shown = [
         n
         for n, name in enumerate(columns)
         if not name.startswith(">") or any(row[n] not in ZERO_CELLS for row in rows)
     ]
-    names, cells = [columns[n] for n in shown], [[row[n] for n in shown] for row in rows]
-    least = sum(
-        2 + (max(len(name) - 1, *(len(c[n]) for c in cells)) if name.startswith(">") else MIN_TEXT_WIDTH)
-        for n, name in enumerate(names)
-    )
-    if least <= out.width:
-        made = make_table(*names)
-        for row in cells:
-            made.add_row(*row)
-        out.print(made)
-        return
-    for first, *rest in cells:
-        told = [
-            f"{name.removeprefix('>')} {cell}"
-            for name, cell in zip(names[1:], rest, strict=True)
-            if cell not in ZERO_CELLS
-        ]
-        out.print(Text(first, "bold"))
-        out.print(Padding(Text(", ".join(told)), (0, 0, 0, 2)))
+    table = NameTable(*(columns[n] for n in shown))
+    for row in rows:
+        table.add_row(*(row[n] for n in shown))
+    table.print(out)
 
 
-def print_json(told: Any) -> None:
-    """Print plain values for a program."""
-    sys.stdout.write(json.dumps(told, indent=1, default=str) + "\n")
+def print_json(content: Any) -> None:
+    """Print plain values for a program, as `format_json` writes them."""
+    from megatron_flex.dump.json_form import format_json  # which imports torch, that tables do not need
+
+    sys.stdout.write(format_json(content) + "\n")
 
 
 def format_number(value: float | int | None, digits: int = 4) -> str:
@@ -89,15 +163,6 @@ def format_number(value: float | int | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.{digits}g}"
-
-
-def format_series(numbers: Sequence[int]) -> str:
-    """`0, 10 … 90 (10)`: numbers that may be many."""
-    if len(numbers) <= 4:
-        return ", ".join(map(str, numbers)) or "–"
-    steps = {b - a for a, b in pairwise(numbers)}
-    every = f", every {steps.pop()}" if len(steps) == 1 and steps != {1} else ""
-    return f"{numbers[0]} … {numbers[-1]} ({len(numbers)}{every})"
 
 
 def supports_unicode() -> bool:

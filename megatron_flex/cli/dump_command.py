@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron_flex.cli.dump_tables import (
     print_contents,
     print_pruned,
     print_statistics,
+    print_statistics_rows,
     print_verification,
 )
 from megatron_flex.dump.export import (
@@ -51,11 +52,14 @@ from megatron_flex.dump.tools.dump_contents import (
 )
 from megatron_flex.dump.tools.dump_verification import verify_dump as check
 from megatron_flex.dump.tools.value_summary import ValueSummary, summarize_values
-from megatron_flex.errors import DumpError, suggest_nearest
+from megatron_flex.errors import DumpError, FlexError, suggest_nearest
+from megatron_flex.estimate import HookSpec, parse_read_hook
 from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.progress import BYTES, ProgressBar, progress
-from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.runtime.selection import CaptureSelection
+from megatron_flex.sites import GRADIENT_SUFFIX, HEAD_DIMS, find_recorded_names
 
+ENTRY_AXES = {"positions": ("token",), "samples": ("sample",), "heads": HEAD_DIMS}  # of a dumped array
 dump_app = typer.Typer(
     help="List, show, verify, export and prune dumps.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -84,7 +88,13 @@ def ls(
 def show(
     path: DumpArgument,
     site: Annotated[
-        str, typer.Argument(metavar="SITE", help="A name that `dump ls` lists.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SITE",
+            help="A site or parameter: its name, a module's name or its end, or a pattern; @gradient, "
+            "@positions=-1, @samples=0:4, @heads=0,3 and @neurons=7 select from it.",
+            show_default=False,
+        ),
     ],
     iterations: IterationsOption = None,
     gradients: Annotated[
@@ -94,31 +104,56 @@ def show(
 ) -> None:
     """Tell statistics of a site, with a histogram.
 
-    Or of a parameter. They are over all samples and tokens, which are read block by block; pN is the value
-    that N percent of all are below.
+    Or of a parameter; of several that a pattern matches, a row for each. They are over all samples and
+    tokens, which are read block by block; pN is the value that N percent of all are below.
     """
     with open_dump(path) as dump:
-        names = list_site_names(dump) + list_parameter_names(dump)
-        wanted = [site, *([site + GRADIENT_SUFFIX] if gradients else [])]
-        for name in wanted:
-            if name not in names:
-                raise DumpError(
-                    f"{path} has no {name!r}{suggest_nearest(name, names)}; `dump ls` lists what it has"
-                )
-        arrays = {name: _select_array_iterations(get_named_array(dump, name), iterations) for name in wanted}
+        wanted = parse_read_hook(site, "SITE")
+        titles = _find_shown_names(dump, wanted, gradients)
+        arrays = {name: _select_array_iterations(get_named_array(dump, name), iterations) for name in titles}
+        if wanted.wanted is not None:
+            arrays = {name: select_entries(array, wanted.wanted) for name, array in arrays.items()}
         found = _compute_statistics(arrays)
-        described = {name: _describe_array(array) for name, array in arrays.items()}
         if as_json:
-            print_json({name: {**described[name], **found[name].to_json()} for name in wanted})
+            print_json({name: {**_describe_array(arrays[name]), **found[name].to_json()} for name in arrays})
             return
-        shapes = format_shape(arrays[site].dims, arrays[site].shape)
-        held = _describe_layouts(dump, arrays[site])
+        first = next(iter(arrays))
+        if len(arrays) > 1 + gradients:
+            print_statistics_rows(make_console(), found)
+            return
+        shape, kind = format_shape(arrays[first].dims, arrays[first].shape), arrays[first].dtype
         what = [
-            f"{shapes}, {described[site]['dtype']}, {format_bytes(arrays[site].nbytes)}",
-            f"iterations {format_series(arrays[site].iterations)}; ranks held {held}",
+            f"{shape}, {str(kind).removeprefix('torch.')}, {format_bytes(arrays[first].nbytes)}",
+            f"iterations {format_series(arrays[first].iterations)}; ranks held "
+            f"{_describe_layouts(dump, arrays[first])}",
         ]
-        titles = [n.removeprefix(site).removeprefix(".") or "values" for n in wanted]
-        print_statistics(make_console(), site, what, dict(zip(titles, found.values(), strict=True)))
+        part = "".join(f"@{word}" for word in site.split("@")[1:] if word != "gradient")
+        columns = dict(zip(titles.values(), found.values(), strict=True))
+        print_statistics(make_console(), first + part, what, columns)
+
+
+def _find_shown_names(dump: OpenDump, wanted: HookSpec, gradients: bool) -> dict[str, str]:
+    """The names to show, each with its title: `values`, or `grad` for a gradient beside them.
+
+    Raises:
+        DumpError: the dump has no such name, or no gradient of it.
+        FlexError: a reduction is wanted.
+    """
+    if wanted.wanted is not None and wanted.wanted.reduce is not None:
+        raise FlexError(f"SITE {wanted.asked}: statistics are over all entries; leave out the reduction")
+    names = list_site_names(dump) + list_parameter_names(dump)
+    text = str(wanted.pattern) + (GRADIENT_SUFFIX if wanted.gradient else "")
+    out: dict[str, str] = {}
+    for name in find_recorded_names(text, names, str(dump.path), dump.gpt_names.pattern) or [text]:
+        base, call, number = name.partition("#")
+        beside = [base + GRADIENT_SUFFIX + call + number] if gradients else []
+        for one in (name, *beside):
+            if one not in names:
+                raise DumpError(
+                    f"{dump.path} has no {one!r}{suggest_nearest(one, names)}; `dump ls` lists what it has"
+                )
+        out |= {name: "values", **dict.fromkeys(beside, "grad")}
+    return out
 
 
 def _describe_layouts(dump: OpenDump, array: DumpArray) -> str:
@@ -137,6 +172,25 @@ def _describe_layouts(dump: OpenDump, array: DumpArray) -> str:
 def _describe_array(array: DumpArray) -> dict[str, object]:
     dtype = str(array.dtype).removeprefix("torch.")
     return {"dims": array.dims, "shape": array.shape, "dtype": dtype, "iterations": array.iterations}
+
+
+def select_entries(array: DumpArray, wanted: CaptureSelection) -> DumpArray:
+    """The entries of an array that a selection names.
+
+    Raises:
+        FlexError: the array has no such axis.
+    """
+    key: list[Any] = [slice(None)] * len(array.dims)
+    dims = list(array.dims)
+    for what, axes in {**ENTRY_AXES, "neurons": dims[-1:]}.items():
+        entries = getattr(wanted.select, what)
+        if entries is None:
+            continue
+        at = next((dims.index(axis) for axis in axes if axis in dims), None)
+        if at is None:
+            raise FlexError(f"@{what}: {array.name} has the axes {', '.join(dims)}, and none of {what}")
+        key[at] = [entries] if isinstance(entries, int) else entries
+    return array[tuple(key)]
 
 
 def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]:
@@ -184,7 +238,7 @@ def export(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write whole tensors to a common format.
+    """Write full tensors to a common format.
 
     They are over (iteration, sample, token, features), for programs that know nothing of ranks.
 
@@ -194,7 +248,7 @@ def export(
     check_export_target(out, to, force)
     with open_dump(path) as dump:
         names = list_site_names(dump) + ([] if to == "datasets" and not sites else list_parameter_names(dump))
-        chosen = select_names(sites, names)
+        chosen = select_names(sites, names, layers=dump.gpt_names.pattern)
         columns = [
             ExportColumn(name, _select_array_iterations(get_named_array(dump, name), iterations))
             for name in chosen
@@ -249,14 +303,14 @@ def prune(
     keep_every: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Of whole iterations keep the multiples of N only.", show_default=False
+            metavar="N", help="Of complete iterations keep the multiples of N only.", show_default=False
         ),
     ] = None,
     before: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Only whole iterations below N go: those that --keep-every does not keep, or all.",
+            help="Remove only complete iterations below N: those that --keep-every does not keep, or all.",
             show_default=False,
         ),
     ] = None,

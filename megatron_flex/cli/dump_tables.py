@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_flex.cli.console_output import (
+    NameTable,
     count_words,
     format_bytes,
     format_number,
@@ -22,13 +22,12 @@ from megatron_flex.cli.console_output import (
 from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
 from megatron_flex.dump.tools.dump_cleanup import Removal
 from megatron_flex.dump.tools.dump_contents import DumpContents, RunRow, TensorRow
-from megatron_flex.dump.tools.dump_verification import DumpFinding, Verification
+from megatron_flex.dump.tools.dump_verification import Verification
 from megatron_flex.dump.tools.value_summary import ValueSummary
 from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 NAME_NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
-MOST_RANKS = 8  # ranks that a finding names
 EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
@@ -40,7 +39,7 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
         f"{format_bytes(found.nbytes)}"
     )
     out.print()
-    rows = make_table(">run", "framework", "mesh", ">ranks", "whole", "incomplete", ">size")
+    rows = make_table(">run", "framework", "mesh", ">ranks", "complete", "incomplete", ">size")
     for run in found.runs:
         rows.add_row(*_run_cells(run))
     out.print(rows)
@@ -55,7 +54,7 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
         mine = [t for t in found.tensors if t.kind == kind]
         if mine:
             out.print()
-            out.print(_tensor_table(_fold_layers(_pair_gradients(mine), every), kind, found.iterations))
+            _tensor_table(_fold_layers(_pair_gradients(mine), every), kind, found.iterations).print(out)
     for tensor in found.tensors:
         if tensor.problem:
             out.print(tensor.problem, style="bold red", soft_wrap=True)
@@ -64,16 +63,16 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
 def _run_cells(run: RunRow) -> list[str]:
     experts = any(run.mesh.get(axis, 1) > 1 for axis in ("ep", "etp"))
     axes = {a: n for a, n in run.mesh.items() if n > 1 and (experts or a != "edp")}
-    mesh = " ".join(f"{axis}{size}" for axis, size in axes.items()) or "one rank"
+    mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "one rank"
     damaged = "(no manifest)" if run.damage else ""
-    whole, incomplete = format_series(run.whole), format_series(run.incomplete)
+    complete, incomplete = format_series(run.whole), format_series(run.incomplete)
     size = format_bytes(run.nbytes)
     return [
         str(run.number),
         run.framework or damaged,
         mesh if not damaged else "",
         str(run.ranks),
-        whole,
+        complete,
         incomplete,
         size,
     ]
@@ -141,10 +140,10 @@ def _range_title(names: Sequence[str]) -> str:
     return NAME_NUMBER.sub(f".{{{span}}}", names[0], count=1)
 
 
-def _tensor_table(found: Sequence[_TensorGroup], title: str, whole: Sequence[int]) -> Table:
-    differ = any(list(row.tensor.iterations) != list(whole) for row in found)
+def _tensor_table(found: Sequence[_TensorGroup], title: str, complete: Sequence[int]) -> NameTable:
+    differ = any(list(row.tensor.iterations) != list(complete) for row in found)
     gradients = any(row.gradients is not None for row in found)
-    rows = make_table(
+    rows = NameTable(
         title,
         "shape",
         "dtype",
@@ -194,6 +193,17 @@ def print_statistics(
             out.print(histogram_table(s, min(out.width, 100)))
 
 
+def print_statistics_rows(out: Console, found: Mapping[str, ValueSummary]) -> None:
+    """A row for each tensor, without histograms."""
+    odd = [title for title in ("nan", "infinite") if any(getattr(s, title) for s in found.values())]
+    titles = ("mean", "std", "rms", "absmax", *odd)
+    rows = NameTable("site", *(f">{title}" for title in (*titles, "values")))
+    for name, s in found.items():
+        figures = [format_number(getattr(s, title)) for title in titles]
+        rows.add_row(name, *figures, f"{s.count:,}", style="bold red" if s.nan or s.infinite else None)
+    rows.print(out)
+
+
 def histogram_table(s: ValueSummary, width: int) -> Table:
     """A row for each bin: from which value on, a bar, how many."""
     rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
@@ -224,50 +234,18 @@ def _format_share(count: int, of: int) -> str:
 
 
 def print_verification(out: Console, found: Verification) -> None:
-    """The findings, a line each and errors first, then the counts of what was read; an iteration that is
-    incomplete or has parts missing is one finding, with its ranks.
+    """The findings, a line each and errors first, then the counts of files and tensors that were read.
+
+    An iteration that is incomplete or has parts missing is one finding, with its ranks.
     """
-    findings = _join_ranks(found.findings)
-    for finding in sorted(findings, key=lambda f: not f.error):
+    for finding in found.joined():
         word, style = ("error", "bold red") if finding.error else ("note", "yellow")
         out.print(f"{word}: {finding.kind}", style=style, end="  ")
         out.print(finding.where, style="bold", soft_wrap=True, end="  ")
         out.print(finding.text, soft_wrap=True)
-    errors = sum(f.error for f in findings)
-    notes = len(findings) - errors
-    read = (
-        f"{count_words(found.files, 'file')}, {count_words(found.tensors, 'tensor')}, "
-        f"{format_bytes(found.nbytes)} read"
-    )
-    read += f", {count_words(found.replicas, 'replica')} compared" if found.replicas else ""
-    out.print(f"{read}; complete iterations: {format_series(found.whole)}", soft_wrap=True)
-    noted = f"; {count_words(notes, 'note')}" if notes else ""
-    if errors:
-        out.print(f"{count_words(errors, 'error')}{noted}", style="bold red")
-    elif not found.whole:
-        out.print(f"no iteration is complete: there is nothing to read{noted}", style="yellow")
-    else:
-        out.print(f"all is as it was written{noted}", style="green")
-
-
-def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
-    """The findings; those of several ranks of which parts of one iteration are not there are one."""
-    out: dict[object, list[DumpFinding]] = {}
-    for number, finding in enumerate(findings):
-        joins = finding.kind in ("missing", "incomplete")
-        out.setdefault((finding.where, finding.error) if joins else number, []).append(finding)
-    joined = []
-    for first, *others in out.values():
-        if others:
-            ranks = [str(f.rank) for f in (first, *others)]
-            more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
-            sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
-            lost = f"; lost: of {len(sites)} sites what they wrote" if sites else ""
-            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are not there{lost}"
-            elsewhere = "" if first.error else "; another run has it complete"
-            first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
-        joined.append(first)
-    return joined
+    read, verdict = found.summary()
+    out.print(read, soft_wrap=True)
+    out.print(verdict, style="bold red" if not found.good else "green" if found.complete else "yellow")
 
 
 def print_pruned(out: Console, path: Path, found: Sequence[Removal], freed: int, dry_run: bool) -> None:
@@ -275,9 +253,9 @@ def print_pruned(out: Console, path: Path, found: Sequence[Removal], freed: int,
     if not found:
         out.print("nothing to remove")
         return
-    rows = make_table("what", "why", ">size")
+    rows = NameTable("what", "why", ">size")
     for removal in found:
         rows.add_row(str(removal.path.relative_to(path)), removal.why, format_bytes(removal.nbytes))
-    out.print(rows)
+    rows.print(out)
     would = "would be " if dry_run else ""
     out.print(f"{count_words(len(found), 'item')}: {format_bytes(freed)} {would}freed")

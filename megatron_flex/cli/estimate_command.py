@@ -10,15 +10,19 @@ from rich.console import Console
 
 from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import (
+    NameTable,
     format_bytes,
     make_console,
     make_table,
     print_json,
     print_nonempty_columns,
 )
+from megatron_flex.cli.spinner import spinner
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import parse_token_setting
+from megatron_flex.dump.size_estimate import DUMP_COLUMNS
 from megatron_flex.errors import FlexError
+from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.sites import strip_numbers
 
@@ -109,7 +113,7 @@ def estimate(
     pcie: PcieOption = 55.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a dump would write and what hooks would cost, before there is a run.
+    """Estimate what hooks send and dumps write, before a run.
 
     By site, pipeline stage and rank, from the configuration of a Megatron run alone.
 
@@ -130,28 +134,30 @@ def estimate(
         if isinstance(kept["tokens"], float):  # spread evenly, as the estimate of the dump has them
             kept["tokens"] = slice(None, None, max(1, round(1 / kept["tokens"])))
         dump = Dump("the folder", sites, dtype=dtype, gradients=gradients, **kept) if sites else None
-        estimated = estimate_hooks(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
+        with spinner("building the model's shapes"):
+            estimated = estimate_hooks(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
         if not (sites or parameters):
             _print_estimates(None, estimated, as_json)
             return
-    found = estimate_dump(
-        run,
-        sites or (),
-        dtype=dtype,
-        gradients=gradients,
-        parameters=parameters or (),
-        tokens=parse_token_setting(tokens),
-        reduce="mean" if mean else None,
-        every=every,
-        iterations=iterations,
-        disk_bytes_per_second=None if disk is None else disk * 1e9,
-        **how,
-    )
+    with spinner("building the model's shapes"):
+        found = estimate_dump(
+            run,
+            sites or (),
+            dtype=dtype,
+            gradients=gradients,
+            parameters=parameters or (),
+            tokens=parse_token_setting(tokens),
+            reduce="mean" if mean else None,
+            every=every,
+            iterations=iterations,
+            disk_bytes_per_second=None if disk is None else disk * 1e9,
+            **how,
+        )
     _print_estimates(found, estimated, as_json)
 
 
 def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, as_json: bool) -> None:
-    """What was asked for: a dump, hooks, or both."""
+    """The estimate that was requested: of a dump, of hooks, or of both."""
     if as_json:
         hooks = {"hook_estimate": estimated.to_json()} if estimated else {}
         print_json({**(found.to_json() if found else {}), **hooks})
@@ -179,10 +185,10 @@ def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
 
 def print_dump_estimate(out: Console, found: DumpEstimate) -> None:
     """Sites, stages, totals."""
-    rows = make_table("tensor", "stage", "shape", "layout", ">of a rank", ">in all")
+    rows = NameTable(*DUMP_COLUMNS)
     for row in found.rows():
         rows.add_row(*row)
-    out.print(rows)
+    rows.print(out)
     if len(found.stages) > 1:
         out.print()
         stages = make_table(">stage", ">bytes in an iteration")
@@ -201,21 +207,6 @@ def print_dump_estimate(out: Console, found: DumpEstimate) -> None:
     for name, value in found.summary():
         totals.add_row(name, value)
     out.print(totals)
-
-
-LINK_COLUMNS = (">NVLink", ">network", ">PCIe")
-TENSOR_COLUMNS = (
-    "tensor",
-    "hook",
-    "layout",
-    ">full tensor",
-    ">shard",
-    "collectives",
-    *LINK_COLUMNS,
-    ">disk",
-    ">device",
-)
-RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">of links", ">device", ">host")
 
 
 def print_run_estimate(out: Console, found: RunEstimate) -> None:

@@ -18,11 +18,13 @@ from megatron_flex.cli.estimate_command import (
     WorldSizeOption,
     parse_mesh_sizes,
 )
+from megatron_flex.cli.spinner import spinner
 from megatron_flex.dump.reader import open_dump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate.megatron_arguments import parse_arguments
 from megatron_flex.launch.estimate.meta_model import describe_model, silence_megatron
+from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_of_stage
 from megatron_flex.view.tree_terminal import print_tree
@@ -55,7 +57,7 @@ def sites(
 ) -> None:
     """Show a model as a tree, with every hook point.
 
-    With layouts, whole shapes and stages, from a Megatron configuration alone, at any mesh, or from a dump.
+    With layouts, full shapes and stages, from a Megatron configuration alone, at any mesh, or from a dump.
 
     For example: megatron-flex sites --mesh tp=8,pp=16 -- --num-layers 126 ...
     """
@@ -64,27 +66,27 @@ def sites(
     if dump is not None:
         if mesh or world_size:
             raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
-        found, sizes = _read_dump_sites(dump)
+        found, sizes, layers = _read_dump_sites(dump)
     else:
         changes = {**(parse_mesh_sizes(mesh) or {}), "world_size": world_size}
-        with cpu.runtime(force=True), silence_megatron():
+        with spinner("building the model's shapes"), cpu.runtime(force=True), silence_megatron():
             described = describe_model(
                 parse_arguments(str(config) if config is not None else cast(list[str], flags), changes)
             )
-        found, sizes = described.sites, dict(described.mesh.sizes)
-    shown = sites_of_stage(SiteTable(found).match(match), stage)
+        found, sizes, layers = described.sites, dict(described.mesh.sizes), ""
+    shown = sites_of_stage(SiteTable(found, layers).match(match), stage)
     if as_json:
         print_json([_site_to_json(site, sizes) for site in shown])
         return
     root = build_tree(shown, sizes)
     axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
     hidden = sum(bool(s.hidden) for s in found)
-    head = f"{axes}: {len(found)} sites, {hidden} of them hidden"
+    head = f"{axes}: {count_words(len(found), 'site')}, {hidden} of them hidden"
     print_tree(root if every else fold_layers(root), head, sys.stdout)
 
 
-def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int]]:
-    """The sites of all runs of a dump, and the mesh of the last."""
+def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int], str]:
+    """The sites of all runs of a dump, the mesh of the last, and the kinds of the model's layers."""
     with open_dump(path) as opened:
         if not opened.manifests:
             raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` gives the reason")
@@ -100,7 +102,7 @@ def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int]]:
             for manifest in opened.manifests
             for p in manifest.sites
         }
-        return list(found.values()), dict(opened.manifests[-1].sizes)
+        return list(found.values()), dict(opened.manifests[-1].sizes), opened.gpt_names.pattern
 
 
 def _site_to_json(site: Site, sizes: dict[str, int]) -> dict[str, object]:

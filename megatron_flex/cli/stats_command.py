@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megatron_flex.cli.command_options import IterationsOption, JsonOption, select_iterations, select_names
 from megatron_flex.cli.console_output import (
+    NameTable,
     count_words,
     format_number,
     format_series,
@@ -48,9 +49,14 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     """List starts of the run, and what was measured."""
     found = open_statistics(path)
     if as_json:
-        told = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
+        content = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
         print_json(
-            {**told, "iterations": found.iterations, "incomplete": found.incomplete, "damaged": found.damaged}
+            {
+                **content,
+                "iterations": found.iterations,
+                "incomplete": found.incomplete,
+                "damaged": found.damaged,
+            }
         )
         return
     out = make_console()
@@ -68,14 +74,14 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
         rows.add_row(str(n), header.created, header.framework, mesh, every)
     out.print(rows)
     out.print()
-    places = {p.name: p for header in found.headers for p in header.sites}
-    rows = make_table("tensor", "shape", "iterations")
+    records = {p.name: p for header in found.headers for p in header.sites}
+    tensors = NameTable("tensor", "shape", "iterations")
     for name in found.sites:
-        place = places.get(name.removesuffix(GRADIENT_SUFFIX))
-        dims = list_dim_names(place.layout) if place is not None else []
-        shape = format_shape(dims, place.shape) if place is not None else "–"
-        rows.add_row(name, shape, format_series(found[name].iterations))
-    out.print(rows)
+        record = records.get(name.removesuffix(GRADIENT_SUFFIX))
+        dims = list_dim_names(record.layout) if record is not None else []
+        shape = format_shape(dims, record.shape) if record is not None else "–"
+        tensors.add_row(name, shape, format_series(found[name].iterations))
+    tensors.print(out)
 
 
 @stats_app.command()
@@ -104,28 +110,26 @@ def show(
         )
     found = open_statistics(path)
     numbers = set(select_iterations(iterations, found.iterations, str(path)))
-    names = select_names(sites, found.sites, str(path))
-    told = {name: StatisticSummary(found[name], of, numbers) for name in names}
+    names = select_names(sites, found.sites, str(path), found.gpt_names.pattern)
+    content = {name: StatisticSummary(found[name], of, numbers) for name in names}
     if as_json:
-        print_json({name: one.to_json(of) for name, one in told.items()})
+        print_json({name: one.to_json(of) for name, one in content.items()})
         return
     _print_incomplete_lines(found)
-    rows = make_table(f"{of} of", ">first", ">last", ">min", ">max", "curve")
-    odd = any(one.odd for one in told.values())
-    if odd:
-        rows.add_column("nan, inf", style="bold red", no_wrap=True)
-    rows.columns[0].overflow = "fold"
-    rows.columns[5].no_wrap = True
-    for name, one in told.items():
-        more = [f"{one.nans:,}, {one.infinities:,}" if one.odd else ""] if odd else []
+    odd = any(one.odd for one in content.values())
+    rows = NameTable(
+        f"{of} of", ">first", ">last", ">min", ">max", "curve", *([">nan", ">inf"] if odd else [])
+    )
+    for name, one in content.items():
+        bad = [Text(f"{count:,}", "bold red") for count in (one.nans, one.infinities) if one.odd]
         rows.add_row(
             name,
             *map(format_number, (one.first, one.last, one.least, one.most)),
             one.curve(CURVE_LENGTH),
-            *more,
+            *bad,
         )
     out = make_console()
-    out.print(rows)
+    rows.print(out)
     out.print(f"\niterations {format_series(sorted(numbers))}", soft_wrap=True)
 
 
@@ -182,5 +186,5 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
 def _print_incomplete_lines(found: OpenStatistics) -> None:
     if found.incomplete:
         lines = count_words(found.incomplete, "incomplete line")
-        told = f"note: {lines} left out, of a run that was killed or a full disk"
-        make_console().print(told, style="yellow", soft_wrap=True)
+        content = f"note: {lines} left out, of a run that was killed or a full disk"
+        make_console().print(content, style="yellow", soft_wrap=True)

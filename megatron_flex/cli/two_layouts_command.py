@@ -13,6 +13,7 @@ import typer
 
 from megatron_flex.cli.compare_command import print_comparison
 from megatron_flex.cli.console_output import make_console
+from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
@@ -55,7 +56,8 @@ def run_two_layouts(words: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(plan.runs):
         sys.stderr.write(f"megatron-flex: {number + 1} of {len(plan.runs)}: {run.title}\n  {run.shell()}\n")
-        _train(run, out / f"log-{number + 1}.txt")
+        with spinner(f"training; its log is {out / f'log-{number + 1}.txt'}"):
+            _train(run, out / f"log-{number + 1}.txt")
     found = compare(*plan.dumps)
     print_comparison(make_console(), found)
     return found.exit_status

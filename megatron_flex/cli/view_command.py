@@ -9,6 +9,7 @@ import typer
 
 from megatron_flex.cli.console_output import make_console
 from megatron_flex.cli.estimate_command import MeshOption, WorldSizeOption, parse_mesh_sizes
+from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
 from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import FlexError
@@ -33,7 +34,9 @@ PageMatchOption = Annotated[
     str,
     typer.Option("--match", "-m", metavar="PATTERN", help="Only these sites of a configuration; ** is any."),
 ]
-CompareOption = Annotated[bool, typer.Option("--compare/--no-compare", help="Compare two dumps.")]
+CompareOption = Annotated[
+    bool, typer.Option("--compare/--no-compare", help="Compare two dumps, two statistics, or one of each.")
+]
 PageSizeOption = Annotated[float, typer.Option(metavar="MB", help="How large the page may be.")]
 
 
@@ -46,7 +49,9 @@ def view(
     compared: CompareOption = True,
     most_megabytes: PageSizeOption = 20.0,
 ) -> None:
-    """Make a page to look at: the model with its sites, the ranks, what dumps and statistics saw.
+    """Write an HTML page of a model, its ranks and its data.
+
+    It shows the model with its sites, the ranks with their shards, and what dumps and statistics recorded.
 
     It is one file that opens in a browser, without server or network. docs/view.md says what is on it.
 
@@ -54,20 +59,24 @@ def view(
     """
     paths, flags = _split_flags(what)
     configs, dumps, measured = _sort_by_kind(paths)
-    if len(configs) + bool(flags) > 1 or len(measured) > 1:
-        raise FlexError("one page shows one model, and one folder of statistics; say each once")
+    if len(configs) + bool(flags) > 1:
+        raise FlexError("one page shows one model; say it once")
     page: Page | None = None
     if configs or flags:
         run = str(configs[0]) if configs else flags
-        page = make_configuration_page(run, match=match, mesh=parse_mesh_sizes(mesh), world_size=world_size)
+        with spinner("building the model's shapes"):
+            page = make_configuration_page(
+                run, match=match, mesh=parse_mesh_sizes(mesh), world_size=world_size
+            )
     elif mesh or world_size:
         raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
     elif match != "**":
         raise FlexError("--match is for a configuration; a page of a dump shows what the dump has")
-    statistics: OpenStatistics | None = open_statistics(measured[0]) if measured else None
+    statistics: list[OpenStatistics] = [open_statistics(path) for path in measured]
+    sources = [path for path in paths if path not in configs]
     found = None
-    if compared and len(dumps) == 2:
-        found = compare(dumps[0], dumps[1])
+    if compared and len(sources) == 2 and len(dumps) + len(measured) == 2:
+        found = compare(sources[0], sources[1])
     title = " and ".join(p.resolve().name for p in paths)
     made = write(
         fill_page(page, dumps, statistics, found, title), out, most_bytes=round(most_megabytes * 1_000_000)

@@ -28,7 +28,6 @@ from megatron_flex.collectives.leader_gather import (
     LeaderGather,
     PendingShard,
     gather_to_leader,
-    gather_up_pipeline,
     is_leader,
     is_leader_for,
     plan_read,
@@ -37,6 +36,7 @@ from megatron_flex.collectives.leader_gather import (
 from megatron_flex.collectives.local_shard import Shard, ShardSum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
+from megatron_flex.collectives.pipeline_gather import PipelineGather, gather_up_pipeline
 from megatron_flex.collectives.pipeline_relay import (
     PipelineRelay,
     StageMessage,
@@ -86,6 +86,7 @@ __all__ = [
     "LeaderGather",
     "PendingReduction",
     "PendingShard",
+    "PipelineGather",
     "PipelineRelay",
     "PlannedCollective",
     "Route",

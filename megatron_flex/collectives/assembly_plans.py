@@ -19,6 +19,7 @@ from megatron_flex.layout import (
     ShardPosition,
     count_parts,
     full_shape,
+    is_plain,
     locate_shard,
     padded_shape,
     plan_blocks,
@@ -37,10 +38,12 @@ class AssemblyPlan:
         sums: the axes to sum over, before any gather.
         axes: the axes to gather over, the last counting fastest; empty if each rank has the full tensor.
         rest: the layout after the sums.
-        whole: the shape of the full tensor.
+        full_size: the shape of the full tensor.
         stack: whether the shards, concatenated in memory, are the full tensor.
         blocks: the source and destination slices of each shard; empty for a stack.
         slots: the same as one view, which one copy fills; None where there is none.
+        joined: the dim along which the shards follow one another in the full tensor, in the order in which
+            they are received; None where there is none.
         count: the number of shards.
         sizes: the sizes of the mesh axes.
     """
@@ -49,10 +52,11 @@ class AssemblyPlan:
     sums: tuple[Axis, ...]
     axes: tuple[Axis, ...]
     rest: Layout
-    whole: tuple[int, ...]
+    full_size: tuple[int, ...]
     stack: bool
     blocks: tuple[ShardBlock, ...]
     slots: StridedSlots | None
+    joined: int | None
     count: int
     sizes: Mapping[str, int]
 
@@ -84,12 +88,14 @@ def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan
     return found
 
 
-def find_shard_position(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> ShardPosition:
-    """The position of the local shard, of shape `local`, in a full tensor of shape `whole`."""
-    at = "part", id(layout), whole, local
+def find_shard_position(
+    layout: Layout, mesh: Mesh, full_size: torch.Size, local: torch.Size
+) -> ShardPosition:
+    """The position of the local shard, of shape `local`, in a full tensor of shape `full_size`."""
+    at = "part", id(layout), full_size, local
     found: tuple[Layout, ShardPosition] | None = mesh.cache.get(at)
     if found is None:
-        found = layout, locate_shard(layout, whole, mesh.coords, mesh.sizes, local)
+        found = layout, locate_shard(layout, full_size, mesh.coords, mesh.sizes, local)
         _remember(mesh.cache, at, found)
     return found[1]
 
@@ -123,13 +129,18 @@ def split_sum_and_gather_axes(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, .
     return sums, tuple(mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial)
 
 
+def find_cut_dims(layout: Layout, mesh: Mesh) -> list[int]:
+    """The dims that are sharded over axes of more than one rank."""
+    return [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
+
+
 def is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
     """Whether the shards, concatenated in memory, are the full tensor."""
-    cut = [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
+    cut = find_cut_dims(layout, mesh)
     if layout.permute is not None or len(cut) != 1 or prod(local[: cut[0]]) != 1:
         return False
     dim = layout.dims[cut[0]]
-    plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
+    plain = all(is_plain(c) for c in dim.cuts if mesh[c.axis].size > 1)
     full = local[cut[0]] * count_parts(dim, mesh.sizes)
     lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
     kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
@@ -139,22 +150,25 @@ def is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
 def _make_assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
     sums, axes = split_sum_and_gather_axes(layout, mesh)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    whole = tuple(full_shape(rest, shape, mesh.sizes))
+    full_size = tuple(full_shape(rest, shape, mesh.sizes))
     stack = bool(axes) and is_stack(rest, shape, mesh)
     blocks = plan_blocks(rest, shape, mesh.sizes) if axes and not stack else ()
     count = prod(a.size for a in axes)
-    slots = _find_slots(rest, whole, shape, blocks, count)
-    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks, slots, count, mesh.sizes)
+    slots = _find_slots(rest, full_size, shape, blocks, count)
+    joined = find_cut_dims(rest, mesh)[0] if stack else None
+    if slots is not None:
+        joined = _find_joined_dim(rest, full_size, shape, slots)
+    return AssemblyPlan(layout, sums, axes, rest, full_size, stack, blocks, slots, joined, count, mesh.sizes)
 
 
 def _find_slots(
-    rest: Layout, whole: Sequence[int], shape: Sequence[int], blocks: Sequence[ShardBlock], count: int
+    rest: Layout, full_size: Sequence[int], shape: Sequence[int], blocks: Sequence[ShardBlock], count: int
 ) -> StridedSlots | None:
     """The view of all shards' places, if each shard is one block and they follow at equal distances."""
     entire = all(s.start == 0 and s.stop == n for b in blocks for s, n in zip(b.source, shape, strict=True))
     if len(blocks) != count or not blocks or not entire or any(b.add for b in blocks):
         return None
-    full = torch.empty(tuple(whole), device="meta")
+    full = torch.empty(tuple(full_size), device="meta")
     order = rest.permute
     inner = full if order is None else full.permute([order.index(i) for i in range(len(order))])
     offsets = [
@@ -165,3 +179,16 @@ def _find_slots(
     if offsets != [n * step for n in range(count)]:
         return None
     return StridedSlots((count, *shape), (step, *inner.stride()))
+
+
+def _find_joined_dim(
+    rest: Layout, whole: Sequence[int], shape: Sequence[int], slots: StridedSlots
+) -> int | None:
+    """The dim along which `torch.cat` of the shards is the full tensor."""
+    if rest.permute is not None:
+        return None
+    count, step, strides = slots.shape[0], slots.stride[0], slots.stride[1:]
+    for dim, (length, stride) in enumerate(zip(shape, strides, strict=True)):
+        if step == length * stride and whole[dim] == count * length:
+            return dim
+    return None

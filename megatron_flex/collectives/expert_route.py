@@ -49,22 +49,22 @@ def gather_rows(local: Tensor, route: Route) -> Tensor:
     """
     # torch does not type `apply`
     home = cast(Tensor, _ToTokens.apply(local, route))  # type: ignore[no-untyped-call]
-    whole = gather_full(home, route.token_layout, route.mesh)
-    return whole if route.order is None else whole[route.order]
+    gathered = gather_full(home, route.token_layout, route.mesh)
+    return gathered if route.order is None else gathered[route.order]
 
 
-def scatter_rows(whole: Tensor, local: Tensor, route: Route) -> Tensor:
+def scatter_rows(gathered: Tensor, local: Tensor, route: Route) -> Tensor:
     """Scatter full tensors to the ranks of the experts, the inverse of `gather_rows`. Same collectives.
 
     Args:
-        whole: the full tensor of this rank's replica; replicas have different ones.
+        gathered: the full tensor of this rank's replica; replicas have different ones.
         local: the rows before the edit.
         route: the route of the rows.
 
     Returns:
         The rows of this rank's experts.
     """
-    unsorted = whole if route.order is None else whole[route.order.argsort()]
+    unsorted = gathered if route.order is None else gathered[route.order.argsort()]
     home = scatter_full(unsorted, route.token_order_like(local), route.token_layout, route.mesh)
     # torch does not type `apply`
     return cast(Tensor, _ToExperts.apply(home, route))  # type: ignore[no-untyped-call]

@@ -67,13 +67,13 @@ def gather_full(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return cast(Tensor, _Gather.apply(local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
-def scatter_full(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def scatter_full(full: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Scatter a full tensor that all ranks hold: each rank takes its own shard.
 
     The forward pass sends nothing; the backward pass is collective over the axes that shard the gradient.
 
     Args:
-        whole: the full tensor, the same on every rank, of the shape that `gather_full` returned.
+        full: the full tensor, the same on every rank, of the shape that `gather_full` returned.
         local: the shard before the edit, for the padding that the layout strips.
         layout: the layout of the shards.
         mesh: the run's axes.
@@ -82,38 +82,38 @@ def scatter_full(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Te
         The local tensor in `layout`, contiguous, in separate memory.
     """
     # torch does not type `apply`
-    return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Scatter.apply(full, local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
-def to_edit_rank(whole: Tensor, holders: Mesh) -> Tensor:
+def to_edit_rank(full: Tensor, holders: Mesh) -> Tensor:
     """The full tensor, as the input of an edit that only one rank runs.
 
     The forward pass sends nothing; the backward pass broadcasts that rank's gradient to all ranks that hold
     the full tensor. Each of these ranks calls `to_edit_rank`, and `from_edit_rank` after it.
 
     Args:
-        whole: the full tensor, the same on all `holders`.
+        full: the full tensor, the same on all `holders`.
         holders: the result of `replica_mesh`.
     """
-    if whole.is_floating_point() and torch.is_grad_enabled() and not whole.requires_grad:
+    if full.is_floating_point() and torch.is_grad_enabled() and not full.requires_grad:
         # The edit's result may still require a gradient; then all ranks must run the backward pass.
-        whole = whole.detach().requires_grad_()
+        full = full.detach().requires_grad_()
     # torch does not type `apply`
-    return cast(Tensor, _ToEditRank.apply(whole, holders))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ToEditRank.apply(full, holders))  # type: ignore[no-untyped-call]
 
 
-def from_edit_rank(made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+def from_edit_rank(made: Tensor, full: Tensor, holders: Mesh) -> Tensor:
     """Broadcast the result that one rank computed from the full tensor to every rank.
 
     The forward pass is collective over `holders`; the backward pass sends nothing.
 
     Args:
-        made: on the edit's rank its result, of the shape and dtype of `whole`; elsewhere `whole`.
-        whole: the result of `to_edit_rank`, whose backward pass runs even if `made` does not depend on it.
+        made: on the edit's rank its result, of the shape and dtype of `full`; elsewhere `full`.
+        full: the result of `to_edit_rank`, whose backward pass runs even if `made` does not depend on it.
         holders: the result of `replica_mesh`.
     """
     # torch does not type `apply`
-    return cast(Tensor, _FromEditRank.apply(made, whole, holders))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _FromEditRank.apply(made, full, holders))  # type: ignore[no-untyped-call]
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -139,9 +139,9 @@ def replica_mesh(layout: Layout, mesh: Mesh) -> Mesh:
 
 class _ToEditRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, holders: Mesh) -> Tensor:
+    def forward(ctx: Any, full: Tensor, holders: Mesh) -> Tensor:
         ctx.holders = holders
-        return whole.detach()  # not a view, which could not be edited in place
+        return full.detach()  # not a view, which could not be edited in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -150,7 +150,7 @@ class _ToEditRank(torch.autograd.Function):
 
 class _FromEditRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+    def forward(ctx: Any, made: Tensor, full: Tensor, holders: Mesh) -> Tensor:
         return broadcast_from_first(made.detach().clone(memory_format=torch.contiguous_format), holders)
 
     @staticmethod
@@ -162,8 +162,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.layout, ctx.mesh, ctx.shape = layout, mesh, local.shape
-        whole, ctx.lengths = assemble_on_all_ranks(local, layout, mesh)
-        return whole
+        full, ctx.lengths = assemble_on_all_ranks(local, layout, mesh)
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -174,23 +174,23 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    def forward(ctx: Any, full: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.layout, ctx.mesh = layout, mesh
         shapes = _gather_shapes(local, layout, mesh)
         lengths = uneven_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
-        return _take_local_shard(whole, layout, mesh, local.shape, lengths, local)
+        return _take_local_shard(full, layout, mesh, local.shape, lengths, local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         mesh: Mesh = ctx.mesh
         # The full tensor's gradient is assembled even where the edit's result needs none: if each rank
         # decided by itself, a rank whose edit failed would wait for the others forever.
-        whole, lengths = assemble_on_all_ranks(grad, conjugate_layout(ctx.layout), mesh, alias=True)
+        full, lengths = assemble_on_all_ranks(grad, conjugate_layout(ctx.layout), mesh, alias=True)
         passed = None
         if any(d.keep is not None for d in ctx.layout.dims):  # the padding bypasses the full tensor
-            nothing = whole.new_zeros(1).expand(whole.shape)
+            nothing = full.new_zeros(1).expand(full.shape)
             passed = extract(ctx.layout, nothing, mesh.coords, mesh.sizes, grad, lengths)
-        return whole, passed, None, None
+        return full, passed, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +227,12 @@ class FullTensorPlan:
             return None
         conjugate = conjugate_layout(layout)
         assembly = assembly_plan(layout, mesh, shape)
-        whole = torch.Size(assembly.whole)
+        full = torch.Size(assembly.full_size)
         return cls(
             assembly,
-            find_shard_position(layout, mesh, whole, shape),
+            find_shard_position(layout, mesh, full, shape),
             assembly_plan(conjugate, mesh, shape),
-            find_shard_position(conjugate, mesh, whole, shape),
+            find_shard_position(conjugate, mesh, full, shape),
             mesh,
         )
 
@@ -240,9 +240,9 @@ class FullTensorPlan:
         """The full tensor in separate memory. Collective, as `gather_full`."""
         return _assemble_equal(self.assembly, local.detach(), alias=False)
 
-    def scatter(self, whole: Tensor) -> Tensor:
+    def scatter(self, full: Tensor) -> Tensor:
         """This rank's shard of the full tensor, contiguous and in separate memory."""
-        return copy_shard(self.position, whole)
+        return copy_shard(self.position, full)
 
     def scatter_gradient(self, grad: Tensor) -> Tensor:
         """This rank's shard of the full tensor's gradient, which may share memory with the gradient."""
@@ -254,7 +254,7 @@ class FullTensorPlan:
 
 
 def _take_local_shard(
-    whole: Tensor,
+    full: Tensor,
     layout: Layout,
     mesh: Mesh,
     shape: torch.Size,
@@ -265,9 +265,9 @@ def _take_local_shard(
     """The local shard of a full tensor; `old` has its padding."""
     if lengths:
         return extract(
-            layout, whole, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
+            layout, full, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
         )
-    return copy_shard(find_shard_position(layout, mesh, whole.shape, shape), whole, old, alias)
+    return copy_shard(find_shard_position(layout, mesh, full.shape, shape), full, old, alias)
 
 
 def assemble_on_all_ranks(
@@ -294,29 +294,35 @@ def _assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor
     if recipe.sums:
         tensor = _sum_over_axes(tensor, recipe.sums)
     if not recipe.axes:
-        whole = assemble(recipe.rest, [tensor], recipe.sizes)
-        return _copy_unless_owned(whole, tensor, alias, bool(recipe.sums))
-    whole = tensor.new_empty(recipe.whole)
+        full = assemble(recipe.rest, [tensor], recipe.sizes)
+        return _copy_unless_owned(full, tensor, alias, bool(recipe.sums))
+    if recipe.slots is not None and recipe.joined is not None and len(recipe.axes) == 1:
+        sent = tensor.dtype in SENT_AS_IS and type(tensor) is Tensor
+        if sent and 0 < recipe.count * tensor.nbytes <= SMALL_BYTES:
+            return _join_small(recipe, tensor)
+    full = tensor.new_empty(recipe.full_size)
     if recipe.stack:
-        _gather_into(whole, tensor, recipe.axes)
-        return whole
+        _gather_into(full, tensor, recipe.axes)
+        return full
     slots, nbytes = recipe.slots, recipe.count * tensor.nbytes
-    if slots is not None and nbytes <= SMALL_BYTES and len(recipe.axes) == 1 and tensor.dtype in SENT_AS_IS:
-        received = tensor.new_empty(slots.shape)
-        axis, gather = recipe.axes[0], getattr(dist, GATHER)
-        # One dim: gloo refuses a result that has a dim more than its input.
-        call_metered("all_gather", axis, received, gather, received.view(-1), tensor.contiguous().view(-1))
-        whole.as_strided(slots.shape, slots.stride).copy_(received)
-        return whole
     stacked = buffer_pool.take(nbytes, tensor.device)
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
     if slots is not None:
-        whole.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
+        full.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
     else:
         shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
-        copy_blocks(recipe.blocks, recipe.rest, shards, whole)
+        copy_blocks(recipe.blocks, recipe.rest, shards, full)
     buffer_pool.give_back(stacked)
-    return whole
+    return full
+
+
+def _join_small(recipe: AssemblyPlan, tensor: Tensor) -> Tensor:
+    """The full tensor from small shards: received in memory that is kept, and concatenated once."""
+    assert recipe.joined is not None
+    received, shards = buffer_pool.find_receiver(recipe.count, tensor)
+    axis, gather = recipe.axes[0], getattr(dist, GATHER)
+    call_metered("all_gather", axis, received, gather, received, tensor.contiguous())
+    return torch.cat(shards, recipe.joined)
 
 
 def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
@@ -326,10 +332,10 @@ def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
     return total
 
 
-def _copy_unless_owned(whole: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
+def _copy_unless_owned(full: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
     """A full tensor that is `tensor` or a view of it: copied, unless it may share memory."""
-    given = whole.is_contiguous() and (alias or (ours and whole is tensor))
-    return whole if given else whole.clone(memory_format=torch.contiguous_format)
+    given = full.is_contiguous() and (alias or (ours and full is tensor))
+    return full if given else full.clone(memory_format=torch.contiguous_format)
 
 
 def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
@@ -341,10 +347,10 @@ def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> 
     if sums:
         tensor = _sum_over_axes(tensor, sums)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    whole = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
+    full = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
     if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
-        _gather_into(whole, tensor, axes)
-        return whole, lengths
+        _gather_into(full, tensor, axes)
+        return full, lengths
     count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
     flat = as_bytes(tensor)
     if flat.nbytes < width:
@@ -356,9 +362,9 @@ def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> 
         slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
         for slot, shape in zip(stacked.split(width) if width else [stacked] * count, shapes, strict=True)
     ]
-    assemble(rest, shards, sizes, out=whole)
+    assemble(rest, shards, sizes, out=full)
     buffer_pool.give_back(stacked)
-    return whole, lengths
+    return full, lengths
 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:

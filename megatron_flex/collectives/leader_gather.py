@@ -1,4 +1,4 @@
-"""Gathers captures on the leader: one coalesced gather of all shards, then one transfer up the pipeline.
+"""Gathers captures on the leader of a stage: one coalesced gather of all shards.
 
 Only ranks that hold a shard that the leader needs take part, and only the leader receives. Sums precede
 gathers, and inner axes precede outer ones, so that all shards along one axis, of any site and dtype, go into
@@ -20,7 +20,6 @@ from torch import Tensor
 from megatron_flex.collectives.gather_scatter import stack_along
 from megatron_flex.collectives.messages import (
     align_size,
-    as_bytes,
     begin_collective,
     begin_gather_to_first,
     buffer_pool,
@@ -120,10 +119,12 @@ class LeaderGather:
             pass
         leader = is_leader(self._mesh)
         here = [leader and n in self._mine for n in range(len(self._items))]
-        wholes = [i.whole(self._mesh) if h else None for i, h in zip(self._items, here, strict=True)]
+        full_tensors = [
+            i.assemble_full(self._mesh) if h else None for i, h in zip(self._items, here, strict=True)
+        ]
         for buffer in self._taken:
             buffer_pool.give_back(buffer)
-        return wholes
+        return full_tensors
 
     def _go(self) -> Iterator[None]:
         """Start the collectives along one axis; resume after the wait for them."""
@@ -227,16 +228,18 @@ class ShardInTransit:
         """The size of the largest shard in bytes."""
         return max(prod(s) for s in self.shapes) * self.dtype.itemsize
 
-    def whole(self, mesh: Mesh) -> Tensor:
+    def assemble_full(self, mesh: Mesh) -> Tensor:
         """Assemble the full tensor from the received shards."""
         old = self.parcel.layout
         layout = Layout(old.dims, (), old.shared, old.permute)
         shards = self.parcel.shards
         axes = [s.axis for s in self.steps if s.op == "gather"]
         if not axes:
-            whole = assemble(layout, shards, mesh.sizes)
+            assemble_full = assemble(layout, shards, mesh.sizes)
             keep = torch.contiguous_format
-            return whole.clone(memory_format=keep) if self.parcel.owned else whole.contiguous()
+            return (
+                assemble_full.clone(memory_format=keep) if self.parcel.owned else assemble_full.contiguous()
+            )
         shapes = self.shapes if len(self.shapes) > 1 else self.shapes * len(shards)
         shaped = [
             t[: prod(n) * self.dtype.itemsize].view(self.dtype).reshape(n)
@@ -293,45 +296,3 @@ def _store_gathered(
         places = at[first : first + count]
         item.parcel.shards = [slot[a : a + item.width] for slot in slots for a in places]
         first += count
-
-
-def gather_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
-    """Send the items of each stage's leader to the leader of the first stage.
-
-    Collective over `pp` among the stages' leaders; the tensors are sent point to point.
-
-    Args:
-        items: picklable tags with their tensors, in any number, on the CPU.
-        mesh: the run's axes.
-
-    Returns:
-        On the first stage its own items, followed by those of the other stages in order; elsewhere an empty
-        list.
-    """
-    axis = mesh["pp"]
-    if axis.size == 1:
-        return list(items)
-    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
-    note = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
-    notes: list[Any] | None = [None] * axis.size if axis.coord == 0 else None
-    dist.gather_object(note, notes, dst=axis.ranks[0], group=axis.group)
-    if notes is None:
-        sent = [as_bytes(t.to(device)) for _, t in items if t.nbytes]
-        for work in [dist.isend(t, axis.ranks[0], group=axis.group) for t in sent]:
-            _wait_for_work(work)
-        return []
-    arrivals, works = [], []
-    for source, theirs in zip(axis.ranks[1:], notes[1:], strict=True):
-        for tag, shape, dtype in theirs:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            arrivals.append((tag, tensor))
-            if tensor.nbytes:
-                works.append(dist.irecv(as_bytes(tensor), source, group=axis.group))
-    for work in works:
-        _wait_for_work(work)
-    return [*items, *((tag, t.cpu()) for tag, t in arrivals)]
-
-
-def _wait_for_work(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -37,21 +37,21 @@ class Shard:
         layout: the layout of the shard, without a permutation of dims.
         mesh: the run's axes.
         shape: the shape of the shard, padding included.
-        whole: the shape of the full tensor, padding stripped.
+        full_size: the shape of the full tensor, padding stripped.
     """
 
     layout: Layout
     mesh: Mesh
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_size: tuple[int, ...]
 
     @classmethod
     def of(cls, local: Tensor, layout: Layout, mesh: Mesh) -> Shard:
         """The shard of a local tensor; no dim that is sharded on this mesh may be uneven."""
         order = layout.permute or tuple(range(len(layout.dims)))
         inner = replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None)
-        whole = tuple(full_shape(layout, local.shape, mesh.sizes))
-        return cls(inner, mesh, tuple(local.shape[i] for i in order), whole)
+        full_size = tuple(full_shape(layout, local.shape, mesh.sizes))
+        return cls(inner, mesh, tuple(local.shape[i] for i in order), full_size)
 
     def axes(self, dims: Iterable[int]) -> list[Axis]:
         """The axes of size above one that shard any of these dims; negative dims count from the end."""
@@ -60,7 +60,7 @@ class Shard:
     @property
     def cut(self) -> tuple[int, ...]:
         """The dims that are sharded on this mesh."""
-        return tuple(i for i in range(len(self.whole)) if self.axes([i]))
+        return tuple(i for i in range(len(self.full_size)) if self.axes([i]))
 
     @property
     def summed(self) -> bool:
@@ -79,7 +79,7 @@ class Shard:
             The entries at this rank's positions; zeros at padding. The constant itself if none of its dims is
             sharded.
         """
-        first = len(self.whole) - constant.ndim
+        first = len(self.full_size) - constant.ndim
         along = {
             at: first + at for at, n in enumerate(constant.shape) if n != 1 or self._divides_one(first + at)
         }
@@ -87,7 +87,7 @@ class Shard:
 
     def _divides_one(self, dim: int) -> bool:
         """Whether a dim of the full tensor with one entry is another on this rank: sharded, or padded."""
-        return self.whole[dim] == 1 and (self.shape[dim] != 1 or bool(self.axes([dim])))
+        return self.full_size[dim] == 1 and (self.shape[dim] != 1 or bool(self.axes([dim])))
 
     def rows(self, constant: Tensor, dim: int = -1) -> Tensor:
         """This rank's rows of a constant matrix whose rows are the full tensor's entries along a dim.
@@ -99,7 +99,7 @@ class Shard:
         Returns:
             `[local n, ...]`, zeros at padding; the constant itself if the dim is not sharded.
         """
-        return self._part(constant, {0: dim % len(self.whole)})
+        return self._part(constant, {0: dim % len(self.full_size)})
 
     def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """The sum over the shards of these dims, each shard counted once. Differentiable.
@@ -119,6 +119,7 @@ class Shard:
             return tensor
         axes = [self.mesh[c.axis] for c in cuts]
         # torch does not type `apply`
+        # torch does not annotate Function.apply
         return cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
 
     def plan_sum(self, dims: Iterable[int]) -> ShardSum:
@@ -140,6 +141,7 @@ class Shard:
             total: the sum over the shards of the last dim.
         """
         # torch does not type `apply`
+        # torch does not annotate Function.apply
         out: Tensor = _LowRankUpdate.apply(tensor, down, up, factor, total)  # type: ignore[no-untyped-call]
         return out
 
@@ -152,7 +154,7 @@ class Shard:
 
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:
         """The cuts of these dims over axes of size above one."""
-        wanted = sorted({d % len(self.whole) for d in dims})
+        wanted = sorted({d % len(self.full_size) for d in dims})
         found = [c for d in wanted for c in self.layout.dims[d].cuts]
         return [c for c in found if self.mesh[c.axis].size > c.copies]
 

@@ -7,7 +7,7 @@ the copy into them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,19 @@ from megatron_flex.mesh import Axis
 
 MAX_POOL_BYTES = 256 << 20  # maximum bytes of all pooled buffers together
 MAX_POOL_BUFFERS = 4
+MAX_RECEIVERS = 64  # of small gathers, each of one shape and dtype
+
+
+class Receiver(NamedTuple):
+    """Memory that a small gather of equal shards is received in.
+
+    Attributes:
+        received: the shards, one after the other along the first dim.
+        shards: views of each.
+    """
+
+    received: Tensor
+    shards: tuple[Tensor, ...]
 
 
 class BufferPool:
@@ -25,6 +38,23 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._receivers: dict[tuple[int, torch.Size, torch.dtype], Receiver] = {}
+
+    def find_receiver(self, count: int, like: Tensor) -> Receiver:
+        """Memory for `count` shards like this one, which the next gather of such shards overwrites.
+
+        On a GPU it is new memory: another stream may still read that of the gather before.
+        """
+        if not like.is_cpu:
+            return _make_receiver(count, like)
+        at = count, like.shape, like.dtype
+        found = self._receivers.get(at)
+        if found is None:
+            if len(self._receivers) >= MAX_RECEIVERS:
+                self._receivers.clear()
+            with torch.inference_mode(False):  # written inside and outside inference mode
+                found = self._receivers[at] = _make_receiver(count, like)
+        return found
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """A flat, uninitialized tensor of bytes."""
@@ -51,6 +81,12 @@ class BufferPool:
     def clear(self) -> None:
         """Release all memory."""
         self._free.clear()
+        self._receivers.clear()
+
+
+def _make_receiver(count: int, like: Tensor) -> Receiver:
+    received = like.new_empty((count * like.shape[0], *like.shape[1:]))
+    return Receiver(received, received.split(like.shape[0]))
 
 
 def allocate_bytes(nbytes: int, device: torch.device) -> Tensor:

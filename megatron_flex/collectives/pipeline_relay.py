@@ -29,25 +29,25 @@ class StageMessage(NamedTuple):
     Attributes:
         step: the step.
         microbatch: the microbatch.
-        place: the virtual stage that receives it.
+        virtual_stage: the virtual stage that receives it.
         backward: whether the message belongs to the backward pass.
     """
 
     step: int
     microbatch: int
-    place: int
+    virtual_stage: int
     backward: bool
 
     @property
     def tag(self) -> int:
         """A tag of 30 bits, unique among the messages that may be in transit at the same time."""
-        steps, microbatches, places = self.step % 2**10, self.microbatch % 2**12, self.place % 2**7
-        return (((steps << 12 | microbatches) << 7 | places) << 1) | self.backward
+        step, microbatch, stage = self.step % 2**10, self.microbatch % 2**12, self.virtual_stage % 2**7
+        return (((step << 12 | microbatch) << 7 | stage) << 1) | self.backward
 
     @property
     def number(self) -> int:
         """The identity as one number, not truncated like the tag."""
-        return (self.step << 31 | self.microbatch << 11 | self.place << 1) | self.backward
+        return (self.step << 31 | self.microbatch << 11 | self.virtual_stage << 1) | self.backward
 
 
 class PipelineRelay:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flex.errors import HookError
+from megatron_flex.errors import MAX_NAMED_RANKS, HookError, name_ranks
 from megatron_flex.mesh import Axis, Mesh
 
 ABSENT_RANKS = (
-    "rank(s) {ranks} did not compare hooks within {seconds:g} s: hooks are registered on some ranks only, or "
+    "{ranks} did not compare hooks within {seconds:g} s: hooks are registered on some ranks only, or "
     "those ranks died, or wait for a tensor of this one; register the same hooks on every rank, and run "
     "what stages send each other within their steps (`with flex.step():`)"
 )
@@ -32,7 +32,6 @@ WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its 
 FIRST_FLAGS = 28  # flags in the first message of an exchange
 EXCHANGE_BYTES = 8 * (4 + FIRST_FLAGS)  # bytes of that message
 Watcher = Callable[[], None]
-MAX_NAMED_RANKS = 8  # ranks that an error names; others are only counted
 
 
 def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watcher | None = None) -> list[int]:
@@ -277,7 +276,7 @@ class Agreement:
     def _key(self, what: str) -> str:
         return f"megatron_flex/{self.name}/{self.round}/{what}"
 
-    def _said(self, rank: int) -> tuple[str, str, str] | None:
+    def _statement_of(self, rank: int) -> tuple[str, str, str] | None:
         key = self._key(f"rank{rank}")
         if not self._store.check([key]):
             return None
@@ -285,20 +284,20 @@ class Agreement:
         return what, code, where
 
     def _absent(self, what: str, where: str, seconds: float) -> str:
-        missing = [r for r in self._ranks if self._said(r) is None]
+        missing = [r for r in self._ranks if self._statement_of(r) is None]
         if not what.startswith(PLACE_MARK):
-            return self.absent.format(ranks=_name_ranks(missing), seconds=seconds)
+            return self.absent.format(ranks=name_ranks(missing), seconds=seconds)
         keys = {r: f"megatron_flex/{self.name}/at{r}" for r in missing[:MAX_NAMED_RANKS]}
         last = {r: self._store.get(k).decode() if self._store.check([k]) else "" for r, k in keys.items()}
         seen = "".join(f"; rank {r} was last in {at}" for r, at in last.items() if at)
         return (
-            f"rank(s) {_name_ranks(missing)} did not come within {seconds:g} s to "
+            f"{name_ranks(missing)} did not come within {seconds:g} s to "
             f"{_describe_place(what)}, where rank "
             f"{dist.get_rank()} is ({where}){seen}: run as many steps on every rank, and call it on all"
         )
 
     def _differing(self, differ: Callable[[dict[int, str]], str] | None) -> str:
-        statements = {r: self._said(r) or ("", "", "") for r in self._ranks}
+        statements = {r: self._statement_of(r) or ("", "", "") for r in self._ranks}
         if any(what.startswith(PLACE_MARK) for what, _, _ in statements.values()):
             return _describe_difference(
                 [(rank, f"{_describe_place(what)}, {where}") for rank, (what, _, where) in statements.items()]
@@ -308,7 +307,7 @@ class Agreement:
             groups.setdefault(what or "no hook", []).append(rank)
         if len(groups) == 1 and differ is not None:
             return differ({r: code for r, (_, code, _) in statements.items()})
-        differences = "; ".join(f"rank(s) {_name_ranks(ranks)}: {what}" for what, ranks in groups.items())
+        differences = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in groups.items())
         return (
             f"hooks differ between ranks ({differences}); register the same hooks, in the same order, on "
             "every rank"
@@ -331,9 +330,7 @@ def _describe_difference(found: Sequence[tuple[int, str]]) -> str:
     places: dict[str, list[int]] = {}
     for rank, at in found:
         places.setdefault(at, []).append(rank)
-    return DIFFERENT_PLACES.format(
-        places="; ".join(f"rank(s) {_name_ranks(r)}: {at}" for at, r in places.items())
-    )
+    return DIFFERENT_PLACES.format(places="; ".join(f"{name_ranks(r)}: {at}" for at, r in places.items()))
 
 
 def store_value(key: str, value: Any) -> None:
@@ -356,11 +353,6 @@ def await_value(key: str, seconds: float) -> Any:
             f"another rank did not publish {key} within {seconds:g} s; run the same calls on all ranks"
         ) from error
     return json.loads(store.get(f"megatron_flex/{key}"))
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
-    return ", ".join(str(r) for r in ranks[:MAX_NAMED_RANKS]) + more
 
 
 def _digest(text: str) -> str:

@@ -177,23 +177,23 @@ def assemble_on_stage(
     dense = {a.name for a in mesh}
     if local is not None and not owner and not everywhere and set(layout.axes) <= dense:
         return gather_to_leader([PendingShard(layout, [local])], mesh, 0)[0]
-    whole = None if local is None else assemble_on_all_ranks(local, layout, mesh)[0]
+    full = None if local is None else assemble_on_all_ranks(local, layout, mesh)[0]
     for axis, coord in ((mesh[name], coord) for name, coord in owner):
         if axis.size > 1:
-            whole = _buffer(like, axis) if whole is None else whole
-            dist.broadcast(whole, axis.ranks[coord], group=axis.group)
-    return whole if everywhere or is_leader(mesh) else None
+            full = _buffer(like, axis) if full is None else full
+            dist.broadcast(full, axis.ranks[coord], group=axis.group)
+    return full if everywhere or is_leader(mesh) else None
 
 
 def send_from_stage(
-    whole: Tensor | None, stage: int, like: Tensor, mesh: Mesh, everywhere: bool
+    full: Tensor | None, stage: int, like: Tensor, mesh: Mesh, everywhere: bool
 ) -> Tensor | None:
     """Send the tensor of one stage to the leader of the first stage, or to all ranks.
 
     Collective over `pp`: among the leaders of the two stages only, unless `everywhere`.
 
     Args:
-        whole: the result of `assemble_on_stage` on that stage; unused elsewhere.
+        full: the result of `assemble_on_stage` on that stage; unused elsewhere.
         stage: the stage.
         like: a tensor without memory (on `meta`), of the full tensor's shape and dtype.
         mesh: the run's axes.
@@ -201,13 +201,13 @@ def send_from_stage(
     """
     axis = mesh["pp"]
     if axis.size == 1 or (stage == 0 and not everywhere):
-        return whole if axis.coord == stage else None
+        return full if axis.coord == stage else None
     if everywhere:
-        tensor = whole if axis.coord == stage and whole is not None else _buffer(like, axis)
+        tensor = full if axis.coord == stage and full is not None else _buffer(like, axis)
         dist.broadcast(tensor, axis.ranks[stage], group=axis.group)
         return tensor
-    if axis.coord == stage and whole is not None:
-        dist.send(_view_as_bytes(whole).to(_device(axis)), axis.ranks[0], group=axis.group)
+    if axis.coord == stage and full is not None:
+        dist.send(_view_as_bytes(full).to(_device(axis)), axis.ranks[0], group=axis.group)
     elif axis.coord == 0 and is_leader(mesh):
         buffer = _buffer(like, axis)
         dist.recv(_view_as_bytes(buffer), axis.ranks[stage], group=axis.group)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.gpt_names import GptNames
 from megatron_flex.layout import Layout
+from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 SAMPLE_AXIS, TOKEN_AXIS, MICROBATCH_AXIS = "sample", "token", "microbatch"
@@ -59,6 +64,7 @@ class ComparedDump:
         ranks: their numbers and coordinates.
         order: names of sites, in execution order.
         iterations: the numbers of the complete iterations.
+        left_out: sites that the other dump's model cannot have, after `use_gpt_names`.
     """
 
     def __init__(self, dump: OpenDump, label: str) -> None:
@@ -69,18 +75,47 @@ class ComparedDump:
         self.ranks: Sequence[tuple[int, Mapping[str, int]]] = self.manifest.ranks
         self.order = [n for n in dump.order if not n.endswith(GRADIENT_SUFFIX)]
         self.iterations: list[int] = list(dump.iterations)
-        self._places = {p.name: p for p in (*self.manifest.sites, *self.manifest.parameters)}
         self._arrays: dict[ComparedTensor, DumpArray] = {}
         self._items: list[ComparedTensor] | None = None
+        self._gpt: GptNames | None = None
+        self._own: dict[str, str] = {}  # the dump's names, where others are used here
+        self.left_out: list[str] = []
+        self._index_records()
 
     @property
-    def told(self) -> Mapping[str, int]:
+    def gpt_names(self) -> GptNames:
+        """The correspondence of the dump's names and a GPTModel's."""
+        return self.dump.gpt_names
+
+    def use_gpt_names(self) -> None:
+        """Name tensors as a GPTModel with the same weights does; what such a model has not is left out."""
+        self._gpt, self._items, self._arrays = self.gpt_names, None, {}
+        names = [n for n in self.dump.order if not n.endswith(GRADIENT_SUFFIX)]
+        self.left_out = [n for n in names if self._gpt.to_gpt(n) is None]
+        self._own = {self.name(n): n for n in [*names, *self.dump.parameters]}
+        self.order = [self.name(n) for n in names if n not in self.left_out]
+        self._index_records()
+
+    def name(self, own: str) -> str:
+        """The name here of one in the dump; those that are left out have a mark."""
+        if self._gpt is None:
+            return own
+        return self._gpt.to_gpt(own) or f"{own} of a HybridModel"
+
+    def _index_records(self) -> None:
+        records = (*self.manifest.sites, *self.manifest.parameters)
+        self._records = {self.name(p.name): p for p in records}
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
         """The axes to show: those longer than 1."""
         return {a: n for a, n in self.sizes.items() if n > 1 and a != "edp"}
 
     def describe(self) -> str:
         """The dump as text, with the meshes of all its runs."""
-        return f"{self.path} ({self.dump.describe_meshes()}; {len(self.iterations)} iterations)"
+        renamed = "" if self._gpt is None else f"; by a GPTModel's names, the layers are {self._gpt.pattern}"
+        iterations = count_words(len(self.iterations), "iteration")
+        return f"{self.path} ({self.dump.describe_meshes()}; {iterations}{renamed})"
 
     def use_run_of(self, iteration: int) -> None:
         """Take mesh, ranks and layouts from the run that wrote an iteration: a dump may be continued in
@@ -88,15 +123,16 @@ class ComparedDump:
         """
         self.manifest = self.dump.stored_iteration((iteration, 0)).run.manifest
         self.sizes, self.ranks = dict(self.manifest.sizes), self.manifest.ranks
-        self._places = {p.name: p for p in (*self.manifest.sites, *self.manifest.parameters)}
+        self._index_records()
 
     def items(self) -> list[ComparedTensor]:
         """All tensors of the dump, in order: parameters, which are dumped at the start of a step; values in
         forward order, gradients in backward order, gradients of parameters.
         """
         if self._items is None:
-            grads = [n.removesuffix(GRADIENT_SUFFIX) for n in self.dump.order if n.endswith(GRADIENT_SUFFIX)]
-            names = self.dump.parameters
+            own = [n.removesuffix(GRADIENT_SUFFIX) for n in self.dump.order if n.endswith(GRADIENT_SUFFIX)]
+            grads = [self.name(n) for n in own if n not in self.left_out]
+            names = [self.name(n) for n in self.dump.parameters]
             self._items = [
                 *(i for n in names if self._has(i := ComparedTensor(n, PARAMETER))),
                 *(ComparedTensor(n, VALUE, c) for n in self.order for c in self._calls(n, VALUE)),
@@ -111,7 +147,8 @@ class ComparedDump:
         for iteration in self.iterations:
             written = self.dump.stored_iteration((iteration, 0))
             for replica in written.run.replicas:
-                found = self.dump.entries(written, name, kind, self._places[name].stage, replica)
+                own = self._own.get(name, name)
+                found = self.dump.entries(written, own, kind, self._records[name].stage, replica)
                 if found:
                     return sorted({entry.call for _, entry, *_ in found})
         return []
@@ -126,28 +163,54 @@ class ComparedDump:
         """The tensor over iterations."""
         if item not in self._arrays:
             found: DumpArray
+            own = self._own.get(item.site, item.site)
             if item.kind in (PARAMETER, PARAMETER_GRADIENT):
-                found = self.dump.parameter(item.site, gradient=item.kind == PARAMETER_GRADIENT)
+                found = self.dump.parameter(own, gradient=item.kind == PARAMETER_GRADIENT)
             else:
-                name = item.site + (GRADIENT_SUFFIX if item.kind == GRADIENT else "")
+                name = own + (GRADIENT_SUFFIX if item.kind == GRADIENT else "")
                 found = self.dump[name, item.call]
             self._arrays[item] = found
         return self._arrays[item]
 
+    def read_partial_sums(
+        self, item: ComparedTensor, iteration: int, most: int
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        """Each rank's part of a tensor that is their sum, microbatch by microbatch, as the rank wrote it.
+
+        Args:
+            item: a site's values.
+            iteration: the framework's number.
+            most: bytes of a part in fp64; the first rows of a larger one are read.
+
+        Yields:
+            The mesh axis of the sum, the rank's coordinate on it, and its part.
+        """
+        layout = self.layout(item)
+        axes = [] if layout is None else [a for a in layout.partial if self.sizes.get(a, 1) > 1]
+        written = self.dump.stored_iteration((iteration, 0))
+        own = self._own.get(item.site, item.site)
+        for replica in written.run.replicas if len(axes) == 1 else ():
+            found = self.dump.entries(written, own, item.kind, self.stage(item) or 0, replica)
+            for part, entry, _, coords in found:
+                if entry.call == item.call and not entry.picked and entry.span is None and all(entry.shape):
+                    rows = max(1, most // (math.prod(entry.shape[1:]) * 8))
+                    where = (range(min(rows, entry.shape[0])), *map(range, entry.shape[1:]))
+                    yield axes[0], coords.get(axes[0], 0), self.dump.files.view(part, entry, where)
+
     def layout(self, item: ComparedTensor) -> Layout | None:
         """Its layout; None if the manifest has none."""
-        place = self._places.get(item.site)
-        if place is None or place.inferred:
+        record = self._records.get(item.site)
+        if record is None or record.inferred:
             return None
         try:
-            return layout_from_json(place.layout)
+            return layout_from_json(record.layout)
         except (LayoutError, KeyError, TypeError, ValueError):
             return None
 
     def stage(self, item: ComparedTensor) -> int | None:
         """The pipeline stage that owns it."""
-        place = self._places.get(item.site)
-        return None if place is None else place.stage
+        record = self._records.get(item.site)
+        return None if record is None else record.stage
 
     def map_samples_to_replicas(self, item: ComparedTensor, iteration: int) -> dict[int, int]:
         """For each sample the data parallel rank that had it."""
@@ -157,6 +220,28 @@ class ComparedDump:
                 if piece.array.dims[:1] == (SAMPLE_AXIS,) and piece.array.samples is not None:
                     out.update(dict.fromkeys(piece.array.samples.tolist(), piece.replica))
         return out
+
+
+class NamedSource(Protocol):
+    """Anything to compare by the names of sites."""
+
+    @property
+    def gpt_names(self) -> GptNames:
+        """The correspondence of its names and a GPTModel's."""
+        ...
+
+    def use_gpt_names(self) -> None:
+        """Name its tensors as a GPTModel does."""
+        ...
+
+
+def align_names(sources: Sequence[NamedSource | None]) -> None:
+    """Make a HybridModel's sources use a GPTModel's names, if another source is of a GPTModel."""
+    there = [source for source in sources if source is not None]
+    if any(source.gpt_names.same for source in there):
+        for source in there:
+            if not source.gpt_names.same and not source.gpt_names.why:
+                source.use_gpt_names()
 
 
 @contextmanager

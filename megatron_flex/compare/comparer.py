@@ -17,6 +17,7 @@ from megatron_flex.compare.compared_dump import (
     VALUE,
     ComparedDump,
     ComparedTensor,
+    align_names,
     open_compared_dump,
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
@@ -24,11 +25,17 @@ from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
 from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
 from megatron_flex.compare.parameter_drift import ParameterDrift
-from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
+from megatron_flex.compare.routing_ties import (
+    RoutingTies,
+    find_likely_ties,
+    find_routing_ties,
+    get_logits_item,
+    get_router_item,
+)
 from megatron_flex.compare.statistics_comparison import (
     StatisticsFiles,
     StatisticsOfDump,
-    StatisticsSource,
+    StatisticsSide,
     compare_statistics,
     find_statistics,
 )
@@ -67,7 +74,7 @@ def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> 
         ill: dict[tuple[str, int], set[int]] = defaultdict(set)
         for rank, _, entry in _read_replica_checksums(source, iteration).differing():
             grad = entry.kind in (GRADIENT, PARAMETER_GRADIENT) and not entry.site.endswith(GRADIENT_SUFFIX)
-            ill[entry.site + GRADIENT_SUFFIX * grad, entry.microbatch].add(rank)
+            ill[source.name(entry.site) + GRADIENT_SUFFIX * grad, entry.microbatch].add(rank)
         found = [
             ReplicaMismatch(source.label, n, iteration, m, tuple(sorted(r))) for (n, m), r in ill.items()
         ]
@@ -106,9 +113,10 @@ def compare(
 ) -> Comparison:
     """Find the first site, in execution order, at which two dumps differ by more than round-off.
 
-    The dumps may have different layouts. Tensors are aligned by site, iteration, sample and token. Tensors
-    of only one dump are `missing`, which makes the exit status 1 unless it is allowed. At most
-    a few blocks are in memory at a time.
+    The dumps may have different layouts. One may be of a GPTModel, and the other one of a HybridModel whose
+    layers are pairs of attention and MLP: that one's names are then a GPTModel's. Tensors are aligned by
+    site, iteration, sample and token. Tensors of only one dump are `missing`, which makes the exit status 2
+    unless it is allowed. At most a few blocks are in memory at a time.
 
     Args:
         a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
@@ -125,9 +133,19 @@ def compare(
         progress: called before each tensor, instead of a bar in the terminal.
         block_bytes: maximum bytes of one tensor in memory, in fp64.
 
+    Returns:
+        The comparison; `first` is the first row that differs, or None.
+
     Raises:
         DumpError: a dump cannot be read, or the two have nothing in common.
         FlexError: a tolerance is no number, is negative, or both kinds are given.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> compare("dumps/run", "dumps/run").first is None
+        True
+        >>> compare("dumps/run", "dumps/changed").first.name
+        'decoder.layers.3:input'
     """
     _check_tolerance(tolerance, tolerance_from)
     measured = [find_statistics(source) for source in (a, b)]
@@ -142,6 +160,7 @@ def compare(
         open_compared_dump(b, "B") as two,
         open_compared_dump(tolerance_from, "C") as noise,
     ):
+        align_names([one, two, noise])
         walk = _Comparer(one, two, noise, tolerance, block_bytes, iterations, learning_rate)
         return walk.run(progress, allow_missing)
 
@@ -155,19 +174,22 @@ def _compare_measured(
 ) -> Comparison:
     """Compare statistics with statistics, or with a dump."""
     with ExitStack() as stack:
-        sides: list[StatisticsSource] = []
+        opened: list[StatisticsFiles | ComparedDump] = []
         for source, label, found in zip(sources, "AB", measured, strict=True):
             if found is not None:
-                sides.append(StatisticsFiles(found, label))
+                opened.append(StatisticsFiles(found, label))
             else:
-                dump = stack.enter_context(open_compared_dump(source, label))
-                sides.append(StatisticsOfDump(dump, block_bytes))
+                opened.append(stack.enter_context(open_compared_dump(source, label)))
+        align_names(opened)
+        sides: list[StatisticsSide] = [
+            StatisticsOfDump(one, block_bytes) if isinstance(one, ComparedDump) else one for one in opened
+        ]
         return compare_statistics(*sides, allow_missing=allow_missing, iterations=iterations)
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
-    said = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
-    for value in said:
+    given_tolerance = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
+    for value in given_tolerance:
         if value is not None and not (isinstance(value, (int, float)) and value >= 0):
             raise FlexError(f"tolerance={value!r}: a number, 0 or greater, as a part of a tensor's norm")
     if tolerance_from is not None and isinstance(tolerance, (int, float)):
@@ -190,7 +212,7 @@ class _Comparer:
     a: ComparedDump
     b: ComparedDump
     noise: ComparedDump | None
-    said: float | Mapping[str, float] | None
+    given_tolerance: float | Mapping[str, float] | None
     most: int
     only: Sequence[int] | None = None
     learning_rate: float | None = None
@@ -204,7 +226,7 @@ class _Comparer:
         items, iterations = self.items(), self.iterations()
         self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
         dtypes = [[s.array(i).dtype for i in items] for s in (self.a, self.b)]
-        tolerances = Tolerances(self.said, self.a, self.b, self.depths, dtypes)
+        tolerances = Tolerances(self.given_tolerance, self.a, self.b, self.depths, dtypes)
         tester = TensorTester(
             self.a, self.b, tolerances, ParameterDrift(self.a, self.most), self.learning_rate
         )
@@ -252,7 +274,7 @@ class _Comparer:
     ) -> list[Row]:
         """Compare all common tensors; record those that cannot be compared."""
         rows: list[Row] = []
-        self.notes += [f"{s.label}: {told}" for s in (self.a, self.b) for told in s.dump.missing]
+        self.notes += [f"{s.label}: {axis_sizes}" for s in (self.a, self.b) for axis_sizes in s.dump.missing]
         skipped: dict[str, list[str]] = {}
         parameters = any(i.kind == PARAMETER for i in items)
         for step, iteration in enumerate(iterations):
@@ -286,6 +308,11 @@ class _Comparer:
             self.alone.append(alone)
             if alone:
                 self.missing.append(f"only in {name}: {_format_some([i.name for i in alone])}")
+            left_out = (self.a if name == "A" else self.b).left_out
+            if left_out:
+                self.notes.append(
+                    f"of {name} left out, as a GPTModel has no such site: {_format_some(left_out)}"
+                )
         if not common:
             names = [i.name for i in two]
             close = suggest_nearest(one[0].name, names) if one and names else ""
@@ -326,14 +353,15 @@ class _Comparer:
                 return f"{source.label} does not have it in iteration {iteration}"
         pairs = align_arrays(item, iteration, one, two)
         if not isinstance(pairs, str):
-            self._note_selection(pairs[0])
+            for pair in pairs if pairs[0].packed else pairs[:1]:
+                self._note_selection(pair)
         return pairs
 
     def _note_selection(self, pair: TensorPair) -> None:
         for name, array in (("A", pair.a), ("B", pair.b)):
             for dim in (SAMPLE_AXIS, TOKEN_AXIS):
                 place = pair.along(dim)
-                if place is None:
+                if place is None or dim not in array.dims:
                     continue
                 total, used = array.shape[array.dims.index(dim)], pair.shape[place]
                 note = f"{used} of {total} {dim}s of {name} are compared, which both have"
@@ -380,7 +408,11 @@ class _Comparer:
     def ties(self, pairs: list[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
         """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
         logits = get_logits_item(pairs[0].item)
-        if logits is None or both.sums.equal or not {logits} <= set(self.a.items()) & set(self.b.items()):
+        if both.sums.equal:
+            return None
+        if logits is None:
+            return self.likely_ties(pairs, both, tester)
+        if not {logits} <= set(self.a.items()) & set(self.b.items()):
             return None
         scored = self.pairs(logits, pairs[0].iteration)
         if isinstance(scored, str):
@@ -390,6 +422,26 @@ class _Comparer:
             self.notes.append(
                 f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied} of {found.tokens} "
                 "tokens have other experts, whose logits are tied within round-off; less is detected after it"
+            )
+        return found
+
+    def likely_ties(
+        self, pairs: list[TensorPair], both: PairSums, tester: TensorTester
+    ) -> RoutingTies | None:
+        """The tokens that experts' results suggest were routed otherwise, where no router was dumped."""
+        item, iteration = pairs[0].item, pairs[0].iteration
+        router = get_router_item(item)
+        if router is None or router in set(self.a.items()) & set(self.b.items()):
+            return None
+        if tester.tolerances.given(item) is not None:
+            return None
+        bound, allowed = tester.bound_ties(item, both, sum(math.prod(p.shape[:-1]) for p in pairs))
+        found = find_likely_ties(pairs, bound, allowed, self.most) if allowed else None
+        if found is not None:
+            self.notes.append(
+                f"{item.name}, iteration {iteration}: {found.tied} of {found.tokens} tokens differ by more "
+                f"than the others, and up to {allowed} may have other experts, whose logits are tied within "
+                f"round-off; dump {router.site.rpartition(':')[0]} to see it"
             )
         return found
 
@@ -418,14 +470,16 @@ class _Comparer:
         shares = find_dim_shares(self.a, pair)
         for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
-        axes = {**self.a.told, **self.b.told}
+        axes = {**self.a.axis_sizes, **self.b.axis_sizes}
         profile, tested = self.first.both.profile, self.first.tested
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
         noise = min(tested.floor, 0.5)
         patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
         evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
         if any("constant factor" in p for p in patterns):
-            evidence = [e for e in evidence if not e.startswith("B is A times")]
+            evidence = [
+                o.evidence for o in tested.outcomes if o.evidence and o.test not in ("factor", "rows")
+            ]
         yield from CrossSiteEvidence(self.a, self.b, rows, self.most).explain(pair)
         yield from patterns
         yield from (e for e in evidence if e not in patterns)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_flex.errors import name_ranks
 from megatron_flex.notebook_html import (
     BAD_COLOUR,
     MAX_TABLE_ROWS,
@@ -19,6 +20,7 @@ from megatron_flex.notebook_html import (
     html_lines,
     html_table,
 )
+from megatron_flex.text_table import format_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +56,12 @@ class Worst:
         b: the value in B.
         ranks_a: the ranks of A that held it, with their coordinates as text.
         ranks_b: likewise.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> worst = compare("dumps/run", "dumps/changed").first.worst
+        >>> worst.sample, worst.token, worst.index, worst.ranks_a
+        (0, 0, (4,), ('rank 0',))
     """
 
     iteration: int
@@ -66,7 +74,13 @@ class Worst:
     ranks_b: tuple[str, ...] = ()
 
     def place(self) -> str:
-        """As text."""
+        """Return the element's position as text.
+
+        Examples:
+            >>> from megatron_flex.compare import compare
+            >>> compare("dumps/run", "dumps/changed").first.worst.place()
+            'sample 0, token 0, [4]'
+        """
         texts = [f"{n} {v}" for n, v in (("sample", self.sample), ("token", self.token)) if v is not None]
         return ", ".join([*texts, *([str(list(self.index))] if self.index else [])])
 
@@ -89,10 +103,17 @@ class Row:
         tolerance: its bound: given, derived or measured.
         equal: whether every entry is the same.
         worst: the element with the greatest difference; None where all are equal.
-        test: the test: `norm`, `peak`, `tolerance`, `factor`, `offset`, `block`, `narrower dtype`, `copy`.
+        test: the test: `norm`, `peak`, `tolerance`, `factor`, `rows`, `offset`, `block`,
+            `narrower dtype`, `copy`.
         evidence: what a pooled test found, as one line; empty where it found nothing.
         floor: the smallest relative error that would be a divergence.
         factor_floor: the smallest deviation of a constant factor from 1 that would be one.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> row = compare("dumps/run", "dumps/changed").first
+        >>> row.name, row.kind, round(row.relative, 3)
+        ('decoder.layers.3:input', 'value', 0.333)
     """
 
     name: str
@@ -127,6 +148,11 @@ class ReplicaMismatch:
         iteration: the framework's iteration number.
         microbatch: the ranks' microbatch.
         ranks: those whose copies differ from the one that was written.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> compare("dumps/run", "dumps/changed").replicas  # ranks agree with each other
+        ()
     """
 
     dump: str
@@ -136,10 +162,9 @@ class ReplicaMismatch:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
         return (
             f"replicas differ in {self.dump}: {self.name}, iteration {self.iteration}, microbatch "
-            f"{self.microbatch}: rank(s) {ranks} hold other bits than the rank that wrote it"
+            f"{self.microbatch}: other bits on {name_ranks(self.ranks)} than on the rank that wrote it"
         )
 
 
@@ -187,6 +212,14 @@ class Comparison:
             that could not be aligned.
         allow_missing: whether that is allowed.
         incomparable: why the two cannot be compared at all: other tokens; empty if they can.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> print(compare("dumps/run", "dumps/changed"))
+        A: dumps/run (one rank; 2 iterations)
+        B: dumps/changed (one rank; 2 iterations)
+        diverges: first at decoder.layers.3:input (value), iteration 0
+        ...
     """
 
     a: str
@@ -234,7 +267,13 @@ class Comparison:
         return bool(self.missing) and not self.allow_missing
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dump`; infinite and undefined numbers as text."""
+        """Return plain values, for `json.dump`; infinite and undefined numbers as text.
+
+        Examples:
+            >>> from megatron_flex.compare import compare
+            >>> compare("dumps/run", "dumps/changed").to_json()["first"]["name"]
+            'decoder.layers.3:input'
+        """
         first = self.first
         content = {
             "verdict": self.verdict,
@@ -255,7 +294,16 @@ class Comparison:
         return plain
 
     def shown(self, most: int = MOST_SHOWN) -> list[Row]:
-        """The most informative rows: around the first divergence, or those nearest to their tolerance."""
+        """Return the most informative rows: around the first divergence, or those nearest to their tolerance.
+
+        Examples:
+            >>> from megatron_flex.compare import compare
+            >>> for row in compare("dumps/run", "dumps/changed").shown(most=3):
+            ...     print(row.name, row.equal)
+            decoder.layers.2:output True
+            decoder.layers.3:input False
+            decoder.layers.3.input_layernorm:output False
+        """
         if len(self.rows) <= most:
             return list(self.rows)
         first = self.first
@@ -267,7 +315,14 @@ class Comparison:
         return [r for r in self.rows if r in worst]
 
     def summary(self) -> list[str]:
-        """The result as lines of text."""
+        """Return the result as lines of text.
+
+        Examples:
+            >>> from megatron_flex.compare import compare
+            >>> compare("dumps/run", "dumps/run").summary()[:3]
+            ['A: dumps/run (one rank; 2 iterations)', 'B: dumps/run (one rank; 2 iterations)', 'equal: all
+             entries of 124 tensors are the same']
+        """
         first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
         lines[:0] = self._describe_other_weights()
         if len(self.replicas) > 3:
@@ -275,14 +330,14 @@ class Comparison:
         if first is None:
             worst = max(self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
             within = {
-                "equal": f"equal: all entries of {len(self.rows)} tensors are the same",
+                "equal": f"equal: all entries of {count_words(len(self.rows), 'tensor')} are the same",
                 INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(self.rows)} tensors are within their bounds; "
                 f"nearest is {worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}",
                 INCOMPARABLE: f"{INCOMPARABLE}: {self.incomparable}",
                 "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
                 "tensors is within its tolerances",
             }
-            return [*lines, within[self.verdict], *self._tell_power(), *self._left_out(), *self.notes]
+            return [*lines, within[self.verdict], *self._describe_power(), *self._left_out(), *self.notes]
         if self.incomparable:
             lines.append(f"{INCOMPARABLE}: {self.incomparable}")
         word = "differs" if self.incomparable else "diverges"
@@ -316,7 +371,13 @@ class Comparison:
         ]
 
     def power(self) -> list[Power]:
-        """What would have been detected, by iteration and kind, in execution order."""
+        """Return what would have been detected, by iteration and kind, in execution order.
+
+        Examples:
+            >>> from megatron_flex.compare import compare
+            >>> [power.kind for power in compare("dumps/run", "dumps/run", iterations=[0]).power()]
+            ['parameter', 'value']
+        """
         known: dict[tuple[int, str], list[Row]] = {}
         for row in self.rows:
             known.setdefault((row.iteration, row.kind), []).append(row)
@@ -328,7 +389,7 @@ class Comparison:
             out.append(Power(iteration, kind, len(rows), floors[len(floors) // 2], floors[-1], factor))
         return out
 
-    def _tell_power(self) -> list[str]:
+    def _describe_power(self) -> list[str]:
         """Lines about what would have been detected, for the first and the last iteration."""
         if self.verdict == "equal":
             return []
@@ -343,10 +404,17 @@ class Comparison:
         )
 
     def table(self, most: int = MOST_SHOWN) -> Table:
-        """A table for `rich.print`.
+        """Return a table for `rich.print`.
 
         Raises:
             ImportError: rich is not installed.
+
+        Examples:
+            >>> import rich
+            >>> from megatron_flex.compare import compare
+            >>> table = compare("dumps/run", "dumps/changed").table(most=2)
+            >>> table.row_count  # rich.print(table)
+            2
         """
         from rich.table import Table
 
@@ -361,9 +429,7 @@ class Comparison:
         return render_comparison(self)
 
     def __str__(self) -> str:
-        rows = [COMPARISON_HEADS, *(format_row_cells(r) for r in self.shown())]
-        widths = [max(len(r[i]) for r in rows) for i in range(len(COMPARISON_HEADS))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        lines = format_table([format_row_cells(r) for r in self.shown()], COMPARISON_HEADS)
         return "\n".join([*self.summary(), "", *lines])
 
 

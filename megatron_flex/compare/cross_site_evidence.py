@@ -53,6 +53,7 @@ class CrossSiteEvidence:
         yield from self._find_reduction(item, pair.iteration)
         if item.kind == PARAMETER_GRADIENT:
             yield from self._find_unreduced_gradients(pair.iteration)
+        yield from self._find_unsummed_keys(item, pair.iteration)
         yield from self._find_source(pair)
         yield from self._find_sibling(pair)
         yield from self._find_routing(pair)
@@ -62,7 +63,7 @@ class CrossSiteEvidence:
     @property
     def axes(self) -> dict[str, int]:
         """The axes of both runs that are longer than 1."""
-        return {**self.a.told, **self.b.told}
+        return {**self.a.axis_sizes, **self.b.axis_sizes}
 
     # -- a reduction -------------------------------------------------------------------------------------
 
@@ -106,6 +107,21 @@ class CrossSiteEvidence:
             f"gradients of activations agree, those of {len(wrong)} of {len(gradients)} parameters do not: "
             f"their reduction{over} is missing, partial, or doubled"
         )
+
+    def _find_unsummed_keys(self, item: ComparedTensor, iteration: int) -> Iterator[str]:
+        """Whether gradients of keys and values differ, and that of queries agrees, under context parallelism.
+
+        Queries stay on their rank; keys and values are read by the queries of all ranks.
+        """
+        module, _, point = item.site.partition(":")
+        if item.kind != GRADIENT or point not in ("k", "v") or "cp" not in self.axes:
+            return
+        row = self._find_row(ComparedTensor(f"{module}:q", GRADIENT, item.call), iteration)
+        if row is not None and not row.diverges:
+            yield (
+                f"{row.name} agrees and {item.name} does not: the sum of the gradients of keys and values "
+                "over cp is missing or partial"
+            )
 
     def _is_replicated(self, name: str) -> bool:
         layout = self.b.layout(ComparedTensor(name, PARAMETER))

@@ -81,6 +81,10 @@ class DifferenceProfile:
     Args:
         dims: the names of the dims; with several microbatches that have no samples, `microbatch` first.
         numbers: for each dim, the numbers of its entries.
+
+    Attributes:
+        along: the energy of the difference along A, of each row of the last dim by itself.
+        along_squares: the sum of the squares of these rows' energies.
     """
 
     dims: tuple[str, ...]
@@ -88,6 +92,8 @@ class DifferenceProfile:
     by_dim: list[DimSums] = field(init=False)
     grids: list[GridCounts] = field(default_factory=list, init=False)
     count: int = field(default=0, init=False)
+    along: float = field(default=0.0, init=False)
+    along_squares: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         def zeros(length: int) -> Tensor:
@@ -113,6 +119,10 @@ class DifferenceProfile:
         gap = right - left
         parts = (left.square(), right.square(), gap * left, gap.square(), gap)
         found = [sum_by_dim(part) for part in parts]
+        rows = (part.sum(-1) for part in (parts[0], parts[2]))
+        energies = _compute_energy_along(*rows)
+        self.along += float(energies.sum())
+        self.along_squares += float(energies.square().sum())
         self.count += left.numel()
         for at, (sums, where) in enumerate(zip(self.by_dim, places, strict=True)):
             sums.count.index_add_(
@@ -155,6 +165,11 @@ class DifferenceProfile:
     def of(self, dim: str) -> DimSums | None:
         """The sums of a dim, by name."""
         return next((s for s in self.by_dim if s.dim == dim), None)
+
+
+def _compute_energy_along(squares: Tensor, dots: Tensor) -> Tensor:
+    """The part of each row's difference that is a factor of the row: the square of its projection."""
+    return (dots.square() / squares.clamp(min=1e-300)).where(squares > 0, 0.0)
 
 
 def sum_by_dim(values: Tensor) -> list[Tensor]:

@@ -22,6 +22,7 @@ MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are mat
 MOST_LISTED = 8  # entries listed in a sentence
 FACTOR_SHARE = 0.3  # of the difference's energy
 NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
+RIGHT_CONTRAST = 1000.0  # of the median over the energy of an entry that has round-off only
 ROW_MARGIN = 8.0  # of the distance of matching rows over the relative noise
 
 
@@ -68,11 +69,13 @@ def _list_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 def find_wrong(energy: Tensor) -> Tensor:
-    """The entries of a dim that differ; beyond the noise of the others, where most of them are right."""
+    """The entries of a dim that differ: by far more than most others, or all but those with far less."""
     some = energy > energy.sum() * 1e-9
     typical = float(energy.median())
-    above = energy > NOISE_CONTRAST * typical
-    return (above if typical > 0 and above.any() else some).nonzero().flatten()
+    above, below = energy > NOISE_CONTRAST * typical, energy < typical / RIGHT_CONTRAST
+    if typical > 0 and above.any():
+        return above.nonzero().flatten()
+    return (~below if below.any() else some).nonzero().flatten()
 
 
 def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
@@ -275,6 +278,8 @@ def find_dim_shares(source: ComparedDump, pair: TensorPair) -> dict[int, list[Di
     layout = source.layout(pair.item)
     out: dict[int, list[DimShares]] = {}
     for place, dim in match_dims(layout, pair.dims).items() if layout is not None else ():
+        if pair.packed and pair.dims[place] in (SAMPLE_AXIS, TOKEN_AXIS):
+            continue  # the manifest's layout is of rows that are not packed
         if pair.dims[place] == SAMPLE_AXIS:
             found = _find_sample_shares(source, pair, pair.numbers[place])
         else:
@@ -318,16 +323,17 @@ def find_holders(source: ComparedDump, pair: TensorPair, at: Sequence[int]) -> t
     layout, stage = source.layout(pair.item), source.stage(pair.item)
     if layout is None:
         return ()
-    cut = {p: d for p, d in match_dims(layout, pair.dims).items() if pair.dims[p] != SAMPLE_AXIS}
+    other = (SAMPLE_AXIS, TOKEN_AXIS) if pair.packed else (SAMPLE_AXIS,)
+    cut = {p: d for p, d in match_dims(layout, pair.dims).items() if pair.dims[p] not in other}
     numbers = [known[i] for known, i in zip(pair.numbers, at, strict=True)]
-    samples = [n for n, d in zip(numbers, pair.dims, strict=True) if d == SAMPLE_AXIS]
+    samples = [n for n, d in zip(numbers, pair.dims, strict=True) if d == SAMPLE_AXIS and not pair.packed]
     replica = source.map_samples_to_replicas(pair.item, pair.iteration).get(samples[0]) if samples else None
     out = []
     for rank, coords in source.ranks:
         if stage not in (None, coords.get("pp", 0)) or replica not in (None, coords.get("dp", 0)):
             continue
         if all(_is_holder(source, d, _get_full_length(pair, p), coords, numbers[p]) for p, d in cut.items()):
-            live = ", ".join(f"{a} {c}" for a, c in coords.items() if a in source.told)
+            live = ", ".join(f"{a} {c}" for a, c in coords.items() if a in source.axis_sizes)
             out.append(f"rank {rank}" + (f" ({live})" if live else ""))
     return tuple(out)
 

@@ -45,8 +45,12 @@ def load_parameters(
         SiteError: on all ranks: the model has no such parameter.
         FlexError: on all ranks: another shape or dtype.
 
-    Example:
-        `load_parameters(flex, "runs/one", 7, optimizer=optimizer)`
+    Examples:
+        >>> from megatron_flex.compare.isolation import load_parameters
+        >>> with attach(chunks, dumps=Dump("dumps/new", parameters="**")):
+        ...     train_step(chunks)
+        >>> len(load_parameters(flex, "dumps/new", 0))
+        27
     """
     if not isinstance(dump, OpenDump):
         with open_dump(dump) as found:

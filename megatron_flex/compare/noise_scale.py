@@ -13,8 +13,8 @@ from megatron_flex.compare.compared_dump import PARAMETER, PARAMETER_GRADIENT, C
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.tolerance import parse_layer_number
 
-STEP_GROWTH = 2.2  # from the noise so far to the next tensor; 240 correct pairs reach 1.9
-PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak; they reach 2.6
+STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
+PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
 LATE_GROWTH = 2.5  # besides, once parameters differ or tokens were routed otherwise
 SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
 DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'

@@ -97,7 +97,7 @@ def estimate_unseen_drift(model: Mapping[str, object], learning_rate: float, ste
         learning_rate: of the steps.
         steps: their number.
     """
-    found = [model[k] for k in INITIAL_SCALE_KEYS if isinstance(model.get(k), (int, float))]
-    scale = float(found[0]) if found else DEFAULT_WEIGHT_SCALE  # type: ignore[arg-type]
+    found = [value for k in INITIAL_SCALE_KEYS if isinstance(value := model.get(k), (int, float))]
+    scale = float(found[0]) if found else DEFAULT_WEIGHT_SCALE
     one = 2 * learning_rate / scale
     return DriftBound(one * math.sqrt(steps), one * steps)

@@ -1,18 +1,32 @@
-"""Tokens that correct runs route to other experts, as the router's logits are tied within round-off."""
+"""Tokens that correct runs route to other experts, as the router's logits are tied within round-off.
+
+Where the router was dumped, its logits show which tokens were tied. Where it was not, the tokens whose result
+differs by far more than the others' are counted, and compared with the number of ties that noise makes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.compared_dump import GRADIENT, ComparedTensor
+from megatron_flex.compare.compared_dump import (
+    GRADIENT,
+    SAMPLE_AXIS,
+    TOKEN_AXIS,
+    VALUE,
+    ComparedTensor,
+)
 from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, TensorPair, split_into_blocks
 
 PROBS, LOGITS = "router:probs", "router:logits"
 TIE_MARGIN = 4.0  # of the gap between two logits over what that token's logits differ by
+TIE_DEVIATIONS = 4.0  # standard deviations of the number of ties, which is Poisson's
+AFTER_ROUTING = re.compile(r"(.*\blayers\.\d+)(?:\.mlp)?:output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +35,7 @@ class RoutingTies:
 
     Attributes:
         tokens: the number of tokens.
-        tied: those routed otherwise with logits that are tied within round-off.
+        tied: those routed otherwise with logits that are tied within round-off, or as many as ties explain.
         others: those routed otherwise although they are not.
         rest: sums over the tokens with the same experts.
     """
@@ -66,6 +80,63 @@ def find_routing_ties(
                 others += int((unlike & ~near).sum())
             rest.add(a[~unlike], b[~unlike])
     return RoutingTies(tokens, tied, others, rest)
+
+
+def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
+    """The router whose choice a tensor is the first to show in a dump without experts; None for another."""
+    found = AFTER_ROUTING.fullmatch(item.site)
+    if found is None or item.kind != VALUE:
+        return None
+    return ComparedTensor(f"{found[1]}.mlp.{PROBS}", item.kind, item.call)
+
+
+def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
+    """The greatest number of tokens that noise routes otherwise; 0 for a model without experts.
+
+    Of normal logits the last of `k` chosen ones among `n` and the next are apart by about `1 / (k h)`
+    standard deviations, for the hazard `h = sqrt(2 log(n / k))` of the normal's tail. Noise of both that is
+    greater than the gap turns the choice: of `k h / sqrt(pi)` times the relative noise of all tokens.
+
+    Args:
+        tokens: their number.
+        noise: of the logits, relative to their size.
+        model: the model's config.
+    """
+    experts, chosen = model.get("num_moe_experts"), model.get("moe_router_topk")
+    if not (isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts):
+        return 0
+    density = chosen * math.sqrt(2 * math.log(experts / chosen) / math.pi)
+    expected = tokens * min(density * noise, 1.0)
+    return int(expected + TIE_DEVIATIONS * math.sqrt(expected))
+
+
+def find_likely_ties(
+    pairs: Sequence[TensorPair], bound: float, allowed: int, most: int = COMPARE_BLOCK
+) -> RoutingTies | None:
+    """Find tokens whose result differs as if it were of other experts; None if there are none, or too many.
+
+    Args:
+        pairs: the result of experts, or of their layer.
+        bound: what a token may differ by, relative to the norm of an average token.
+        allowed: the greatest number of such tokens in a correct pair.
+        most: bytes of one block.
+    """
+    if pairs[0].dims[:-1] not in ((SAMPLE_AXIS, TOKEN_AXIS), (TOKEN_AXIS,), (TOKEN_AXIS, SAMPLE_AXIS)):
+        return None
+    apart, total, tokens = 0, 0.0, sum(math.prod(p.shape[:-1]) for p in pairs)
+    for pair in pairs:
+        for block, a, b in pair.blocks(most):
+            if block[-1].stop - block[-1].start != pair.shape[-1] or not (a.isfinite() & b.isfinite()).all():
+                return None
+            total += float(a.double().square().sum())
+    least = bound * bound * total / max(tokens, 1)
+    rest = DifferenceSums()
+    for pair in pairs:
+        for _, a, b in pair.blocks(most):
+            other = (b.double() - a.double()).square().sum(-1) > least
+            apart += int(other.sum())
+            rest.add(a[~other], b[~other])
+    return RoutingTies(tokens, apart, 0, rest) if 0 < apart <= allowed else None
 
 
 def _are_tied(a: Tensor, b: Tensor, one: Tensor, two: Tensor, unlike: Tensor, unit: float) -> Tensor:

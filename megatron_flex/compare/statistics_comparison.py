@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,8 @@ from megatron_flex.compare.tolerance import (
     read_precision,
 )
 from megatron_flex.errors import DumpError
+from megatron_flex.gpt_names import GptNames
+from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.moments import MomentSums, make_statistics
@@ -58,7 +60,7 @@ KINDS: dict[str, StatisticsKind] = {
 ASSUMED_DTYPE = torch.bfloat16  # of statistics whose header has none
 
 
-class StatisticsSource(Protocol):
+class StatisticsSide(Protocol):
     """One of the two sides.
 
     Attributes:
@@ -108,17 +110,29 @@ class StatisticsFiles:
         self.found, self.label = found, label
         self.iterations: Sequence[int] = found.iterations
         self.names: Sequence[str] = _sort_by_execution(found)
+        self._own: dict[str, str] = {}  # the names in the files, where others are used here
+
+    @property
+    def gpt_names(self) -> GptNames:
+        """The correspondence of the names in the files and a GPTModel's."""
+        return self.found.gpt_names
+
+    def use_gpt_names(self) -> None:
+        """Name tensors as a GPTModel with the same weights does; what such a model has not is left out."""
+        gpt, names = self.gpt_names, _sort_by_execution(self.found)
+        self._own = {theirs: own for own in names if (theirs := gpt.to_gpt(own)) is not None}
+        self.names = list(self._own)
 
     def describe(self) -> str:
         """The folder, the mesh and the number of iterations."""
         axes = {} if not self.found.headers else self.found.headers[-1].axes
         mesh = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1 and a != "edp") or "one rank"
-        return f"{self.found.path} ({mesh}, {len(self.iterations)} iterations of statistics)"
+        return f"{self.found.path} ({mesh}, {count_words(len(self.iterations), 'iteration')} of statistics)"
 
     def row(self, name: str, iteration: int) -> TensorStatistics | None:
         """The statistics of one tensor."""
-        row = self.found.by_iteration.get(iteration, {}).get(name)
-        return None if row is None else expand_histogram(row)
+        row = self.found.by_iteration.get(iteration, {}).get(self._own.get(name, name))
+        return None if row is None else expand_histogram(replace(row, site=name))
 
     def precision(self) -> tuple[torch.dtype | None, int]:
         """From the header."""
@@ -166,10 +180,14 @@ class StatisticsOfDump:
             array = self.dump.array(item)
             if iteration not in array.iterations:
                 return None
-            for piece in array.at(iteration).microbatch_arrays():
-                microbatches += 1
-                for block in split_into_blocks(piece.array.shape, self.most):
-                    sums.add(piece.array[block].torch())
+            here = array.at(iteration)
+            pieces = [piece.array for piece in here.microbatch_arrays()]
+            microbatches += len(pieces)
+            if here.packed:  # the padding of a pack is not counted
+                pieces = [each.array for each in here.sequence_arrays()]
+            for piece in pieces:
+                for block in split_into_blocks(piece.shape, self.most):
+                    sums.add(piece[block].torch())
         kind = KINDS.get(items[0].kind) if items else None
         return None if kind is None else make_statistics(name, kind, iteration, sums, microbatches)
 
@@ -261,8 +279,8 @@ def _compare_histograms(a: TensorStatistics, b: TensorStatistics) -> float:
 
 
 def compare_statistics(
-    a: StatisticsSource,
-    b: StatisticsSource,
+    a: StatisticsSide,
+    b: StatisticsSide,
     *,
     allow_missing: bool = False,
     iterations: Sequence[int] | None = None,
@@ -319,7 +337,7 @@ def compare_statistics(
     )
 
 
-def _list_missing(a: StatisticsSource, b: StatisticsSource) -> list[str]:
+def _list_missing(a: StatisticsSide, b: StatisticsSide) -> list[str]:
     out = []
     for one, other in ((a, b), (b, a)):
         names = [n for n in one.names if n not in set(other.names)]

@@ -1,4 +1,4 @@
-"""Tests that pool over entries: a constant factor, an offset, one block, a narrower dtype.
+"""Tests that pool over entries: a constant factor, one of each token, an offset, one block, a narrower dtype.
 
 Each compares a statistic with a bound that correct pairs do not reach. The standard error of a pooled
 statistic counts differences that are correlated along a dim: it is the sum of the variances clustered by the
@@ -9,14 +9,19 @@ terms that this sum counts twice, which makes it larger).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
-from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
+from megatron_flex.compare.difference_profile import (
+    GRID_DTYPES,
+    INTEGER_VIEWS,
+    DifferenceProfile,
+    DimSums,
+)
 
 FACTOR_DEVIATIONS = 8.0  # standard errors; 200,000 tests of correct pairs reach 5
 GRADIENT_DEVIATIONS = 12.0  # of gradients of parameters, of which a few tokens are most; they reach 6.3
@@ -31,8 +36,13 @@ FEWEST_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one 
 ENTRY_CONTRAST = 10.0  # of one sample, token or head
 OFFSET_SHARE = 0.75  # of the difference's energy, in one vector that all rows share
 OFFSET_ROWS = 32
+ROW_SHARE = 0.5  # of the difference's energy, in a factor of each token; correct pairs reach 0.27
+ROW_UNITS = 1.5  # unit roundoffs: a norm's scale that was rounded once more is no wrong factor
+ROW_COUNT = 6.0  # tokens, fewer of which have most of it: single ones that round-off moved, as in fp8
+ROW_WIDTH = 8  # features, fewer of which have much of any difference along themselves
 GRID_SHARE, GRID_SHARE_OTHER, GRID_ENTRIES = 0.999, 0.5, 64  # of B, of A, and entries of a block
 HEAD_DIMS = ("n", "g")
+INTEGER_VIEWS_OF = {dtype: INTEGER_VIEWS[dtype.itemsize] for dtype in GRID_DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +241,25 @@ def check_offset(profile: DifferenceProfile, weights: float, unit: float) -> Out
     return Outcome("offset", share, OFFSET_SHARE, text if share > OFFSET_SHARE else "")
 
 
+def check_rows(profile: DifferenceProfile, unit: float) -> Outcome | None:
+    """Whether each row of the last dim is the other run's times a factor of its own, as of an epsilon.
+
+    Args:
+        profile: the sums of the tensor.
+        unit: the unit roundoff of the run.
+    """
+    energy, reference = profile.total("squares"), profile.total("squares_a")
+    if len(profile.by_dim) < 2 or len(profile.numbers[-1]) < ROW_WIDTH or not energy or not reference:
+        return None
+    size, share = math.sqrt(profile.along / reference), profile.along / energy
+    # The number of rows that have the energy: 1 / (sum of the squares of their shares).
+    rows = profile.along * profile.along / profile.along_squares if profile.along_squares else 0.0
+    if size < ROW_UNITS * unit or rows < ROW_COUNT:
+        share = 0.0
+    text = f"{share:.0%} of the difference is a factor of each token by itself, about 1 +- {size:.2g}"
+    return Outcome("rows", share, ROW_SHARE, f"{text}: an epsilon, or a scale" if share > ROW_SHARE else "")
+
+
 def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 0) -> Outcome | None:
     """Whether one of the runs, or one of its shards, has only values that a narrower dtype represents.
 
@@ -261,6 +290,42 @@ def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 
                     own / count,
                     GRID_SHARE_OTHER,
                     f"{line} a narrower dtype, and {other / count:.1%} of the other run's",
+                    axis,
+                )
+    return None
+
+
+def check_partial_sums(
+    profile: DifferenceProfile, run: str, parts: Iterable[tuple[str, int, Tensor]]
+) -> Outcome | None:
+    """Whether one rank's part of a sum has only values that a narrower dtype represents.
+
+    The sum itself does not: the other ranks' parts are added to it.
+
+    Args:
+        profile: the sums of the tensor.
+        run: `A` or `B`, which has the parts.
+        parts: the mesh axis of the sum, the rank's coordinate on it, and its part; several for a rank.
+    """
+    counts: dict[tuple[str, int], Tensor] = {}
+    for axis, coord, part in parts:
+        if part.dtype not in INTEGER_VIEWS_OF:
+            return None
+        bits = part.contiguous().view(INTEGER_VIEWS_OF[part.dtype])[part != 0]
+        on_grid = [int(((bits & ((1 << grid.bits) - 1)) == 0).sum()) for grid in profile.grids]
+        found = torch.tensor([bits.numel(), *on_grid])
+        counts[axis, coord] = counts.get((axis, coord), torch.zeros_like(found)) + found
+    for at, grid in enumerate(profile.grids, 1):
+        other = (grid.total_a if run == "B" else grid.total_b) / max(profile.count, 1)
+        for (axis, coord), found in counts.items():
+            count, own = int(found[0]), int(found[at])
+            if count >= GRID_ENTRIES and own >= GRID_SHARE * count and other <= GRID_SHARE_OTHER:
+                return Outcome(
+                    "narrower dtype",
+                    own / count,
+                    GRID_SHARE_OTHER,
+                    f"{own / count:.1%} of the partial sums of {axis} rank {coord} in {run} are rounded to "
+                    f"{grid.name}, a narrower dtype, and {other:.1%} of the other run's values",
                     axis,
                 )
     return None

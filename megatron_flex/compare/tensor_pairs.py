@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -176,6 +176,7 @@ class TensorPair:
         picked_a: the indices along each dim of `a`.
         picked_b: likewise.
         microbatch: its number in the iteration, where a tensor has no samples.
+        packed: whether it is one sequence, of which tokens are counted, and a run has it in a pack.
     """
 
     item: ComparedTensor
@@ -187,6 +188,7 @@ class TensorPair:
     picked_a: tuple[CommonIndices, ...]
     picked_b: tuple[CommonIndices, ...]
     microbatch: int | None = None
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -281,9 +283,33 @@ def align_arrays(
         for each microbatch where there are no samples. Or a text with the reason why there is none.
     """
     one, two = a.at(iteration), b.at(iteration if iteration_b is None else iteration_b)
+    if (one.packed or two.packed) and TOKEN_AXIS in (*one.dims, *two.dims):
+        return _align_by_sequence(item, iteration, one, two)
     if MICROBATCH_AXIS in (*one.dims, *two.dims):
         return _align_by_microbatch(item, iteration, one, two)
     return _align_by_label(item, iteration, one[0], two[0])
+
+
+def _align_by_sequence(
+    item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray
+) -> list[TensorPair] | str:
+    """Where a run packs sequences: sequence by sequence, its samples against those of a run without packs."""
+    if TOKEN_AXIS not in a.dims or TOKEN_AXIS not in b.dims:
+        return f"dims {', '.join(a.dims)} in A and {', '.join(b.dims)} in B"
+    left, right = ({s.sequence: s for s in x.sequence_arrays()} for x in (a, b))
+    if left.keys() != right.keys():
+        return f"{len(left)} sequences in A and {len(right)} in B: the two runs do not have the same ones"
+    out: list[TensorPair] = []
+    for number, one in left.items():
+        sides = [one, right[number]]
+        labels = [[(number,), *_list_labels(s.array)[1:]] for s in sides]
+        for side, own in zip(sides, labels, strict=True):
+            own[1] = tuple(int(p) for p in side.positions.tolist())
+        found = _make_pair(item, iteration, one.array, right[number].array, labels[0], labels[1])
+        if isinstance(found, str):
+            return f"{found} (sequence {number})"
+        out.append(replace(found, dims=(SAMPLE_AXIS, *found.dims[1:]), packed=True))
+    return out
 
 
 def _align_by_microbatch(

@@ -24,7 +24,7 @@ from megatron_flex.compare.noise_scale import (
     measure_parameter,
 )
 from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
-from megatron_flex.compare.routing_ties import RoutingTies
+from megatron_flex.compare.routing_ties import RoutingTies, count_ties
 from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
     GRADIENT_CONTRAST,
@@ -37,11 +37,13 @@ from megatron_flex.compare.structural_tests import (
     check_factor,
     check_grid,
     check_offset,
+    check_partial_sums,
+    check_rows,
     estimate_factor,
     list_entry_blocks,
     make_shard_blocks,
 )
-from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums
+from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, PairSums
 from megatron_flex.compare.tolerance import MEASURED_MARGIN, MOST_TOLERANCE, Tolerances, get_unit_roundoff
 
 REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
@@ -142,6 +144,18 @@ class TensorTester:
 
     # -- bounds ----------------------------------------------------------------------------------------
 
+    def bound_ties(self, item: ComparedTensor, found: PairSums, tokens: int) -> tuple[float, int]:
+        """What one token may differ by, and how many may differ by more, as they have other experts.
+
+        Args:
+            item: a result of experts, or of their layer.
+            found: its sums.
+            tokens: their number.
+        """
+        fresh = self.tolerances.unit * math.sqrt(self.tolerances.depths.of(item))
+        noise = max(fresh, 2 * self.noise.read_by(item).relative)
+        return self._bounds(item, found, None)[1], count_ties(tokens, noise, self.a.manifest.model)
+
     def _bounds(
         self, item: ComparedTensor, found: PairSums, reference: PairSums | None
     ) -> tuple[float, float]:
@@ -191,6 +205,8 @@ class TensorTester:
         grid = (
             None if _is_constant(found.sums) else check_grid(profile, shards, self._get_rounded_bits(found))
         )
+        if grid is None and item.kind == VALUE:
+            grid = self._check_partial_sums(item, found, profile)
         out += [grid] if grid is not None else []
         if item.kind == PARAMETER:
             return out  # single entries that an optimizer turned have no standard error
@@ -220,9 +236,12 @@ class TensorTester:
         # Rows of a vocabulary have a gradient of as many tokens as there are, most of them of none.
         words = item.kind == PARAMETER_GRADIENT and item.site.startswith(VOCABULARY)
         blocks = [*shards, *list_entry_blocks(profile)]
+        factor = check_factor(profile, unit, _get_deviations(item), self.noise.late_factor)
+        varied = factor is None or factor.excess <= 1  # otherwise all tokens have the same factor
         found = [
-            check_factor(profile, unit, _get_deviations(item), self.noise.late_factor),
+            factor,
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
+            check_rows(profile, unit) if single and varied and item.kind == VALUE else None,
             *([] if self.noise.flipped or words else check_blocks(profile, blocks, unit, single, least)),
         ]
         return [o for o in found if o is not None]
@@ -256,13 +275,25 @@ class TensorTester:
         return Outcome("copy", 1.0, 0.0, f"it is a copy of {known[0]} in A, and not in B")
 
     def _get_rounded_bits(self, found: PairSums) -> int:
-        """The low bits of an fp32 tensor's mantissa that are zero where a run computed it in half precision.
+        """The low bits of an fp32 gradient's mantissa that are zero where a run computes in half precision.
 
-        A gradient in fp32 is one product in bf16, or the sum of several, as microbatches are divided.
+        A gradient in fp32 is one product in bf16, or the sum of several, as microbatches are divided. Values
+        in fp32, such as a router's logits, are computed in it.
         """
-        if found.worst.a.dtype != torch.float32:
+        if found.worst.a.dtype != torch.float32 or found.worst.item.kind == VALUE:
             return 0
         return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions if p.computed)
+
+    def _check_partial_sums(
+        self, item: ComparedTensor, found: PairSums, profile: DifferenceProfile
+    ) -> Outcome | None:
+        """Whether one rank's part of a sum is rounded to a narrower dtype."""
+        for side in (self.b, self.a):
+            parts = side.read_partial_sums(item, found.worst.iteration, COMPARE_BLOCK)
+            outcome = check_partial_sums(profile, side.label, parts) if profile.grids else None
+            if outcome is not None:
+                return outcome
+        return None
 
     def _is_partial(self, item: ComparedTensor) -> bool:
         layouts = [s.layout(item) for s in (self.a, self.b)]

@@ -107,7 +107,7 @@ class ReductionDepths:
 
     order: Sequence[str]
     layers: int = 0
-    _behind: frozenset[str] = field(default=frozenset(), init=False)
+    _after_layers: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         numbers = [n for n in map(parse_layer_number, self.order) if n is not None]
@@ -117,10 +117,10 @@ class ReductionDepths:
             in_layers = in_layers or parse_layer_number(name) is not None
             if in_layers and parse_layer_number(name) is None:
                 after_layers.add(name)
-        self._behind = frozenset(after_layers)
+        self._after_layers = frozenset(after_layers)
 
     @property
-    def whole(self) -> int:
+    def full_depth(self) -> int:
         """The depth of the full forward pass."""
         return REDUCTIONS_PER_LAYER * max(self.layers, 1) + REDUCTIONS_PER_LAYER // 2
 
@@ -131,14 +131,14 @@ class ReductionDepths:
             return (
                 REDUCTIONS_PER_LAYER * ((self.layers + layer if name.startswith("mtp.") else layer) + 1) + 1
             )
-        return self.whole if name in self._behind else 1
+        return self.full_depth if name in self._after_layers else 1
 
     def of(self, item: ComparedTensor) -> int:
         """The depth of a site's value or gradient, a parameter's gradient, or a parameter."""
         if item.kind == GRADIENT:
-            return 2 * self.whole - self.forward(item.site) + 1
+            return 2 * self.full_depth - self.forward(item.site) + 1
         if item.kind in (PARAMETER, PARAMETER_GRADIENT):
-            return 2 * self.whole
+            return 2 * self.full_depth
         return self.forward(item.name)
 
 
@@ -180,8 +180,8 @@ class Tolerances:
     """The tolerances, by site.
 
     Args:
-        said: a bound for all, or patterns (globs over names; the first match counts) with one each, the
-            others derived; None: all derived.
+        given_tolerance: a bound for all, or patterns (globs over names; the first match counts) with one
+            each, the others derived; None: all derived.
         a: the first dump.
         b: the second dump.
         depths: of the sites.
@@ -190,13 +190,13 @@ class Tolerances:
 
     def __init__(
         self,
-        said: float | Mapping[str, float] | None,
+        given_tolerance: float | Mapping[str, float] | None,
         a: ComparedDump,
         b: ComparedDump,
         depths: ReductionDepths,
         dtypes: Sequence[Sequence[torch.dtype]] = ((), ()),
     ) -> None:
-        self.said, self.depths = said, depths
+        self.given_tolerance, self.depths = given_tolerance, depths
         self.precisions = tuple(
             p if p.computed is not None else replace(p, computed=find_coarsest_dtype(known))
             for p, known in zip((read_precision(a), read_precision(b)), dtypes, strict=True)
@@ -210,14 +210,14 @@ class Tolerances:
     @property
     def gradient_noise(self) -> float:
         """The derived tolerance of gradients of parameters."""
-        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.whole), MOST_TOLERANCE)
+        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.full_depth), MOST_TOLERANCE)
 
     def given(self, item: ComparedTensor) -> float | None:
         """The bound that the caller gave for a site; None if it is to be derived or measured."""
-        if isinstance(self.said, Mapping):
-            found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)
+        if isinstance(self.given_tolerance, Mapping):
+            found = next((t for p, t in self.given_tolerance.items() if fnmatchcase(item.name, p)), None)
             return None if found is None else float(found)
-        return None if self.said is None else float(self.said)
+        return None if self.given_tolerance is None else float(self.given_tolerance)
 
     def derived(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], depth: int | None = None) -> float:
         """The bound from dtype and depth.

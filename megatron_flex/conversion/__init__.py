@@ -1,7 +1,7 @@
 """Conversion of weights between Hugging Face and Megatron: a table of architectures, and its execution."""
 
-from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, Architecture, Rule
-from megatron_flex.conversion.megatron_arguments import MegatronArguments
+from megatron_flex.conversion.architecture_arguments import MegatronArguments
+from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, HuggingFaceArchitecture, WeightRule
 from megatron_flex.conversion.rearrangement import (
     FUSED_QUERY_KEY_VALUE,
     GATE_UP,
@@ -19,12 +19,12 @@ __all__ = [
     "QUERY_KEY_VALUE",
     "REFUSED",
     "SAME",
-    "Architecture",
     "Heads",
+    "HuggingFaceArchitecture",
     "Join",
     "LoadedWeights",
     "MegatronArguments",
-    "Rule",
+    "WeightRule",
     "config_from_hf",
     "load_hf",
     "place_full_tensors",

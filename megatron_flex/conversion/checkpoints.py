@@ -155,7 +155,9 @@ class FolderWriter:
             os.replace(path, self._folder / name)
             weight_map.update(dict.fromkeys(tensors, name))
         if count > 1:
-            text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": weight_map}, indent=2)
+            text = json.dumps(
+                {"metadata": {"total_size": self._total}, "weight_map": weight_map}, indent=2, allow_nan=False
+            )
             (self._folder / TENSORS_INDEX).write_text(text, encoding="utf-8")
         self._config.save_pretrained(self._folder)
 

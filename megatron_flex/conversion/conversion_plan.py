@@ -10,7 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_flex.conversion.architectures import OUTPUT_WEIGHT, WORD_EMBEDDINGS, Architecture, Rule
+from megatron_flex.conversion.architectures import (
+    OUTPUT_WEIGHT,
+    WORD_EMBEDDINGS,
+    HuggingFaceArchitecture,
+    WeightRule,
+)
 from megatron_flex.conversion.checkpoints import Index, TensorForm
 from megatron_flex.conversion.parameter_names import canonical_names
 from megatron_flex.conversion.rearrangement import Heads, RowRun, divide_rows, find_runs
@@ -93,11 +98,11 @@ class PlanMaker:
     """
 
     def __init__(
-        self, architecture: Architecture, heads: Heads, tied: bool, layers: int, vocabulary: int
+        self, architecture: HuggingFaceArchitecture, heads: Heads, tied: bool, layers: int, vocabulary: int
     ) -> None:
         self._architecture, self._heads, self._tied = architecture, heads, tied
         self._layers, self._vocabulary = layers, vocabulary
-        self._rules: dict[str, list[Rule]] = {}
+        self._rules: dict[str, list[WeightRule]] = {}
         for rule in architecture.rules:
             if rule.tied in (None, tied):
                 self._rules.setdefault(rule.ours, []).append(rule)
@@ -160,7 +165,7 @@ class PlanMaker:
             planned[name] = self._planned(name, plain, shapes[name], rule, names, forms)
         return ConversionPlan(planned, ())
 
-    def _rules_for(self, name: str, plain: str, where: str) -> list[tuple[Rule, dict[str, str]]]:
+    def _rules_for(self, name: str, plain: str, where: str) -> list[tuple[WeightRule, dict[str, str]]]:
         """The rules for a parameter, with the values of their fields."""
         fields: dict[str, str] = {}
         for match in FIELDS.finditer(plain):
@@ -173,8 +178,8 @@ class PlanMaker:
         return [(rule, fields) for rule in found]
 
     def _named(
-        self, rule: Rule, fields: Mapping[str, str], strip: str
-    ) -> tuple[Rule, tuple[tuple[str, int | None], ...]]:
+        self, rule: WeightRule, fields: Mapping[str, str], strip: str
+    ) -> tuple[WeightRule, tuple[tuple[str, int | None], ...]]:
         """The names of a rule's tensors, and the entries of their first dims."""
         out: list[tuple[str, int | None]] = []
         for pattern in rule.theirs:
@@ -183,7 +188,7 @@ class PlanMaker:
             out.append((name, None) if match is None else (match[1], int(match[2])))
         return rule, tuple(out)
 
-    def _divide(self, name: str, rule: Rule, rows: int) -> tuple[int, ...]:
+    def _divide(self, name: str, rule: WeightRule, rows: int) -> tuple[int, ...]:
         try:
             return divide_rows(rule.join, rows, self._heads)
         except LayoutError as error:
@@ -194,7 +199,7 @@ class PlanMaker:
         name: str,
         plain: str,
         shape: tuple[int, ...],
-        rule: Rule,
+        rule: WeightRule,
         names: Sequence[tuple[str, int | None]],
         forms: Mapping[str, TensorForm],
     ) -> PlannedParameter:
@@ -250,7 +255,7 @@ def check_entries(plan: ConversionPlan, forms: Mapping[str, TensorForm]) -> None
             )
 
 
-def _as_rows(name: str, entry: int | None, form: TensorForm, rule: Rule) -> TensorPart:
+def _as_rows(name: str, entry: int | None, form: TensorForm, rule: WeightRule) -> TensorPart:
     shape = form.shape if entry is None else form.shape[1:]
     transposed = rule.transposed and len(shape) == 2
     return TensorPart(name, entry, shape[::-1] if transposed else shape, transposed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
-from megatron_flex.conversion.megatron_arguments import ACTIVATIONS, MegatronArguments
+from megatron_flex.conversion.architecture_arguments import ACTIVATIONS, MegatronArguments
 from megatron_flex.errors import FlexError
 
 # What only training depends on, and what a caller may choose.

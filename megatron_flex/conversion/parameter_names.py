@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM, MLP, part_kind
+
 # Parts of names under a layer in other specs, and what the local spec calls them.
 ALIASES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)"), r"input_layernorm.\1"),
@@ -18,8 +20,6 @@ ALIASES = (
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)"), r"mlp.experts.local_experts.\3.\1.\2"),
 )
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-OF_MLP = ("mlp.", "pre_mlp_layernorm.")  # the others are attention's
-FINAL_NORM = "decoder.final_norm."  # of a HybridModel
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
@@ -36,7 +36,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         match = LAYER.fullmatch(name)
         if match is None:
-            found[name] = name.replace(FINAL_NORM, "decoder.final_layernorm.")
+            found[name] = name.replace(f"{HYBRID_FINAL_NORM}.", f"{GPT_FINAL_NORM}.")
             continue
         layers.append((name, int(match[1]), _plain_name(match[2])))
     numbers = {
@@ -51,7 +51,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _of_mlp(part: str) -> bool:
-    return part.startswith(OF_MLP)
+    return part_kind(part.partition(".")[0]) == MLP  # the others are attention's
 
 
 def _plain_name(part: str) -> str:

@@ -25,6 +25,12 @@ class Heads(NamedTuple):
     Attributes:
         queries: the number of query heads.
         groups: the number of key and value heads.
+
+    Examples:
+        >>> from megatron_flex.conversion import Heads
+        >>> heads = Heads(queries=32, groups=8)
+        >>> heads.queries // heads.groups  # query heads that share a key
+        4
     """
 
     queries: int
@@ -37,6 +43,12 @@ class Join(NamedTuple):
     Attributes:
         rows: joins tensors of rows `[rows of the part, ...]` to `[rows, ...]`; every row is used once.
         shares: the relative numbers of rows of the parts.
+
+    Examples:
+        >>> from megatron_flex.conversion import Heads, Join
+        >>> swapped = Join(lambda parts, heads: torch.cat((parts[1], parts[0])), lambda heads: (1, 1))
+        >>> swapped.rows([torch.zeros(2), torch.ones(2)], Heads(4, 2))
+        tensor([1., 1., 0., 0.])
     """
 
     rows: Callable[[Sequence[Tensor], Heads], Tensor]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from megatron_flex.adapters import Adapter, ParameterSite, detect, list_model_chunks
 from megatron_flex.adapters.megatron_core import MegatronAdapter
 from megatron_flex.collectives import gather_objects
-from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, Architecture
+from megatron_flex.conversion.architecture_arguments import MegatronArguments
+from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, HuggingFaceArchitecture
 from megatron_flex.conversion.checkpoints import (
     FolderWriter,
     ModelWeights,
@@ -38,12 +39,13 @@ from megatron_flex.conversion.conversion_plan import (
     check_entries,
 )
 from megatron_flex.conversion.mcore_bridge_models import check_source, check_target, find_bridge
-from megatron_flex.conversion.megatron_arguments import MegatronArguments
 from megatron_flex.conversion.model_settings import check_structure, compare_settings
 from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
 from megatron_flex.layout import Layout, full_shape, replicated
 from megatron_flex.layout.spans import spans
+from megatron_flex.notebook_html import count_words
+from megatron_flex.progress import format_bytes
 from megatron_flex.runtime.full_parameters import ParameterIndex, ParameterRequest, gather_all_parameters
 
 PADDED = ParameterRequest(padded=True)
@@ -58,6 +60,11 @@ class LoadedWeights:
         bytes_read: the bytes of tensors that this rank read; None where mcore-bridge read them.
         unused: the tensors that the architecture leaves out, such as a copy of the embedding.
         differences: settings in which the Megatron model differs from the configuration of Hugging Face.
+
+    Examples:
+        >>> loaded = load_hf(chunks, "llama")
+        >>> loaded.parameters[0], loaded.bytes_read, loaded.unused
+        ('embedding.word_embeddings.weight', 140416, ())
     """
 
     parameters: tuple[str, ...]
@@ -65,8 +72,15 @@ class LoadedWeights:
     unused: tuple[str, ...]
     differences: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """What was loaded, left out and different, in lines."""
+        read = "" if self.bytes_read is None else f", {format_bytes(self.bytes_read)} read"
+        lines = [f"{count_words(len(self.parameters), 'parameter')} loaded on this rank{read}"]
+        lines += [f"unused: {name}" for name in self.unused]
+        return "\n".join([*lines, *(f"differs: {text}" for text in self.differences)])
 
-def find_architecture(config: Any) -> Architecture:
+
+def find_architecture(config: Any) -> HuggingFaceArchitecture:
     """The entry of the table for a configuration.
 
     Raises:
@@ -78,13 +92,13 @@ def find_architecture(config: Any) -> Architecture:
     if kind not in ARCHITECTURES:
         raise FlexError(
             f"no conversion for the architecture {kind!r}; the table has {', '.join(ARCHITECTURES)}; give an "
-            "Architecture of your own, or build the model by mcore-bridge"
+            "HuggingFaceArchitecture of your own, or build the model by mcore-bridge"
         )
     return ARCHITECTURES[kind]
 
 
 def config_from_hf(source: Any, vocabulary_multiple: int = 1) -> MegatronArguments:
-    """The arguments that build a Megatron model like one of Hugging Face: `config_from_hf("llama-3-8b")`.
+    """The arguments that build a Megatron model like one of Hugging Face.
 
     Nothing is communicated, and no weights are read.
 
@@ -99,6 +113,11 @@ def config_from_hf(source: Any, vocabulary_multiple: int = 1) -> MegatronArgumen
 
     Raises:
         FlexError: the architecture is not in the table, or a setting has no counterpart in Megatron.
+
+    Examples:
+        >>> arguments = config_from_hf("llama")  # the folder, or hf_model
+        >>> arguments.transformer["num_layers"], arguments.model["vocab_size"]
+        (4, 64)
     """
     config = read_config(source)
     found = find_architecture(config).arguments(config)
@@ -107,9 +126,9 @@ def config_from_hf(source: Any, vocabulary_multiple: int = 1) -> MegatronArgumen
 
 
 def load_hf(
-    chunks: Any, source: Any, architecture: Architecture | None = None, optimizer: Any = None
+    chunks: Any, source: Any, architecture: HuggingFaceArchitecture | None = None, optimizer: Any = None
 ) -> LoadedWeights:
-    """Load weights of Hugging Face into a Megatron model: `mf.load_hf(chunks, "llama-3-8b")`.
+    """Load weights of Hugging Face into a Megatron model.
 
     Collective: every rank calls it. Names and shapes of all tensors are validated on all ranks before the
     first parameter changes. Then each rank reads, from memory-mapped files, only the blocks that its shards
@@ -130,6 +149,11 @@ def load_hf(
     Raises:
         FlexError: on all ranks, with the name of the tensor: it is missing, superfluous, quantized or of a
             wrong shape; or the architecture is unknown. The model is unchanged.
+
+    Examples:
+        >>> loaded = load_hf(chunks, "llama")
+        >>> len(loaded.parameters), loaded.differences
+        (27, ())
     """
     if optimizer is not None and not hasattr(optimizer, "reload_model_params"):
         raise FlexError(
@@ -170,8 +194,10 @@ def load_hf(
     return LoadedWeights(tuple(model.own_names), read, made.unused, differences)
 
 
-def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architecture | None = None) -> None:
-    """Write a Megatron model's weights as those of Hugging Face: `mf.to_hf(chunks, "out", config=config)`.
+def to_hf(
+    chunks: Any, target: Any, config: Any = None, architecture: HuggingFaceArchitecture | None = None
+) -> None:
+    """Write a Megatron model's weights as those of Hugging Face.
 
     Collective: every rank calls it. The full parameters arrive one at a time on the leader, which writes
     safetensors and `config.json` as `save_pretrained` does; or on all ranks that give a model, in which they
@@ -187,6 +213,11 @@ def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architectu
     Raises:
         FlexError: on all ranks, before anything is written: a parameter has no counterpart, a tensor has
             another shape, or the configuration is unknown; or the disk failed, and the folder is incomplete.
+
+    Examples:
+        >>> to_hf(chunks, "out", config="llama")
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("out")
     """
     if architecture is None and (bridge := find_bridge(list_model_chunks(chunks))) is not None:
         _write_by_bridge(bridge, list_model_chunks(chunks), target, config)
@@ -246,18 +277,19 @@ class MegatronWeights:
         self.adapter: Adapter = detect(list_model_chunks(chunks))
         if not isinstance(self.adapter, MegatronAdapter):
             raise FlexError(f"weights go into a model of Megatron, and this one is {self.adapter.name}'s")
+        self.adapter.check_is_one_model("the conversion of weights")
         self.adapter.check()  # some settings change what is in a parameter, such as interleaved gates
         self.root: Any = self.adapter.roots[0]
         self._own = own = [*self.adapter.parameters(), *self._buffers()]
         mine = [site.remote() for site in own], self.adapter.without_layout()
-        told = gather_objects(mine, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
-        unknown = {name: kind for _, names in told for name, kind in names.items()}
+        reports = gather_objects(mine, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
+        unknown = {name: kind for _, names in reports for name, kind in names.items()}
         if unknown:
             name, kind = next(iter(unknown.items()))
             raise FlexError(
                 f"{name} belongs to a {kind}, whose layout is not known; no weights are converted"
             )
-        everywhere = dict.fromkeys(site for sites, _ in told for site in sites)
+        everywhere = dict.fromkeys(site for sites, _ in reports for site in sites)
         self.index = ParameterIndex(self.adapter, own, list(everywhere), {})
         sizes = self.adapter.mesh.sizes
         self.shapes = {
@@ -436,7 +468,7 @@ def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Mo
     _on_all_ranks(place, model.adapter)
 
 
-def _plan_maker(architecture: Architecture, config: Any) -> PlanMaker:
+def _plan_maker(architecture: HuggingFaceArchitecture, config: Any) -> PlanMaker:
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return PlanMaker(
         architecture,

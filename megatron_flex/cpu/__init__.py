@@ -10,14 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_flex.cpu.hybrid_layers import local_hybrid_stack_spec
 from megatron_flex.cpu.switch import disable, enable, is_enabled
 
-__all__ = ["disable", "enable", "is_enabled", "runtime"]
+__all__ = ["disable", "enable", "is_enabled", "local_hybrid_stack_spec", "runtime"]
 
 
 @contextmanager
 def runtime(force: bool = False) -> Iterator[None]:
-    """`enable(force)` on entry, `disable()` on the way out."""
+    """Use the CPU as `enable(force)` does in a scope, and undo it at its end.
+
+    Returns:
+        A context manager.
+
+    Examples:
+        >>> from megatron_flex import cpu
+        >>> with cpu.runtime():
+        ...     train_step(chunks)
+    """
     enable(force)
     try:
         yield

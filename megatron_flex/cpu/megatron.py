@@ -11,9 +11,11 @@ gradients of marked parameters over the tensor parallel group.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -129,6 +131,25 @@ def _missing_class(name: str) -> type:
     return type(name, (torch.nn.Module,), {"__init__": init, "__doc__": f"Stands for the absent {name}."})
 
 
+def _clip_vit_model(patches: Patches, module: ModuleType) -> None:
+    """Without Transformer Engine its norms default to torch's class, which takes other arguments."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if module.NORM_IMPL is not nn.LayerNorm:
+        return
+    original = module.CLIPViTModel.__init__
+    called = inspect.signature(original)
+
+    @wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = called.bind(*args, **kwargs)
+        for name in ("ln_pre_impl", "ln_post_impl"):
+            given.arguments.setdefault(name, WrappedTorchNorm)
+        original(*given.args, **given.kwargs)
+
+    patches.set(module.CLIPViTModel, "__init__", init)
+
+
 class _NoFp8:
     """`FP8GlobalStateManager` of a machine where nothing is 8-bit."""
 
@@ -203,6 +224,7 @@ _MODULE_PATCHES: dict[str, Callable[[Patches, ModuleType], None]] = {
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.fp8_utils": _fp8_utils,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.models.vision.clip_vit_model": _clip_vit_model,
     "megatron.core.datasets.utils": _dataset_utils,
     "megatron.legacy.fused_kernels": _fused_kernels,
 }

@@ -1,10 +1,10 @@
 """Reversible patches: an undo list of attributes that were set, and a call after a module was imported.
 
-Every attribute that the CPU runtime sets goes through the list, so that all of it can be taken out. What
+Every attribute that the CPU runtime sets goes through the list, so that all of it can be removed. What
 was there
 before is kept as the very object, found in the owner's own dictionary (an attribute a class merely inherits
 is removed
-again, not copied down). Megatron's parts are patched when, and only if, somebody imports them.
+again, not copied down). Megatron's parts are patched when, and only if, they are imported.
 """
 
 from __future__ import annotations

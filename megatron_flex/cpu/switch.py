@@ -87,6 +87,11 @@ def enable(force: bool = False) -> None:
 
     Raises:
         FlexError: if a GPU is present and `force` is not set.
+
+    Examples:
+        >>> from megatron_flex import cpu
+        >>> cpu.enable()  # before Megatron is imported
+        >>> cpu.disable()
     """
     if _RUNTIME.depth == 0:
         if torch.cuda.is_available() and not force:
@@ -101,6 +106,11 @@ def disable() -> None:
 
     Raises:
         FlexError: if it is not enabled, or was enabled in another thread.
+
+    Examples:
+        >>> from megatron_flex import cpu
+        >>> cpu.enable()
+        >>> cpu.disable()
     """
     if _RUNTIME.depth == 0:
         raise FlexError("the CPU runtime is not enabled; call enable() first")

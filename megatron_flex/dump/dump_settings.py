@@ -153,8 +153,12 @@ class Dump:
     Raises:
         FlexError: a setting is invalid.
 
-    Example:
-        `Dump("dumps/run", "decoder.layers.*", every=100, tokens=slice(None, None, 8))`
+    Examples:
+        >>> dump = Dump("dumps/new", "decoder.layers.*", every=100, tokens=slice(None, None, 8))
+        >>> with attach(chunks, dumps=dump):
+        ...     train_step(chunks)
+        >>> open_dump("dumps/new")["decoder.layers.3"]
+        DumpArray(decoder.layers.3: iteration 1, sample 4, token 2, h 32; float32, 1,024 bytes; [s, b, h])
     """
 
     def __init__(
@@ -215,15 +219,31 @@ class Dump:
                 raise FlexError(f"{name}={getattr(self, name)}: a number of bytes, at least 1")
 
     def wants_iteration(self, number: int) -> bool:
-        """Return whether the iteration is to be dumped."""
+        """Return whether the iteration is to be dumped.
+
+        Examples:
+            >>> dump = Dump("dumps/new", "decoder.layers.*", every=100)
+            >>> [n for n in range(250) if dump.wants_iteration(n)]
+            [0, 100, 200]
+        """
         return number % self.every == 0 and is_selected(number, self.iterations)
 
     def wants_microbatch(self, number: int) -> bool:
-        """Return whether the microbatch is to be dumped."""
+        """Return whether the microbatch is to be dumped.
+
+        Examples:
+            >>> Dump("dumps/new", "decoder.layers.*", microbatches=[0, 3]).wants_microbatch(1)
+            False
+        """
         return is_selected(number, self.microbatches)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings that readers need, in plain values."""
+        """Return the settings that readers need, in plain values.
+
+        Examples:
+            >>> Dump("dumps/new", "decoder.layers.*", every=100).to_json()["every"]
+            100
+        """
         record = SettingsRecord(
             sites=[describe_pattern(p) for p in self.sites],
             parameters=[describe_pattern(p) for p in self.parameters],
@@ -246,7 +266,12 @@ class Dump:
         return f"<Dump of {sites} to {self.path}>"
 
     def describe(self) -> str:
-        """Return the settings that must be equal on all ranks, as text."""
+        """Return the settings that must be equal on all ranks, as text.
+
+        Examples:
+            >>> Dump("dumps/new", "decoder.layers.*", every=100).describe()
+            "dump to dumps/new of {'sites': ['decoder.layers.*'], 'parameters': [], 'every': 100, ...}"
+        """
         return f"dump to {self.path} of {self.to_json()}"
 
 

@@ -20,6 +20,7 @@ from megatron_flex.layout import (
     ExpertChoice,
     Layout,
     Sizes,
+    Span,
     assemble,
     coordinates,
     padded_shape,
@@ -139,6 +140,11 @@ class ExpertRouting:
         self.shape = sequence, batch
         self._sent: dict[tuple[int, int, int | None], list[list[Tensor]]] = {}
 
+    @property
+    def sequences(self) -> tuple[Span, ...]:
+        """The first token and the end of each packed sequence; empty where nothing is packed."""
+        return self._tokens.dims[0].sequences
+
     def rows(self, replica: int, expert: int | None = None) -> RowLocations:
         """Return the location of the rows of a replica's tokens.
 
@@ -164,7 +170,7 @@ class ExpertRouting:
         """How many rows the ranks with these coordinates got, or of one expert."""
         return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
 
-    def whole(
+    def assemble_by_token(
         self, rows: Mapping[ExpertCoords, Tensor], layout: Layout, replica: int, expert: int | None = None
     ) -> Tensor:
         """A tensor of experts by token.

@@ -124,7 +124,7 @@ def write_safetensors(
             "data_offsets": [at, at + array.nbytes],
         }
         at += array.nbytes
-    body = json.dumps(header, separators=(",", ":")).encode()
+    body = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     body += b" " * (-len(body) % HEADER_ALIGNMENT)
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(body)) + body)
@@ -227,7 +227,7 @@ def write_datasets(
     )
     datasets.disable_progress_bars()
     empty = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
-    empty.info.description = json.dumps(metadata)
+    empty.info.description = json.dumps(metadata, allow_nan=False)
     empty.save_to_disk(str(path))  # for the files beside the data, which say how to read it
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     for one in state["_data_files"]:
@@ -244,7 +244,7 @@ def write_datasets(
                 size += held.nbytes
                 held = next(batches, None)
     state["_data_files"] = [{"filename": name} for name in names]
-    (path / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+    (path / "state.json").write_text(json.dumps(state, indent=2, allow_nan=False), encoding="utf-8")
 
 
 def _check_column(column: ExportColumn, first: ExportColumn, rows: ExportRows) -> None:
@@ -391,7 +391,11 @@ def export_arrays(
     if not per_iteration:
         for column in chosen:
             column.check_same_shapes()
-    metadata = {"format": "pt", "megatron_flex": __version__, "arrays": json.dumps(_describe_columns(chosen))}
+    metadata = {
+        "format": "pt",
+        "megatron_flex": __version__,
+        "arrays": json.dumps(_describe_columns(chosen), allow_nan=False),
+    }
     folder: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache, lru_cache, partial
+from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Form = Any  # str | list[Form] | dict[str, Form]
@@ -143,6 +144,24 @@ def _to_plain(value: Any, brief: bool) -> Any:
     return to_json(value, brief) if is_dataclass(value) else value
 
 
+def stringify_nonfinite(value: Any) -> Any:
+    """Return the same values, with floats that JSON lacks (NaN, infinities) as strings."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {key: stringify_nonfinite(one) for key, one in value.items()}
+    return [stringify_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def format_json(content: Any) -> str:
+    """Plain values as JSON that every parser reads: NaN and infinities are `"nan"`, `"inf"` and `"-inf"`.
+
+    Args:
+        content: the values; others are written as their text.
+    """
+    return json.dumps(stringify_nonfinite(content), indent=1, default=str, allow_nan=False)
+
+
 def from_json(kind: type[DocumentT], record: Mapping[str, Any], version: int) -> DocumentT:
     """A document from plain values, which have its form.
 
@@ -198,7 +217,8 @@ def _make_reader(hint: Any, version: int) -> Callable[[Any], Any] | None:
     if origin is tuple and inner[-1] is not ...:
         return partial(_read_integers, len(inner))
     if origin in (tuple, Sequence):
-        one = _make_reader(inner[0], version) if is_dataclass(inner[0]) else None
+        integers = get_origin(inner[0]) is tuple and set(get_args(inner[0])) == {int}
+        one = _make_reader(inner[0], version) if is_dataclass(inner[0]) or integers else None
         if one is not None:
             return lambda value: tuple(map(one, value))
         return tuple if origin is tuple else None

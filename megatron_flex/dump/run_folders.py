@@ -230,4 +230,4 @@ def map_stages(manifest: Manifest | None) -> Mapping[str, int]:
     """The stage of each site and parameter."""
     if manifest is None:
         return {}
-    return {place.name: place.stage for place in (*manifest.sites, *manifest.parameters)}
+    return {record.name: record.stage for record in (*manifest.sites, *manifest.parameters)}

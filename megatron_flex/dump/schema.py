@@ -11,7 +11,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, prod
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_flex.dump.json_form import (
     pick_known,
     remove_fields,
     stored,
+    stringify_nonfinite,
     to_json,
 )
 from megatron_flex.errors import DumpError
@@ -115,6 +117,8 @@ class Manifest:
         parameters: the dumped parameters, in model order.
         settings: of the Dump.
         skipped: iterations that are complete in earlier runs, and that this run does not write.
+        layers: the kinds of the decoder's layers, a character each, as `layer_pattern` returns them; empty if
+            the model has no decoder, or an earlier version wrote the run.
     """
 
     run: int
@@ -130,6 +134,7 @@ class Manifest:
     parameters: Sequence[SiteRecord]
     settings: Mapping[str, Any]
     skipped: Sequence[str] = ()
+    layers: str = field(default="", metadata=stored(omitted=True, since=2))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -182,15 +187,6 @@ class Manifest:
             raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
-
-
-def stringify_nonfinite(value: Any) -> Any:
-    """Return the same values, with floats that JSON lacks (NaN, infinities) as strings."""
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: stringify_nonfinite(one) for key, one in value.items()}
-    return [stringify_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _parse_rank(record: Any) -> tuple[int, dict[str, int]]:
@@ -409,6 +405,7 @@ FORMS: dict[int, dict[str, Form]] = {version: derive_forms(version) for version 
 TENSOR_FORM = derive_form(StoredTensorSpan, DUMP_VERSION)
 
 MOST_SEGMENTS = 4096  # of a dim: packed projections have a few, and as many as pieces at most
+MOST_SEQUENCES = 1 << 16  # of a pack
 DIM_MEANINGS = {
     "s": "sequence",
     "b": "batch",
@@ -465,7 +462,12 @@ def _check_dim(dim: Dim) -> None:
         raise ValueError(f"a dim of {len(dim.segments)} segments and {len(dim.cuts)} cuts")
     if min(dim.segments, default=0) < 1 or (dim.keep is not None and dim.keep < 0):
         raise ValueError(f"segments {dim.segments}, of which {dim.keep} are kept")
+    ends = [0, *(n for span in dim.sequences for n in span)]
+    if len(dim.sequences) > MOST_SEQUENCES or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"{len(dim.sequences)} packed sequences that are not one behind the other")
     for cut in dim.cuts:
+        if len(cut.segments) > MOST_SEQUENCES or min(cut.segments, default=0) < 1:
+            raise ValueError(f"a cut in {len(cut.segments)} segments, which must have a length each")
         if cut.order not in ("contiguous", "zigzag"):
             raise ValueError(f"order {cut.order!r} is none of contiguous, zigzag")
         if cut.copies < 1:

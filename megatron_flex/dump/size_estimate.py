@@ -13,9 +13,6 @@ from heapq import heapify, heapreplace
 from math import prod
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_flex.dump.token_selection import (
     TOKEN_DIM,
     RandomTokens,
@@ -27,8 +24,18 @@ from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, count_parts, spans
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import format_bytes, track
-from megatron_flex.sites import strip_numbers
+from megatron_flex.sites import fold_numbers, strip_numbers
+from megatron_flex.text_table import format_table
 
+try:
+    import numpy as np
+    from numpy.typing import NDArray
+except ModuleNotFoundError as error:
+    raise FlexError(
+        f"sizes are estimated with numpy ({error}): pip install numpy, which megatron-flex[cli] has"
+    ) from error
+
+DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">of a rank", ">in all")  # of `DumpEstimate.rows()`
 RankArray = NDArray[np.int64]  # one entry for each rank of a pipeline stage
 ReplicaSlots = tuple[RankArray, int]  # which of the replicas a rank is, and how many there are
 MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is taken as typical
@@ -318,6 +325,10 @@ class DumpEstimate:
             found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
         return [_format_site_row(group) for group in found]
 
+    def __str__(self) -> str:
+        """Tensors, and below them the sums, as tables."""
+        return "\n".join([*format_table(self.rows(), DUMP_COLUMNS), "", *format_table(self.summary())])
+
     def summary(self) -> list[tuple[str, str]]:
         """Return the last lines of the table: names and values, as strings."""
         out = [
@@ -337,7 +348,7 @@ class DumpEstimate:
         if self.iterations > 1:
             out.append((f"{self.iterations} iterations", format_bytes(self.total_bytes)))
         hidden = {strip_numbers(name): why for name, why in self.hidden.items()}
-        return out + [("cannot be had", f"{name}: {why}") for name, why in hidden.items()]
+        return out + [("not available", f"{name}: {why}") for name, why in hidden.items()]
 
 
 def estimate_dump_size(
@@ -415,7 +426,7 @@ def _assign_tensors(
 def compute_local_shape(
     layout: Layout, full_shape: Sequence[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """A rank's shape, dims in the local order, from the whole's shape with its padding.
+    """A rank's shape, dims in the local order, from the full shape with its padding.
 
     Raises:
         FlexError: a dim does not divide.
@@ -501,13 +512,13 @@ def _format_rank(rank: RankDumpEstimate) -> str:
 def _format_site_row(group: list[SiteDumpEstimate]) -> tuple[str, str, str, str, str, str]:
     """A row of a table for tensors that are alike."""
     first = group[0]
-    name = first.name if len(group) == 1 else f"{strip_numbers(first.name)} ({len(group)})"
     stages = sorted({s.stage for s in group})
     stage_text = f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
     about = "~" if first.expected else ""
     kind = "" if first.kind in ("value", "parameter") else ".grad"
+    count = f" ({len(group)})" if len(group) > 1 else ""
     return (
-        name + kind,
+        fold_numbers([site.name for site in group]) + kind + count,
         stage_text,
         "x".join(map(str, first.shape)) or "1",
         first.layout,

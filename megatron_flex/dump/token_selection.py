@@ -56,8 +56,15 @@ class RandomTokens:
         count: the number of positions; all positions of a sample that has fewer.
         seed: another seed selects other positions.
 
-    Example:
-        `Dump("dumps/run", "decoder.layers.*", tokens=RandomTokens(64))`
+    Raises:
+        FlexError: `count` is below 1.
+
+    Examples:
+        >>> dump = Dump("dumps/new", "decoder.layers.*", tokens=sampled(4))
+        >>> with attach(chunks, dumps=dump):
+        ...     train_step(chunks)
+        >>> open_dump("dumps/new")["decoder.layers.3"].shape
+        (1, 4, 4, 32)
     """
 
     count: int
@@ -74,6 +81,10 @@ class RandomTokens:
             length: the number of tokens of the sample.
             iteration: the iteration, which seeds the choice like the next argument.
             sample: the number of the sample in the global batch.
+
+        Examples:
+            >>> sampled(4).positions(length=16, iteration=0, sample=0)
+            [3, 9, 11, 14]
         """
         data = f"{self.seed}/{iteration}/{sample}".encode()
         generator = torch.Generator().manual_seed(
@@ -348,7 +359,7 @@ def compute_partial_mean(
 
 @dataclass(frozen=True, slots=True)
 class SelectionSettings:
-    """What is kept.
+    """The selection of a tensor.
 
     Attributes:
         tokens: the positions.

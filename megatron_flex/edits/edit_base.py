@@ -32,9 +32,30 @@ class Edit(Preset):
     Attributes:
         positions: tokens, along the dim `s` (of attention scores: the queries).
         samples: samples of the microbatch, along `b`.
-        heads: attention heads, on a dim of heads or on a dim that concatenates them (`nd`).
+        heads: attention heads, on a dim of heads or on a dim that concatenates them (`n*d`).
         features: entries of the last dim.
         dims: the names of the dims, `"s b n d"`; at a hook point they come from the site.
+
+    Raises:
+        HookError: an index is neither a number, nor numbers, nor a slice.
+
+    Examples:
+        A preset of your own: `edit` is written for the full tensor, and `needs` lists the dims that must not
+        be sharded (none here, since every entry is edited by itself).
+
+        >>> class round_to(edits.Edit):
+        ...     def __init__(self, step, **where):
+        ...         super().__init__(**where)
+        ...         self.step = step
+        ...     def needs(self):
+        ...         return set()
+        ...     def edit(self, inputs, module, modules):
+        ...         return (inputs / self.step).round() * self.step
+        >>> edit = HookFunction("decoder.layers.2", editing_function=round_to(0.25, positions=0))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     (flex.output_dict["decoder.layers.3:input"][0][0] % 0.25).any()
+        tensor(False)
     """
 
     uses_modules = False
@@ -78,7 +99,7 @@ class Edit(Preset):
 
     @abstractmethod
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: Any) -> Tensor:
-        """The edited tensor, ignoring any restriction to a part.
+        """Return the edited tensor, ignoring any restriction to a part.
 
         Args:
             inputs: the full tensor, or this rank's shard of it where the edit is local.
@@ -87,11 +108,11 @@ class Edit(Preset):
         """
 
     def mixed_dims(self) -> set[str]:
-        """The dims along which entries, or slices, are not treated independently and alike; `*` for all."""
+        """Return the dims whose entries or slices are not treated independently and alike; `*` for all."""
         return set()
 
     def needs(self) -> set[str]:
-        """The dims that must not be sharded; by default `*`, all.
+        """Return the dims that must not be sharded; by default `*`, all.
 
         Along the other dims it is correct on a local shard, with the helpers below.
         """
@@ -100,15 +121,15 @@ class Edit(Preset):
     # -- helpers for presets, for a full tensor and for a local shard alike ---------------------------------
 
     def shape(self, inputs: Tensor) -> tuple[int, ...]:
-        """The full tensor's shape."""
-        return tuple(inputs.shape) if self._shard is None else self._shard.whole
+        """Return the full tensor's shape."""
+        return tuple(inputs.shape) if self._shard is None else self._shard.full_size
 
     def length(self, inputs: Tensor, dim: int) -> int:
-        """The length of a dim of the full tensor; `inputs` is that tensor or the local shard."""
+        """Return the length of a dim of the full tensor; `inputs` is that tensor or the local shard."""
         return self.shape(inputs)[dim]
 
     def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
-        """The chosen entries of a dim, counted in the full tensor, as booleans that broadcast to `inputs`.
+        """Return which entries of a dim of the full tensor are chosen: booleans that broadcast to `inputs`.
 
         Args:
             inputs: the full tensor, or the local shard.
@@ -125,14 +146,14 @@ class Edit(Preset):
             return mask_along(inputs, dim, indices, what, width)
         known = (dim, width, repr(indices), inputs.device)
         if known not in self._cut:
-            mask = mask_along(inputs, dim, indices, what, width, shard.whole[dim])
+            mask = mask_along(inputs, dim, indices, what, width, shard.full_size[dim])
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(mask)
         found: Tensor = self._cut[known]
         return found
 
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
-        """A constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
+        """Return a constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
 
         Args:
             held: the constant for the full tensor.
@@ -147,7 +168,7 @@ class Edit(Preset):
             return check_broadcast(held.like(inputs), inputs, what)
         known = (id(held), inputs.device, inputs.dtype)
         if known not in self._cut:
-            full = check_broadcast(held.like(inputs), shard.whole, what)
+            full = check_broadcast(held.like(inputs), shard.full_size, what)
             if full.requires_grad:
                 return shard.part(full)
             with torch.inference_mode(False):
@@ -156,7 +177,7 @@ class Edit(Preset):
         return found
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
-        """The sum over dims; `tensor` is the contribution of `inputs`. Over a sharded dim it sums over ranks.
+        """Return the sum over dims; `tensor` is the contribution of `inputs`. Sums a sharded dim over ranks.
 
         Collective over the axes that shard them, forward and backward; `tensor` has length one there, or not
         these dims at all.
@@ -164,12 +185,12 @@ class Edit(Preset):
         return tensor if self._shard is None else self._shard.sum(tensor, dims)
 
     def on_shard(self, shard: Shard) -> Self | None:
-        """The same edit for a local shard; None if it needs the full tensor."""
+        """Return the same edit for a local shard; None if it needs the full tensor."""
         needs = self.needs()
         if "*" in needs or (shard.summed and not self.linear):
             return None
-        cut, bound = split_dims(shard) if needs else set(), self._in_dims(len(shard.whole))
-        if cut and (len(bound.dims) != len(shard.whole) or any(bound.dims[i] in needs for i in cut)):
+        cut, bound = split_dims(shard) if needs else set(), self._in_dims(len(shard.full_size))
+        if cut and (len(bound.dims) != len(shard.full_size) or any(bound.dims[i] in needs for i in cut)):
             return None
         return bound._with(_shard=shard, _cut={})
 
@@ -194,7 +215,7 @@ class Edit(Preset):
         return self._with(dims=dims) if fits else self
 
     def for_site(self, site: Site) -> Self:
-        """The edit bound to a site, whose dims have names.
+        """Return the edit bound to a site, whose dims have names.
 
         Raises:
             HookError: the site lacks a dim that the preset needs.
@@ -211,7 +232,7 @@ class Edit(Preset):
         return bound._with(pure=False) if bound.uses_module(site) else bound
 
     def uses_module(self, site: Site) -> bool:
-        """Whether it needs the module's number of heads, because a dim concatenates them."""
+        """Return whether it needs the module's number of heads, because a dim concatenates them."""
         return self.heads is not None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
 
     def check(self, site: Site) -> None:
@@ -233,7 +254,7 @@ class Edit(Preset):
         return self.dims[-1] if self.dims else "*"
 
     def dim_index(self, dim: str, what: str, site: str = "the tensor") -> int:
-        """The index of the dim of that name; the first if there are two.
+        """Return the index of the dim of that name; the first if there are two.
 
         Args:
             dim: the name.
@@ -251,7 +272,7 @@ class Edit(Preset):
         return dims.index(dim)
 
     def head_dim(self, count: int, site: str = "the tensor") -> int:
-        """The index of the dim of heads, or of the dim that concatenates them.
+        """Return the index of the dim of heads, or of the dim that concatenates them.
 
         Args:
             count: the number of dims of the tensor.
@@ -287,7 +308,7 @@ class Edit(Preset):
     def head_mask(
         self, inputs: Tensor, which: Indices, module: nn.Module | None, of: int | None = None
     ) -> Tensor:
-        """The entries of `inputs` that belong to these heads, as booleans that broadcast.
+        """Return which entries of `inputs` belong to these heads, as booleans that broadcast.
 
         Args:
             inputs: the full tensor, or the local shard.

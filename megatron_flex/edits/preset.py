@@ -27,7 +27,7 @@ Local = Literal["all"] | tuple[str, ...]
 
 def split_dims(shard: Shard) -> set[int]:
     """The dims in which a shard differs from the full tensor: they are sharded, or padded."""
-    padded = {i for i, (n, w) in enumerate(zip(shard.shape, shard.whole, strict=True)) if n != w}
+    padded = {i for i, (n, w) in enumerate(zip(shard.shape, shard.full_size, strict=True)) if n != w}
     return padded | set(shard.cut)
 
 
@@ -44,6 +44,12 @@ class Preset(ABC):
             references.
         uses_context: whether it uses `save_ctx`.
         uses_modules: whether it uses trainable modules.
+
+    Examples:
+        >>> edits.scale(2.0).linear, edits.clamp(0.0).linear
+        (True, False)
+        >>> edits.noise(0.1).uses_random_numbers
+        True
     """
 
     pure: bool | None = True
@@ -88,12 +94,22 @@ class Preset(ABC):
         return chain(other, self)
 
     def agreement_text(self) -> str:
-        """The text that ranks compare to check that they hold the same edit."""
+        """Return the text that ranks compare to check that they hold the same edit."""
         return repr(self)
 
 
 class chain(Preset):
-    """One edit after the other: `chain(a, b)`, or `a | b` if one of them is a preset."""
+    """One edit after the other: `chain(a, b)`, or `a | b` if one of them is a preset.
+
+    Raises:
+        HookError: there are no edits.
+
+    Examples:
+        >>> edits.chain(edits.scale(0.5), edits.clamp(-2.0, 2.0))
+        scale(0.5) | clamp(-2.0, 2.0)
+        >>> edits.scale(0.5) | edits.clamp(-2.0, 2.0)
+        scale(0.5) | clamp(-2.0, 2.0)
+    """
 
     def __init__(self, *edits: EditingFunction) -> None:
         if not edits:
@@ -122,17 +138,17 @@ class chain(Preset):
         return self.edits
 
     def for_site(self, site: Site) -> chain:
-        """The chain bound to a site."""
+        """Return the chain bound to a site."""
         return chain(*(for_site(e, site) for e in self.edits))
 
     def for_pass(self, key: Key) -> chain:
-        """The chain bound to one call."""
+        """Return the chain bound to one call."""
         found = [for_pass(e, key) for e in self.edits]
         same = all(new is old for new, old in zip(found, self.edits, strict=True))
         return self if same else chain(*found)
 
     def on_shard(self, shard: Shard) -> chain | None:
-        """The chain on a local shard, if all of it can run there."""
+        """Return the chain on a local shard, if all of it can run there."""
         found: list[EditingFunction] = []
         for edit in self.edits:
             bound = on_shard(edit, shard)
@@ -169,8 +185,23 @@ def local(dims: str | Sequence[str] = "all") -> Callable[[EditingFunction], Loca
     Args:
         dims: names of the dims along which this holds, as the site names them (`"s b"`), or `all`.
 
+    Returns:
+        A decorator of editing functions.
+
     Raises:
         HookError: there are no such names. At registration: the site has no such dim.
+
+    Examples:
+        >>> @local("s b")
+        ... def normalize(current_module, inputs, save_ctx, modules):
+        ...     return inputs / inputs.norm(dim=-1, keepdim=True)
+        >>> edit = HookFunction("decoder.layers.2", editing_function=normalize)
+        >>> handle = flex.register_forward_hook(edit)
+        >>> print(flex.explain(edit))
+        hook: forward on decoder.layers.2 editing by normalize, local along s, b
+        ...
+          edit: normalize, local along s, b, on the shard of each rank, nothing sent
+        ...
     """
     if not isinstance(dims, str) and (callable(dims) or not all(isinstance(d, str) for d in dims)):
         raise HookError(f"mf.local(dims={dims!r}): give names of dims; all of them are @mf.local()")
@@ -188,6 +219,13 @@ class LocalEdit(Preset):
         function: the editing function.
         names: the names of the dims of its tensor.
         on_part: whether the function is bound to the local shard of a rank.
+
+    Examples:
+        >>> @edits.local("s b")
+        ... def normalize(current_module, inputs, save_ctx, modules):
+        ...     return inputs / inputs.norm(dim=-1, keepdim=True)
+        >>> isinstance(normalize, edits.LocalEdit)
+        True
     """
 
     pure = None  # inferred from its source
@@ -230,7 +268,7 @@ class LocalEdit(Preset):
         return made
 
     def for_site(self, site: Site) -> LocalEdit:
-        """The edit bound to a site.
+        """Return the edit bound to a site.
 
         Raises:
             HookError: the site has no such dim.
@@ -244,12 +282,12 @@ class LocalEdit(Preset):
         return LocalEdit(self.dims, for_site(self.function, site), site.dims)
 
     def for_pass(self, key: Key) -> LocalEdit:
-        """The edit bound to one call."""
+        """Return the edit bound to one call."""
         found = for_pass(self.function, key)
         return self if found is self.function else LocalEdit(self.dims, found, self.names)
 
     def on_shard(self, shard: Shard) -> LocalEdit | None:
-        """The edit for a local shard, if that is sharded along these dims alone."""
+        """Return the edit for a local shard, if that is sharded along these dims alone."""
         names = self.names or tuple(d.name for d in shard.layout.dims)
         if shard.summed or (self.dims != "all" and any(names[i] not in self.dims for i in split_dims(shard))):
             return None

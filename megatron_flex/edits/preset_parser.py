@@ -38,8 +38,15 @@ def parse(text: str) -> Preset:
     `name`, or `name=value`, followed by `@value` for each further argument or `@argument=value`; `|`
     between presets that run one after the other. Indices are `3`, `0,3`, `-2` or `0:4`; tensors are files.
 
+    Returns:
+        The preset, or a `chain` of presets.
+
     Raises:
         HookError: there is no such preset or argument, or the value is not valid.
+
+    Examples:
+        >>> edits.parse("scale=0.5@positions=-1 | clamp=-2@2")
+        scale(0.5, positions=-1) | clamp(-2.0, 2.0)
     """
     found = [_parse_preset(part.strip()) for part in text.split("|")]
     return found[0] if len(found) == 1 else chain(*found)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_flex.edits.edit_base import Edit
 from megatron_flex.edits.tensors import DeviceConstant, group_by_pass, read_tensor_file
 from megatron_flex.errors import HookError, SiteError, suggest_nearest
+from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Readings
 from megatron_flex.runtime.captures import Key
 from megatron_flex.sites import Site
@@ -31,6 +32,14 @@ class resample(Edit):
 
     Attributes:
         over: the name of the dim.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.resample("b"))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.equal(after[:, 0], before[:, 1])
+        True
     """
 
     over: str = "b"
@@ -59,6 +68,14 @@ class swap(Edit):
     Attributes:
         first: index of the first sample.
         second: index of the second sample.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.swap(0, 1))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.equal(after[:, 0], before[:, 1])
+        True
     """
 
     first: int
@@ -96,6 +113,14 @@ class patch(Edit):
         source: a tensor for every microbatch; a list of one for each microbatch; the captures of a run
             (`flex.output_dict`, or the readings of one site); a mapping from sites to any of these; a
             file that `edits.write` wrote. Of the full tensor's shape, or of its last dims.
+
+    Examples:
+        >>> with attach(chunks, [HookFunction("decoder.layers.2")]) as flex:
+        ...     train_step(chunks)
+        ...     clean = flex.output_dict
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.patch(clean, positions=-1))
+        >>> with attach(chunks, [edit]):
+        ...     train_step(chunks)  # with the last position's stream of the first run
     """
 
     source: PatchSource
@@ -126,7 +151,7 @@ class patch(Edit):
             self._of(site.name)
 
     def for_pass(self, key: Key) -> patch:
-        """The edit with the tensor of one call."""
+        """Return the edit with the tensor of one call."""
         if isinstance(self._found, Tensor):
             return self
         found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
@@ -140,9 +165,8 @@ class patch(Edit):
             except (KeyError, SiteError) as error:
                 last = error
         raise HookError(
-            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._found)}; what a run "
-            "reads "
-            "arrives on its leader: write it to a file with edits.write() for all ranks"
+            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._found)}; the "
+            "captures of a run arrive on rank 0: write them to a file with edits.write() for all ranks"
         ) from last
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
@@ -168,8 +192,8 @@ def _select_pass(found: Any, key: Key) -> Tensor:
         passes = {(n, 0): t for n, t in enumerate(found)}
     if (key.microbatch, key.call) not in passes:
         raise HookError(
-            f"the source of a patch has {len(passes)} tensors and none of microbatch {key.microbatch}, call "
-            f"{key.call}; give one for each, or one tensor for all"
+            f"the source of a patch has {count_words(len(passes), 'tensor')} and none of microbatch "
+            f"{key.microbatch}, call {key.call}; give one for each, or one tensor for all"
         )
     return passes[key.microbatch, key.call]
 
@@ -180,6 +204,13 @@ class LowRank(nn.Module):
     Args:
         features: the last dim.
         rank: the inner dimension.
+
+    Examples:
+        >>> edits.LowRank(32, 4)
+        LowRank(
+          (down): Linear(in_features=32, out_features=4, bias=False)
+          (up): Linear(in_features=4, out_features=32, bias=False)
+        )
     """
 
     def __init__(self, features: int, rank: int) -> None:
@@ -189,7 +220,12 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The edited tensor, of the input's shape."""
+        """Return the edited tensor, of the input's shape.
+
+        Examples:
+            >>> edits.LowRank(32, 4)(torch.ones(16, 2, 32)).shape
+            torch.Size([16, 2, 32])
+        """
         added: Tensor = self.up(self.down(inputs))
         return inputs + added
 
@@ -200,6 +236,14 @@ class low_rank(Edit):
 
     Attributes:
         name: the name under which the module was registered.
+
+    Examples:
+        >>> handle = flex.register_trainable_module("adapter", edits.LowRank(32, 4))
+        >>> edit = HookFunction("decoder.layers.2.mlp", editing_function=edits.low_rank("adapter"))
+        >>> handle = flex.register_forward_hook(edit)
+        >>> train_step(chunks)
+        >>> optimizer = torch.optim.AdamW(flex.trainable_parameters())
+        >>> optimizer.step()
     """
 
     name: str
@@ -223,6 +267,14 @@ class splice(Edit):
             begins with it.
         keep_error: add the reconstruction error, without gradient: values are unchanged, and gradients pass
             through the module alone.
+
+    Examples:
+        >>> from torch import nn
+        >>> autoencoder = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32))
+        >>> handle = flex.register_trainable_module("sae", autoencoder)
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.splice("sae", keep_error=True))
+        >>> handle = flex.register_forward_hook(edit)
+        >>> train_step(chunks)
     """
 
     name: str

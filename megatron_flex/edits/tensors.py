@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import HookError, suggest_nearest
+from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Captures
 
 Indices = int | slice | Sequence[int]
@@ -129,7 +130,8 @@ def read_tensor(path: str | Path) -> Tensor:
     if name and name not in tensors:
         raise HookError(f"{file} has no tensor {name!r}{suggest_nearest(name, tensors)}")
     if not name and len(tensors) != 1:
-        raise HookError(f"{file} holds {len(tensors)} tensors; name one of them after a #: {file}#name")
+        count = count_words(len(tensors), "tensor")
+        raise HookError(f"{file} holds {count}; name one of them after a #: {file}#name")
     return tensors[name or next(iter(tensors))]
 
 
@@ -141,6 +143,14 @@ def write(captures: Captures, path: str | Path) -> None:
     Args:
         captures: `flex.output_dict`.
         path: a `.safetensors` or `.pt` file.
+
+    Examples:
+        >>> with attach(chunks, [HookFunction("decoder.layers.2")]) as flex:
+        ...     train_step(chunks)
+        ...     edits.write(flex.output_dict, "clean.safetensors")
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.patch("clean.safetensors"))
+        >>> with attach(chunks, [edit]):
+        ...     train_step(chunks)
     """
     out = {}
     for site, readings in captures.items():

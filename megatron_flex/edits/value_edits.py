@@ -19,7 +19,16 @@ from megatron_flex.sites import Site
 
 @dataclass(frozen=True, repr=False, eq=False)
 class scale(Edit):
-    """Multiply by a factor."""
+    """Multiply by a factor.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(0.5))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.equal(after, before / 2)
+        True
+    """
 
     uses_random_numbers = False
 
@@ -38,7 +47,16 @@ class scale(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class zero(Edit):
-    """Replace by zeros."""
+    """Replace by zeros.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.zero(positions=0))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> after[0].abs().max()
+        tensor(0.)
+    """
 
     uses_random_numbers = False
 
@@ -60,6 +78,17 @@ class clamp(Edit):
     Attributes:
         low: the lower bound; None for none.
         high: the upper bound; None for none.
+
+    Raises:
+        HookError: there is no bound.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.clamp(-2.0, 2.0))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> before.abs().max() > 2, after.abs().max()
+        (tensor(True), tensor(2.))
     """
 
     uses_random_numbers = False
@@ -85,6 +114,14 @@ class noise(Edit):
 
     Attributes:
         std: the standard deviation of the noise.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.noise(0.1))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> 0.09 < (after - before).std() < 0.11
+        tensor(True)
     """
 
     std: float
@@ -113,6 +150,15 @@ class ablate_heads(Edit):
         which: the heads.
         keep: zero the others instead.
         of: the number of heads that a dim concatenates, where the module's configuration does not have it.
+
+    Examples:
+        >>> attention = "decoder.layers.1.self_attention"
+        >>> edit = HookFunction(f"{attention}.core_attention", editing_function=edits.ablate_heads([0, 3]))
+        >>> with attach(chunks, [edit, HookFunction(f"{attention}.linear_proj:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> after.unflatten(-1, (4, 8)).abs().amax((0, 1, 3)) > 0
+        tensor([False,  True,  True, False])
     """
 
     uses_random_numbers = False
@@ -149,6 +195,12 @@ class ablate_neurons(Edit):
     Attributes:
         which: the entries, counted in the full tensor.
         keep: whether to zero the other entries instead.
+
+    Examples:
+        >>> edit = edits.ablate_neurons([7, 11])
+        >>> hook = HookFunction("decoder.layers.1.mlp.linear_fc2:input", editing_function=edit)
+        >>> with attach(chunks, [hook]):
+        ...     train_step(chunks)
     """
 
     uses_random_numbers = False
@@ -178,6 +230,14 @@ class mean(Edit):
     Attributes:
         over: names of dims; with `s b` the mean is one vector for the entire microbatch.
         value: a tensor, or a file of one; of the full tensor's shape or of its last dims.
+
+    Examples:
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.mean("s b"))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.allclose(after[3, 1], before.mean((0, 1)), atol=1e-5)
+        True
     """
 
     uses_random_numbers = False

@@ -28,6 +28,16 @@ class steer(Edit):
     Attributes:
         vector: of the tensor's last dims, usually `[h]`; or a file of one. A parameter is trained.
         coefficient: the factor of the vector.
+
+    Examples:
+        >>> direction = torch.nn.functional.normalize(torch.randn(32), dim=0)
+        >>> steer = edits.steer(direction, 0.5, positions=-1)
+        >>> edit = HookFunction("decoder.layers.2", editing_function=steer)
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> (after - before)[-1].norm(dim=-1)
+        tensor([0.5000, 0.5000])
     """
 
     vector: VectorSource
@@ -101,6 +111,18 @@ class project_out(LinearEdit):
 
     Attributes:
         direction: `[h]`, or `[k, h]` for k directions; or a file of one tensor. Any length except zero.
+
+    Raises:
+        HookError: a direction has another shape, all are zero, or they depend on each other.
+
+    Examples:
+        >>> direction = torch.randn(32)
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.project_out(direction))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> (after @ direction).abs().max() < 1e-4
+        tensor(True)
     """
 
     direction: VectorSource
@@ -139,7 +161,17 @@ class project_out(LinearEdit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class project(project_out):
-    """Project the last dim onto a direction, or a subspace."""
+    """Project the last dim onto a direction, or a subspace.
+
+    Examples:
+        >>> direction = torch.randn(32)
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.project(direction))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.linalg.matrix_rank(after.flatten(0, 1), atol=1e-3)
+        tensor(1)
+    """
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return self._component(inputs)
@@ -153,6 +185,18 @@ class linear_map(LinearEdit):
         down: `[h, k]`, or a file of it. A parameter is trained.
         up: `[k, h]` likewise; None where `down` is `[h, h]`.
         add: whether to add the product to the input.
+
+    Raises:
+        HookError: the matrices are not `[h, h]`, or `[h, k]` and `[k, h]`.
+
+    Examples:
+        >>> rotation = torch.linalg.qr(torch.randn(32, 32)).Q
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.linear_map(rotation))
+        >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
+        ...     train_step(chunks)
+        ...     before, after = (captures[0] for captures in flex.output_dict.values())
+        >>> torch.allclose(after.norm(dim=-1), before.norm(dim=-1), rtol=1e-4)
+        True
     """
 
     down: VectorSource

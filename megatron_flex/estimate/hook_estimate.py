@@ -51,6 +51,15 @@ class Links:
         nvlink: to the other GPUs of its node.
         network: to other nodes.
         pcie: to its host.
+
+    Raises:
+        FlexError: a number is not above 0.
+
+    Examples:
+        >>> from megatron_flex.launch.estimate import Links
+        >>> links = Links(gpus_per_node=4, network=25e9)
+        >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.*"))
+        >>> seconds = flex.estimate(sequence_length=16, micro_batch_size=2, links=links).slowest.seconds
     """
 
     gpus_per_node: int = 8
@@ -378,5 +387,5 @@ def record_preset_sums(
     return list(shard.heard)
 
 
-SHARD_FIELDS = ("layout", "mesh", "shape", "whole")
+SHARD_FIELDS = ("layout", "mesh", "shape", "full_size")
 DTYPE_BY_WIDTH = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

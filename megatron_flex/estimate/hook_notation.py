@@ -38,6 +38,7 @@ class HookSpec:
         text: the original text.
         gathered: whether an earlier edit at the hook point has gathered the full tensor.
         once: whether one rank runs the edit and sends its result.
+        asked: the pattern with what `@` adds, as it was given; without a pattern where that was none.
     """
 
     pattern: Pattern
@@ -48,6 +49,7 @@ class HookSpec:
     text: str = ""
     gathered: bool = False
     once: bool = False
+    asked: str = ""
 
     @property
     def kind(self) -> Literal["read", "edit"]:
@@ -58,8 +60,12 @@ class HookSpec:
         return self.text or f"{self.kind} {describe_pattern(self.pattern)}"
 
 
-def parse_read_hook(text: str) -> HookSpec:
+def parse_read_hook(text: str, option: str = "--read") -> HookSpec:
     """Parse a read.
+
+    Args:
+        text: a pattern with what `@` adds.
+        option: of a command line, for errors.
 
     Raises:
         FlexError: the text after the pattern is not valid.
@@ -73,19 +79,19 @@ def parse_read_hook(text: str) -> HookSpec:
         if name == "gradient" and not given:
             gradient = True
         elif name in SELECTIONS and value:
-            picked[name] = _parse_indices(text, value)
+            picked[name] = _parse_indices(f"{option} {text}", value)
         elif name in REDUCTION_MAKERS and value and reduced is None:
             reduced = REDUCTION_MAKERS[name](value)
         else:
             known = ("gradient", *SELECTIONS, *REDUCTION_MAKERS)
             raise FlexError(
-                f"--read {text}: {word!r}{suggest_nearest(name, known)}; after a pattern write @gradient, "
+                f"{option} {text}: {word!r}{suggest_nearest(name, known)}; after a pattern write @gradient, "
                 f"@{'=, @'.join((*SELECTIONS, *REDUCTION_MAKERS))}="
             )
     if not pattern:
-        raise FlexError(f"--read {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
+        raise FlexError(f"{option} {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
     wanted = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
-    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {text}")
+    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {text}", asked=text)
 
 
 def _parse_indices(text: str, value: str) -> slice | list[int]:
@@ -94,7 +100,7 @@ def _parse_indices(text: str, value: str) -> slice | list[int]:
             return slice(*(int(n) if n else None for n in value.split(":")))
         return [int(n) for n in value.split(",")]
     except (ValueError, TypeError):
-        raise FlexError(f"--read {text}: {value!r} are no indices; write 3, or 0,3, or -2, or 0:4") from None
+        raise FlexError(f"{text}: {value!r} are no indices; write 3, or 0,3, or -2, or 0:4") from None
 
 
 def parse_edit_hook(text: str) -> HookSpec:
@@ -113,5 +119,5 @@ def parse_edit_hook(text: str) -> HookSpec:
     name, _, count = what.partition(":")
     words = f"edit {text}"
     if name in EDIT_KINDS and (not count or (name == "linear" and count.isdigit() and int(count))):
-        return HookSpec(pattern, name, int(count or 1), bool(gradient), text=words)
-    return HookSpec(pattern, parse(what), gradient=bool(gradient), text=words)
+        return HookSpec(pattern, name, int(count or 1), bool(gradient), text=words, asked=place)
+    return HookSpec(pattern, parse(what), gradient=bool(gradient), text=words, asked=place)

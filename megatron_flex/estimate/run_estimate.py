@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -22,8 +23,22 @@ from megatron_flex.estimate.hook_estimate import (
 from megatron_flex.estimate.hook_notation import HookSpec
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import format_bytes
-from megatron_flex.sites import Site, strip_numbers
+from megatron_flex.sites import Site, fold_numbers, strip_numbers
+from megatron_flex.text_table import format_table
 
+LINK_COLUMNS = (">NVLink", ">network", ">PCIe")
+TENSOR_COLUMNS = (
+    "tensor",
+    "hook",
+    "layout",
+    ">full tensor",
+    ">shard",
+    "collectives",
+    *LINK_COLUMNS,
+    ">disk",
+    ">device",
+)  # the titles of `RunEstimate.rows()`; `>` is a column of numbers
+RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">of links", ">device", ">host")
 FLAG_BYTES = EXCHANGE_BYTES  # bytes of the flags that ranks compare along every axis after a step with hooks
 
 
@@ -40,6 +55,7 @@ class HookEstimate:
         stage: the pipeline stage that owns it; -1 where all stages take part.
         times: the number of calls in a step, on each data parallel rank.
         each: the estimate of one call.
+        asked: the hook's pattern with what `@` adds, as it was given; without a pattern where that was none.
     """
 
     hook: str
@@ -50,6 +66,7 @@ class HookEstimate:
     stage: int
     times: int
     each: PassEstimate
+    asked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +126,10 @@ class RunEstimate:
         return {**fields, "slowest": json.loads(json.dumps(asdict(self.slowest)))}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Rows for a table, one for equal tensors: site, effect of the hook, layout, full shape, a rank's
-        shard, and per microbatch: collectives, NVLink, network, PCIe and disk of the busiest rank, device
-        memory.
+        """Rows for a table, one for equal tensors.
+
+        Site as it was asked for, effect of the hook, layout, full shape, a rank's shard, and per microbatch:
+        collectives, NVLink, network, PCIe and disk of the busiest rank, device memory.
         """
         groups: dict[tuple[Any, ...], list[HookEstimate]] = {}
         for hook in self.hooks:
@@ -121,14 +139,13 @@ class RunEstimate:
             key = (hook.hook, strip_numbers(hook.name), hook.kind, hook.shape, hook.layout, each)
             groups.setdefault(key, []).append(hook)
         out = []
+        rows = Counter(alike[0].hook for alike in groups.values())
         for alike in groups.values():
             one, each = alike[0], alike[0].each
-            count = f" ({len(alike)})" if len(alike) > 1 else ""
             busy = max((each.rank, each.leader), key=lambda t: t.seconds(self.links))
-            name = strip_numbers(one.name) + (" gradient" if one.kind == "gradient" else "")
             out.append(
                 (
-                    name + count,
+                    _name_row(alike, rows[one.hook] == 1),
                     each.action,
                     one.layout,
                     format_bytes(each.full),
@@ -139,6 +156,19 @@ class RunEstimate:
                 )
             )
         return out
+
+    def __str__(self) -> str:
+        """The hooks, the ranks and what was not counted, as tables."""
+        slowest = self.slowest
+        uncounted = {strip_numbers(name): why for name, why in self.uncounted.items()}
+        lines = [
+            *format_table(self.rows(), TENSOR_COLUMNS),
+            "",
+            *format_table(self.summary(), RANK_COLUMNS),
+            f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms",
+            *(f"not counted: {name}: {why}" for name, why in uncounted.items()),
+        ]
+        return "\n".join(lines)
 
     def summary(self) -> list[tuple[str, ...]]:
         """Rows for a table of ranks: role, collectives in a step, bytes by link, seconds, memory."""
@@ -153,6 +183,21 @@ class RunEstimate:
             )
             for r in self.roles
         ]
+
+
+def _name_row(alike: Sequence[HookEstimate], alone: bool) -> str:
+    """The name of a row: the request, if that is this row alone; else the sites, with the selection.
+
+    Args:
+        alike: the hook at the tensors of the row.
+        alone: whether the hook has no other row.
+    """
+    one = alike[0]
+    pattern, at, part = one.asked.partition("@")
+    name = (pattern if alone and pattern else fold_numbers([hook.name for hook in alike])) + at + part
+    if one.kind == "gradient" and "gradient" not in part.split("@"):
+        name += " gradient"
+    return name + (f" ({len(alike)})" if len(alike) > 1 else "")
 
 
 def _describe_collectives(sent: Sequence[AddedCollective]) -> str:
@@ -217,6 +262,7 @@ def estimate_run(
                 held.stage,
                 held.times,
                 known[key],
+                hook.asked,
             )
         )
     found += more

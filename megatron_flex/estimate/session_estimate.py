@@ -63,7 +63,7 @@ class SessionEstimate:
 
     def hooks(self) -> Iterator[tuple[HookSpec, Site, EstimatedTensor]]:
         """Each active hook at each tensor, in model order."""
-        for site, hooks in self._places(takers=False):
+        for site, hooks in self._hooked_sites(of_sinks=False):
             for backward in (False, True):
                 mine = [h for h in hooks if h.backward is backward]
                 held = self._held(site, backward) if mine else None
@@ -74,7 +74,7 @@ class SessionEstimate:
     def more(self, links: Links) -> Iterator[HookEstimate]:
         """The estimates of dumps and statistics."""
         dumps: dict[int, tuple[Dump, list[EstimatedTensor]]] = {}
-        for site, hooks in self._places(takers=True):
+        for site, hooks in self._hooked_sites(of_sinks=True):
             for hook in hooks:
                 dump: Dump | None = getattr(hook.tensor_sink, "dump", None)
                 held = None if dump is None else self._held(site, hook.backward)
@@ -88,11 +88,11 @@ class SessionEstimate:
             words = f"statistics in {measurer.statistics.path}"
             yield estimate_statistics(words, measurer.sends, self.mesh, links)
 
-    def _places(self, takers: bool) -> Iterator[tuple[Site, list[HookFunction]]]:
+    def _hooked_sites(self, of_sinks: bool) -> Iterator[tuple[Site, list[HookFunction]]]:
         """The sites that have active hooks, and these."""
         at: dict[str, tuple[Site, list[HookFunction]]] = {}
         for entry in self.session.registry.selected:
-            if (entry.hook.tensor_sink is not None) is takers:
+            if (entry.hook.tensor_sink is not None) is of_sinks:
                 for site in entry.sites:
                     at.setdefault(site.name, (site, []))[1].append(entry.hook)
                 for parameter in entry.parameters:
@@ -145,7 +145,8 @@ class SessionEstimate:
             spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
             if hook.save and hook.keep_as not in kept:
                 kept.add(hook.keep_as)
-                yield replace(spec, wanted=hook.wanted, gathered=bool(why))
+                part = f"@{hook.wanted.describe()}" if hook.wanted else ""
+                yield replace(spec, wanted=hook.wanted, gathered=bool(why), asked=part)
             if hook in edits and not why:
                 yield replace(spec, edit=edits[hook])
             elif hook in edits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
+MOST_LISTED = 6  # entries of a tuple that a printed figure lists
+
+
 class FigureError(FlexError):
-    """The source lacks the data of a figure; the message names what to dump or record."""
+    """The source lacks the data of a figure; the message names what to dump or record.
+
+    Examples:
+        >>> try:
+        ...     figures.attention("dumps/run", layer=9)
+        ... except figures.FigureError as error:
+        ...     print(error)
+        dumps/run has the attention patterns of layers 0 to 3; it has none of layer 9
+    """
 
 
 def as_array(values: Tensor) -> Array:
@@ -33,6 +44,23 @@ def as_array(values: Tensor) -> Array:
         ) from error
 
 
+def describe_data(data: Any) -> str:
+    """The caption of a figure, and below it what its fields have, with the shapes of arrays."""
+    lines = [f"{type(data).__name__}: {data.caption}"]
+    for name in (field.name for field in fields(data) if field.name != "caption"):
+        value = getattr(data, name)
+        if hasattr(value, "shape"):
+            text = f"array {list(value.shape)}, {value.dtype}"
+        elif isinstance(value, tuple) and len(value) > MOST_LISTED:
+            text = f"{value[0]} ... {value[-1]} ({len(value)})"
+        elif isinstance(value, tuple):
+            text = ", ".join(map(str, value))
+        else:
+            text = str(value)
+        lines.append(f"  {name}: {text}")
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Norms:
     """Norms of tensors over iterations: roots of sums of squares, over all samples and tokens.
@@ -44,6 +72,15 @@ class Norms:
         counts: `[iteration, site]`, the number of finite values: `values / sqrt(counts)` is their RMS.
         broken: `[iteration, site]`, the number of NaNs and infinities.
         caption: site, iterations, layout.
+        token_norms: `[3, iteration, site]`, fp64: the mean of the norms of single tokens, and their 10th and
+            90th percentile; NaN where a tensor has no tokens. None if they were not asked for, or of
+            statistics.
+
+    Examples:
+        >>> figure = figures.norms("dumps/run")
+        >>> figure.sites, figure.iterations
+        (('decoder.layers.0:output', 'decoder.layers.1:output', 'decoder.layers.2:output',
+         'decoder.layers.3:output'), (0, 1))
     """
 
     sites: tuple[str, ...]
@@ -52,6 +89,10 @@ class Norms:
     counts: Array
     broken: Array
     caption: str
+    token_norms: Array | None = None
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,11 @@ class Histograms:
             infinite, and zero occurs twice, around the bin of exact zeros.
         counts: `[iteration, bin]`, integers.
         caption: site, iterations, layout.
+
+    Examples:
+        >>> figure = figures.histograms("stats/run", "decoder.layers.3")
+        >>> figure.counts.shape, figure.edges.shape
+        ((2, 129), (130,))
     """
 
     site: str
@@ -72,6 +118,9 @@ class Histograms:
     edges: Array
     counts: Array
     caption: str
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -86,6 +135,11 @@ class Heat:
         columns: the index of each column's first feature, flattened.
         block: tokens and features of a block; `(1, 1)` for single values.
         caption: site, iteration, sample, layout, and the block size of means.
+
+    Examples:
+        >>> figure = figures.heat("dumps/run", "decoder.layers.3", most=(8, 8))
+        >>> figure.values.shape, figure.block
+        ((8, 8), (2, 4))
     """
 
     site: str
@@ -95,6 +149,9 @@ class Heat:
     columns: tuple[int, ...]
     block: tuple[int, int]
     caption: str
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -108,6 +165,11 @@ class Attention:
         queries: their positions; a subset, if the dump selected tokens.
         keys: their positions.
         caption: site, iteration, sample, layout.
+
+    Examples:
+        >>> figure = figures.attention("dumps/run", layer=1)
+        >>> figure.caption
+        'decoder.layers.1.self_attention.core_attention:probs · iteration 1 · sample 0 · [b, n, s, s]'
     """
 
     layer: int
@@ -116,6 +178,9 @@ class Attention:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     caption: str
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -129,6 +194,15 @@ class LogitLens:
         probabilities: `[layer, token, k]`, fp32: their probabilities, over the vocabulary without padding.
         iteration: the framework's iteration number.
         caption: sites, iteration, sample, layout.
+        entropies: `[layer, token]`, fp32, in nats: of the distribution over the vocabulary.
+        ranks: `[layer, token]`, integers: the rank of the target among all tokens of the vocabulary; 1 is the
+            likeliest.
+        targets: `[token]`: the tokens that were ranked; by default the likeliest after the last layer.
+
+    Examples:
+        >>> figure = figures.logit_lens("dumps/run", top=3)
+        >>> figure.ids.shape, figure.layers
+        ((5, 16, 3), (0, 1, 2, 3, 4))
     """
 
     layers: tuple[int, ...]
@@ -137,6 +211,12 @@ class LogitLens:
     probabilities: Array
     iteration: int
     caption: str
+    entropies: Array | None = None
+    ranks: Array | None = None
+    targets: Array | None = None
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -150,6 +230,13 @@ class Induction:
         uniform: the value of both for uniform attention.
         iteration: the framework's iteration number.
         caption: sites, iteration, samples, layout.
+
+    Examples:
+        >>> repeated = tokens[:, :8].repeat(1, 2)
+        >>> logits, cache = flex.interp.run_with_cache(repeated, lambda name: "pattern" in name)
+        >>> figure = figures.induction(cache)
+        >>> figure.layers, round(figure.uniform, 3)
+        ((0, 1, 2, 3), 0.083)
     """
 
     layers: tuple[int, ...]
@@ -158,6 +245,9 @@ class Induction:
     uniform: float
     iteration: int
     caption: str
+
+    def __str__(self) -> str:
+        return describe_data(self)
 
 
 @dataclass(frozen=True)
@@ -172,6 +262,12 @@ class Divergence:
         tolerances: `[iteration, site]`.
         first: site and iteration of the first error above its tolerance; None if there is none.
         caption: the two dumps, iterations, the first divergence.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> figure = figures.divergence(compare("dumps/run", "dumps/changed"))
+        >>> figure.first, bool((figure.errors > figure.tolerances).any())
+        (('decoder.layers.3:input', 0), True)
     """
 
     sites: tuple[str, ...]
@@ -180,3 +276,6 @@ class Divergence:
     tolerances: Array
     first: tuple[str, int] | None
     caption: str
+
+    def __str__(self) -> str:
+        return describe_data(self)

@@ -150,10 +150,10 @@ class DumpSource:
 
     def layout(self, name: str) -> str:
         """The layout, declared or, if it was inferred, as recorded."""
-        place = self.dump.site_records.get(name.removesuffix(".grad"))
-        if place is None or place.inferred:
+        record = self.dump.site_records.get(name.removesuffix(".grad"))
+        if record is None or record.inferred:
             return self.dump[name].layout
-        layout = layout_from_json(dict(place.layout))
+        layout = layout_from_json(dict(record.layout))
         return describe_layout(layout_in_pass(layout, name.endswith(".grad")), self.dump.manifest.sizes)
 
 
@@ -195,10 +195,10 @@ class CacheSource:
 
     def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
         """One sequence."""
-        whole = self.cache[self._keys[name]]
-        whole = whole if self.cache.has_batch_dim else whole[None]
-        _check_sample(name, sample, len(whole))
-        one = whole[sample]
+        full = self.cache[self._keys[name]]
+        full = full if self.cache.has_batch_dim else full[None]
+        _check_sample(name, sample, len(full))
+        one = full[sample]
         one = one.transpose(0, 1) if name.endswith(QUERY_SUFFIXES) else one
         return SampleRows(
             sample, tuple(range(len(one))), tuple(one.shape[1:]), lambda first, last: one[first:last]
@@ -281,9 +281,9 @@ class StatisticsSource:
     def layout(self, name: str) -> str:
         """The layout of a tensor, as text."""
         for header in reversed(self.found.headers):
-            for place in header.sites:
-                if place.name == name.removesuffix(".grad"):
-                    return describe_layout(layout_from_json(dict(place.layout)), header.axes)
+            for record in header.sites:
+                if record.name == name.removesuffix(".grad"):
+                    return describe_layout(layout_from_json(dict(record.layout)), header.axes)
         return ""
 
 

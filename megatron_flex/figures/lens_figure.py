@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from megatron_flex.sites import Site, SiteTable
 
 OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "output_layer.weight", "embedding.word_embeddings.weight"
 STREAM_SITES = "decoder.layers.*"
-WHOLE = 1 << 24  # maximum number of logits in memory
+MAX_LOGITS = 1 << 24  # maximum number of logits in memory
 PIECE = 1 << 25  # maximum number of weights in fp32
 
 Logits = Callable[[Tensor], Tensor]  # of streams [token, h]: [token, vocabulary], fp32
@@ -45,6 +46,7 @@ def logit_lens(
     *,
     positions: slice | Sequence[int] = slice(None),
     tied: bool | None = None,
+    targets: Sequence[int] | None = None,
 ) -> LogitLens:
     """The prediction of the next token from the residual stream before the first layer and after each one.
 
@@ -58,9 +60,19 @@ def logit_lens(
         top: the number of most likely tokens to keep.
         positions: the indices of tokens among the source's tokens.
         tied: whether the output layer shares the word embeddings, where a dump does not have that.
+        targets: for each position a token of which the rank is wanted, such as the one that follows; by
+            default the likeliest after the last layer.
+
+    Returns:
+        The most likely tokens, with their probabilities.
 
     Raises:
-        FigureError: there are no streams, or the dump lacks the weights.
+        FigureError: there are no streams, the dump lacks the weights, or there are not as many targets as
+            positions.
+
+    Examples:
+        >>> figures.logit_lens("dumps/run", top=3).ids.shape
+        (5, 16, 3)
     """
     if top < 1:
         raise FigureError(f"top={top}: at least the likeliest token must be kept, top=1")
@@ -75,24 +87,24 @@ def logit_lens(
         )
         kept: list[int] | None = None
         places: tuple[int, ...] = ()
-        ids, chances = [], []
-        for name in names.values():
+        wanted = None if targets is None else torch.tensor([int(t) for t in targets], dtype=torch.int64)
+        lenses: list[_Lens] = []
+        for name in reversed(names.values()):  # the last one first: its answer is what others are ranked by
             rows = found.rows(name, number, sample)
             if kept is None:
                 kept = _chosen_positions(positions, len(rows.tokens))
                 places = tuple(rows.tokens[i] for i in kept)
-            best = _likeliest_tokens(rows.all()[torch.tensor(kept, dtype=torch.int64)], logits, top)
-            ids.append(best[0])
-            chances.append(best[1])
+            if wanted is not None and len(wanted) != len(kept):
+                raise FigureError(f"targets has {len(wanted)} tokens, and there are {len(kept)} positions")
+            lenses.insert(0, _read_lens(rows.all()[torch.tensor(kept)], logits, top, wanted))
+            wanted = lenses[0].targets
         text = make_caption(
             f"logit lens of {STREAM_SITES}",
             caption_iterations(found, [number]),
             f"sample {rows.sample}",
             layout=describe_layouts(found, list(names.values())),
         )
-        return LogitLens(
-            tuple(names), places, as_array(torch.stack(ids)), as_array(torch.stack(chances)), number, text
-        )
+        return LogitLens(tuple(names), places, *_stacked(lenses, number, text))
 
 
 def _find_streams(found: TensorSource) -> dict[int, str]:
@@ -101,12 +113,14 @@ def _find_streams(found: TensorSource) -> dict[int, str]:
     inside = [n for n in there if n.startswith("decoder.layers.") and n.count(".") == 2]
     numbers = sorted({int(n.removeprefix("decoder.layers.").partition(":")[0]) for n in inside})
     out: dict[int, str] = {}
-    for behind in range(numbers[-1] + 2 if numbers else 0):
-        before = [f"decoder.layers.{behind - 1}:output"] if behind else []
-        last = [] if behind else ["embedding:output"]
-        name = next((n for n in (*before, f"decoder.layers.{behind}:input", *last) if n in there), None)
+    for layers_before in range(numbers[-1] + 2 if numbers else 0):
+        before = [f"decoder.layers.{layers_before - 1}:output"] if layers_before else []
+        last = [] if layers_before else ["embedding:output"]
+        name = next(
+            (n for n in (*before, f"decoder.layers.{layers_before}:input", *last) if n in there), None
+        )
         if name is not None:
-            out[behind] = name
+            out[layers_before] = name
     if not out:
         raise FigureError(
             f"{found.where} has no residual stream: {found.record.format(repr(STREAM_SITES))}, outputs of "
@@ -126,19 +140,51 @@ def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]
     return [range(there)[t] for t in positions]
 
 
-def _likeliest_tokens(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor, Tensor]:
-    """`[token, k]` each: the most likely tokens, and their probabilities, few positions at a time."""
-    ids, chances = [], []
+class _Lens(NamedTuple):
+    """One stream through the lens: `[token, k]` ids and probabilities, `[token]` the others."""
+
+    ids: Tensor
+    probabilities: Tensor
+    entropies: Tensor
+    ranks: Tensor
+    targets: Tensor
+
+
+def _stacked(lenses: list[_Lens], number: int, caption: str) -> tuple[Any, ...]:
+    """The fields of a `LogitLens` from `ids` on, of the lenses of all layers."""
+    return (
+        as_array(torch.stack([one.ids for one in lenses])),
+        as_array(torch.stack([one.probabilities for one in lenses])),
+        number,
+        caption,
+        as_array(torch.stack([one.entropies for one in lenses])),
+        as_array(torch.stack([one.ranks for one in lenses])),
+        as_array(lenses[-1].targets),
+    )
+
+
+def _read_lens(streams: Tensor, logits: Logits, top: int, targets: Tensor | None) -> _Lens:
+    """The most likely tokens, the entropy, and the rank of the targets, few positions at a time."""
+    parts: list[_Lens] = []
     step = 1
     at = 0
     while at < len(streams):
         found = logits(as_fp32(streams[at : at + step]))
-        best, which = found.topk(min(top, found.shape[-1]), -1)
-        chances.append((best - found.logsumexp(-1, keepdim=True)).exp())
-        ids.append(which)
+        shares = found.log_softmax(-1)
+        best, which = shares.topk(min(top, found.shape[-1]), -1)
+        wanted = which[:, 0] if targets is None else targets[at : at + step].to(which.device)
+        outside = [t for t in wanted.tolist() if not 0 <= t < found.shape[-1]]
+        if outside:
+            raise FigureError(
+                f"targets has token {outside[0]}; the vocabulary has 0 to {found.shape[-1] - 1}"
+            )
+        ranks = 1 + (shares > shares.gather(-1, wanted[:, None])).sum(-1)
+        parts.append(
+            _Lens(which, best.exp(), -torch.xlogy(shares.exp(), shares.exp()).sum(-1), ranks, wanted)
+        )
         at += step
-        step = max(1, WHOLE // found.shape[-1])  # the first token gives the vocabulary size
-    return torch.cat(ids), torch.cat(chances)
+        step = max(1, MAX_LOGITS // found.shape[-1])  # the first token gives the vocabulary size
+    return _Lens(*(torch.cat(several) for several in zip(*parts, strict=True)))
 
 
 # -- of a dump -----------------------------------------------------------------------------------------

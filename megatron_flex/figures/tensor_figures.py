@@ -53,15 +53,26 @@ LAYER_OUTPUTS = "decoder.layers.*:output"
 READ_VALUES = 1 << 22  # maximum number of values of a heat map read at a time
 
 
-def norms(source: Source, pattern: str = LAYER_OUTPUTS) -> Norms:
+BAND = (0.1, 0.9)  # quantiles of token norms
+
+
+def norms(source: Source, pattern: str = LAYER_OUTPUTS, *, tokens: bool = False) -> Norms:
     """The norm of each tensor in each iteration, over all its samples and tokens.
 
     Args:
         source: a dump, statistics, a cache, or the path of one of the first two.
         pattern: a site's name, a module's (for its output) or a glob, as for hooks.
+        tokens: also the norms of single tokens, for which a dump is read once more; statistics have none.
+
+    Returns:
+        The norms, in model order.
 
     Raises:
         FigureError: nothing of that name was dumped or measured.
+
+    Examples:
+        >>> figures.norms("dumps/run").values.shape
+        (2, 4)
     """
     with open_source(source) as found:
         names = match_names(found, pattern)
@@ -82,8 +93,17 @@ def norms(source: Source, pattern: str = LAYER_OUTPUTS) -> Norms:
         text = make_caption(
             f"norm of {named}", caption_iterations(found, iterations), layout=describe_layouts(found, names)
         )
+        of_tokens = None
+        if tokens and not isinstance(found, StatisticsSource):
+            of_tokens = as_array(_token_norms(found, names, iterations))
         return Norms(
-            tuple(names), tuple(iterations), as_array(values), as_array(counts), as_array(broken), text
+            tuple(names),
+            tuple(iterations),
+            as_array(values),
+            as_array(counts),
+            as_array(broken),
+            text,
+            of_tokens,
         )
 
 
@@ -115,6 +135,26 @@ def _norms_of_tensors(found: TensorSource, names: Sequence[str]) -> dict[tuple[i
     return out
 
 
+def _token_norms(found: TensorSource, names: Sequence[str], iterations: Sequence[int]) -> Tensor:
+    """`[3, iteration, site]`: mean, 10th and 90th percentile of the finite norms of tokens."""
+    out = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
+    for column, name in enumerate(names):
+        there = found.iterations(name) or [0]
+        for line, number in enumerate(iterations):
+            if number not in there:
+                continue
+            try:
+                rows = [found.rows(name, number, n) for n in range(found.samples(name, number))]
+            except FigureError:  # a tensor without tokens
+                break
+            each = torch.cat([as_fp32(r.all()).flatten(1).double().norm(dim=1) for r in rows])
+            each = each[each.isfinite()]
+            if each.numel():
+                low, high = each.quantile(torch.tensor(BAND, dtype=torch.float64)).tolist()
+                out[:, line, column] = torch.tensor([each.mean().item(), low, high], dtype=torch.float64)
+    return out
+
+
 def histograms(source: Source, site: str) -> Histograms:
     """The number of values of a tensor between powers of two, in each iteration.
 
@@ -122,8 +162,15 @@ def histograms(source: Source, site: str) -> Histograms:
         source: a dump, statistics, a cache, or the path of one of the first two.
         site: its name, or the module's for its output.
 
+    Returns:
+        The counts.
+
     Raises:
         FigureError: it was not dumped or measured, or without histograms, or the name is ambiguous.
+
+    Examples:
+        >>> figures.histograms("stats/run", "decoder.layers.3").counts.sum(-1)
+        array([2048, 2048])
     """
     with open_source(source) as found:
         name = _only_name(match_names(found, site), site)
@@ -166,8 +213,15 @@ def heat(
         sample: the index among the source's samples, from 0.
         most: maximum tokens and features of the result.
 
+    Returns:
+        The values, or the means over blocks.
+
     Raises:
         FigureError: it does not exist, or has no samples with tokens, or the name is ambiguous.
+
+    Examples:
+        >>> figures.heat("dumps/run", "decoder.layers.3").values.shape
+        (16, 32)
     """
     with open_tensor_source(source, "a heat map") as found:
         name = _only_name(match_names(found, site), site)
@@ -229,8 +283,15 @@ def attention(source: Source, layer: int, iteration: int | None = None, sample: 
         iteration: by default the last one.
         sample: the index among the source's samples, from 0.
 
+    Returns:
+        The patterns of each head.
+
     Raises:
         FigureError: there are none of that layer.
+
+    Examples:
+        >>> figures.attention("dumps/run", layer=1).values.shape
+        (4, 16, 16)
     """
     with open_tensor_source(source, "an attention pattern") as found:
         there = _pattern_names(found)
@@ -259,8 +320,17 @@ def induction(source: Source, iteration: int | None = None) -> Induction:
         source: a dump, a cache, or a dump's path; with the attention patterns.
         iteration: by default the last one.
 
+    Returns:
+        The scores of each head.
+
     Raises:
         FigureError: there are no patterns, or not of all tokens, or the samples repeat nothing.
+
+    Examples:
+        >>> repeated = tokens[:, :8].repeat(1, 2)
+        >>> logits, cache = flex.interp.run_with_cache(repeated, lambda name: "pattern" in name)
+        >>> figures.induction(cache).scores.shape  # [layer, head]
+        (4, 4)
     """
     with open_tensor_source(source, "an induction score") as found:
         there = _pattern_names(found)
@@ -388,8 +458,16 @@ class ComparisonLike(Protocol):
 def divergence(comparison: ComparisonLike) -> Divergence:
     """The errors and tolerances of a comparison as tables, iterations x sites in execution order.
 
+    Returns:
+        The tables.
+
     Raises:
         FigureError: nothing was compared.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> figures.divergence(compare("dumps/run", "dumps/changed")).first
+        ('decoder.layers.3:input', 0)
     """
     rows = comparison.rows
     if not rows:

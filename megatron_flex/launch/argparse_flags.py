@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from megatron_flex.launch.flag_prefix import with_prefix
 from megatron_flex.launch.flags import (
     FLAGS,
     FLAGS_VARIABLE,
@@ -32,6 +33,13 @@ def add_flex_args(parser: Parser) -> Parser:
 
     Returns:
         The parser.
+
+    Examples:
+        >>> import argparse
+        >>> from megatron_flex.launch import settings_of
+        >>> parser = add_flex_args(argparse.ArgumentParser())
+        >>> settings_of(parser.parse_args(["--flex-sites", "decoder.layers.*"])).sites
+        ('decoder.layers.*',)
     """
     groups: dict[str, Any] = {}
     for flag in FLAGS:
@@ -49,7 +57,7 @@ def add_flex_args(parser: Parser) -> Parser:
 
 def _argparse_arguments(flag: Flag) -> dict[str, Any]:
     """The arguments of `add_argument` for a flag."""
-    out: dict[str, Any] = {"dest": flag.dest, "help": flag.words.replace("%", "%%")}
+    out: dict[str, Any] = {"dest": flag.dest, "help": with_prefix(flag.words).replace("%", "%%")}
     if flag.name == "help":
         return {**out, "action": _HelpAction}
     if flag.takes == "none":

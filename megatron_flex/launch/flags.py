@@ -13,6 +13,15 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.launch.flag_prefix import (
+    FLAG_PREFIX,
+    LONG_PREFIX,
+    PREFIX_VARIABLE,
+    flag_prefix,
+    option_dest,
+    to_standard_option,
+    with_prefix,
+)
 
 try:
     from pydantic.fields import FieldInfo
@@ -35,8 +44,6 @@ except ModuleNotFoundError as error:
 
 
 FLAGS_VARIABLE = "MEGATRON_FLEX_FLAGS"  # flags in the environment, as they would be typed
-FLAG_PREFIX = "--flex-"
-LONG_PREFIX = "--megatron-flex-"  # for scripts that have flags of our short names themselves
 HELP_WIDTH = 98
 
 FlagArity = Literal["none", "one", "once", "optional", "many", "edit"]
@@ -68,7 +75,7 @@ class Flag:
     @property
     def option(self) -> str:
         """As it is typed."""
-        return FLAG_PREFIX + self.name
+        return flag_prefix() + self.name
 
     @property
     def long_option(self) -> str:
@@ -78,7 +85,7 @@ class Flag:
     @property
     def dest(self) -> str:
         """Its name in a namespace of argparse."""
-        return "flex_" + self.name.replace("-", "_")
+        return option_dest(self.name)
 
     @property
     def usage(self) -> str:
@@ -140,7 +147,7 @@ FLAGS = (
     *_flags_of_settings(),
     Flag("help", (), RUN_GROUP, "Print this, and exit.", takes="none"),
 )
-FLAGS_BY_OPTION = {f.option: f for f in FLAGS}
+FLAGS_BY_OPTION = {FLAG_PREFIX + f.name: f for f in FLAGS}  # by their standard options
 FLAGS_BY_LONG_OPTION = {f.long_option: f for f in FLAGS}
 
 
@@ -150,16 +157,17 @@ def format_help() -> str:
         "usage: python -m megatron_flex.launch SCRIPT [flags of the script] [flags of megatron_flex]",
         "",
         *wrap(
-            "Hooks for a training script as it is. These flags are taken out of the command line; the script "
-            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {FLAG_PREFIX}NAME. "
-            f"{FLAGS_VARIABLE} may hold flags, too.",
+            "Hooks for a training script as it is. These flags are removed from the command line; the script "
+            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {flag_prefix()}NAME. "
+            f"{FLAGS_VARIABLE} may hold flags, too. "
+            f"{PREFIX_VARIABLE}=--hooks- replaces {FLAG_PREFIX} by --hooks-.",
             HELP_WIDTH,
         ),
     ]
     for group in dict.fromkeys(f.group for f in FLAGS):
         out += ["", f"{group}:"]
         for flag in (f for f in FLAGS if f.group == group):
-            lines = wrap(flag.words, HELP_WIDTH - 38)
+            lines = wrap(with_prefix(flag.words), HELP_WIDTH - 38)
             out.append(f"  {flag.usage:35} {lines[0]}")
             out += [" " * 38 + line for line in lines[1:]]
     return "\n".join(out) + "\n"
@@ -197,7 +205,7 @@ def split_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def is_own_flag(word: str) -> bool:
     """Whether a word of a command line is a flag of ours: a full name, or anything with the longer prefix."""
-    return word.startswith(LONG_PREFIX) or word.partition("=")[0] in FLAGS_BY_OPTION
+    return word.startswith(LONG_PREFIX) or to_standard_option(word.partition("=")[0]) in FLAGS_BY_OPTION
 
 
 def describe_foreign_flags(words: Sequence[str]) -> str:
@@ -207,10 +215,11 @@ def describe_foreign_flags(words: Sequence[str]) -> str:
         words: what `split_argv` left.
     """
     before = words[: list(words).index("--")] if "--" in words else words
-    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(FLAG_PREFIX))
+    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(flag_prefix()))
     if not names:
         return ""
-    nearest = {name: suggest_nearest(name, FLAGS_BY_OPTION, 1).removeprefix("; ") for name in names}
+    known = [flag.option for flag in FLAGS]
+    nearest = {name: suggest_nearest(name, known, 1).removeprefix("; ") for name in names}
     told = ", ".join(f"{name} ({near})" if near else name for name, near in nearest.items())
     return f"passed on to the script, as no flag of megatron_flex has this name: {told}"
 
@@ -240,7 +249,7 @@ def _is_flag(word: str) -> bool:
 
 def _parse_flag(word: str, words: WordStream) -> tuple[Flag, list[str]]:
     option, glued, value = word.partition("=")
-    flag = FLAGS_BY_OPTION.get(option, FLAGS_BY_LONG_OPTION.get(option))
+    flag = FLAGS_BY_OPTION.get(to_standard_option(option), FLAGS_BY_LONG_OPTION.get(option))
     if flag is None:
         raise _make_unknown_error(option, FLAGS_BY_LONG_OPTION)
     if glued:
@@ -344,7 +353,7 @@ def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str
 
 
 def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings without a command line: of YAML files, then of MEGATRON_FLEX_FLAGS.
+    """Return settings without a command line: of YAML files, then of MEGATRON_FLEX_FLAGS.
 
     For processes that no launcher starts with flags: an actor of Ray, a notebook. `sys.argv` is not read.
 
@@ -355,8 +364,12 @@ def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str]
     Raises:
         FlexError: a file or the variable has something that there is not, or cannot be.
 
-    Example:
-        `launch.install(launch.load_settings("hooks.yaml"))`
+    Examples:
+        >>> from megatron_flex.launch import install, load_settings
+        >>> from pathlib import Path
+        >>> length = Path("hooks.yaml").write_text("sites: [decoder.layers.*]")
+        >>> installation = install(load_settings("hooks.yaml"))
+        >>> installation.uninstall()
     """
     environment = os.environ if environment is None else environment
     found = _read_environment(environment)
@@ -367,8 +380,18 @@ def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str]
 def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Settings:
     """The settings that a namespace holds, on top of those in files and the environment.
 
+    Returns:
+        The settings.
+
     Raises:
         FlexError: its parser did not have our flags, or as for `settings_from_values`.
+
+    Examples:
+        >>> import argparse
+        >>> from megatron_flex.launch import settings_of
+        >>> parser = add_flex_args(argparse.ArgumentParser())
+        >>> settings_of(parser.parse_args(["--flex-sites", "decoder.layers.*"]), {}).sites
+        ('decoder.layers.*',)
     """
     if not has_flags(namespace):
         raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
@@ -396,16 +419,18 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         words = shlex.split(environment.get(FLAGS_VARIABLE, ""))
     except ValueError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {str(error).lower()}; write it as in a shell") from None
+    prefix = flag_prefix()
+    words = [prefix + w.removeprefix(FLAG_PREFIX) if w.startswith(FLAG_PREFIX) else w for w in words]
     try:
         found, rest = split_argv(words)
     except FlexError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {error}") from None
-    if rest and rest[0].startswith(FLAG_PREFIX):
+    if rest and rest[0].startswith(prefix):
         raise FlexError(
             f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}"
         )
     if rest:
-        raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is no flag of ours, which begin with {FLAG_PREFIX}")
+        raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is no flag of ours, which begin with {prefix}")
     return found
 
 

@@ -42,6 +42,14 @@ class Control:
 
     Raises:
         FlexError: on all ranks: the file is invalid at the beginning.
+
+    Examples:
+        >>> from megatron_flex.launch.hook_control import Control
+        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+        >>> handle = flex.register_forward_hook(edit)
+        >>> control = Control(flex, "control")  # then, in a shell: echo "-steer" > control
+        >>> control.step_begins()
+        >>> control.close()
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class Control:
             now = read_control_file(self._path) if self._first else None
             (content, *_) = gather_objects(now, self._mesh, self._axes)
             if content is None:
-                self._say(f"{self._path} is not there; until it is all hooks are as they were asked for")
+                self._print(f"{self._path} is not there; until it is all hooks are as they were asked for")
             else:
                 self._switches = self._read(content)
                 self._switch("at the start")
@@ -67,7 +75,7 @@ class Control:
                 self._watcher = _FileWatcher(self._path, now, seconds)
         self._signals = _SignalListener()
         if not self._signals.heard:
-            self._say("signals are not heard: Python has them in its main thread alone")
+            self._print("signals are not heard: Python has them in its main thread alone")
 
     @property
     def pending(self) -> bool:
@@ -75,7 +83,16 @@ class Control:
         return self._watcher is not None and self._watcher.found is not None
 
     def step_begins(self, iteration: int | None = None) -> None:
-        """Apply changes between two steps. Collective over the job, with three flags; raises nothing."""
+        """Apply changes between two steps. Collective over the job, with three flags; raises nothing.
+
+        Examples:
+            >>> from megatron_flex.launch.hook_control import Control
+            >>> control = Control(flex)
+            >>> for iteration in range(2):
+            ...     control.step_begins(iteration)
+            ...     train_step(chunks)
+            >>> control.close()
+        """
         found = None if self._watcher is None else self._watcher.take()
         out, back = self._signals.take()
         out_now, back_now, read = max_over_ranks([out, back, int(found is not None)], self._mesh)
@@ -89,7 +106,7 @@ class Control:
             try:
                 self._switches = self._read(content)
             except FlexError as error:
-                self._say(f"{when}: {error}; the hooks stay as they are")
+                self._print(f"{when}: {error}; the hooks stay as they are")
                 if not out_now and not back_now:
                     return
         if out_now or back_now:
@@ -97,7 +114,13 @@ class Control:
         self._switch(f"{when}, {why}")
 
     def close(self) -> None:
-        """Stop watching the file and the signals; the hooks keep their state."""
+        """Stop watching the file and the signals; the hooks keep their state.
+
+        Examples:
+            >>> from megatron_flex.launch.hook_control import Control
+            >>> control = Control(flex)
+            >>> control.close()
+        """
         self._signals.close()
         if self._watcher is not None:
             self._watcher.stop()
@@ -124,7 +147,7 @@ class Control:
         counts = [
             f"{group} {on}" for group, on in after.items() if group == ALL_GROUPS or on != before[group]
         ]
-        self._say(f"{when}: hooks that are on: {', '.join(counts)}")
+        self._print(f"{when}: hooks that are on: {', '.join(counts)}")
 
     def _on(self) -> dict[str, str]:
         """For each group the number of its active hooks, as text."""
@@ -135,7 +158,7 @@ class Control:
             for name, hooks in groups.items()
         }
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._first:
             sys.stderr.write(f"megatron-flex: {line}\n")
             sys.stderr.flush()

@@ -22,6 +22,7 @@ from megatron_flex.adapters.megatron_core.schedules import current_iteration
 from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
+from megatron_flex.launch.flag_prefix import LONG_PREFIX, flag_prefix
 from megatron_flex.launch.flags import (
     describe_foreign_flags,
     has_flags,
@@ -49,6 +50,13 @@ class Installation:
         running: the TrainingRun of these settings.
         failure: the FlexError that stopped the training or occurred at its end.
         holds: store an error at the training's end in `failure` instead of raising the error.
+
+    Examples:
+        >>> from megatron_flex.launch import Settings, install
+        >>> installation = install(Settings(sites=("decoder.layers.*",)))
+        >>> installation.settings.sites
+        ('decoder.layers.*',)
+        >>> installation.uninstall()
     """
 
     def __init__(self, settings: Settings | None, holds: bool = False) -> None:
@@ -59,7 +67,14 @@ class Installation:
         self._inside = 0  # nesting depth: some wrappers of pretrain() call it again
 
     def install(self) -> None:
-        """Patch Megatron's training code, now or when it is imported."""
+        """Patch Megatron's training code, now or when it is imported.
+
+        Examples:
+            >>> from megatron_flex.launch import Installation, Settings
+            >>> installation = Installation(Settings(sites=("decoder.layers.*",)))
+            >>> installation.install()
+            >>> installation.uninstall()
+        """
         if self.settings is not None and self.settings.cpu:
             cpu.enable()
             self._undo.append(cpu.disable)
@@ -79,6 +94,11 @@ class Installation:
 
         Raises:
             FlexError: for the same reasons as `finish`.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, install
+            >>> installation = install(Settings(sites=("decoder.layers.*",)))
+            >>> installation.uninstall()
         """
         _CurrentInstallation.installed = (
             None if _CurrentInstallation.installed is self else _CurrentInstallation.installed
@@ -247,6 +267,12 @@ class Installation:
 
         Raises:
             FlexError: on all ranks, unless `holds`: a hook was never called, or a file could not be written.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, install
+            >>> installation = install(Settings(sites=("decoder.layers.*",)))
+            >>> installation.finish()
+            >>> installation.uninstall()
         """
         try:
             self._remember_failure(self.running.finish)
@@ -284,6 +310,12 @@ def install(settings: Settings | str | PathLike[str] | None = None, *, holds: bo
 
     Raises:
         FlexError: other settings are installed already, or the flags are invalid.
+
+    Examples:
+        >>> from megatron_flex.launch import Settings, install
+        >>> installation = install(Settings(sites=("decoder.layers.*",)))
+        >>> # pretrain(...)
+        >>> installation.uninstall()
     """
     there = _CurrentInstallation.installed
     if there is not None and there.settings is None:  # settings that Megatron's parser would have read
@@ -312,7 +344,7 @@ def install_when_parsed() -> None:
     An existing installation takes precedence. With --flex-cpu on the command line the CPU runtime is enabled.
     """
     if _CurrentInstallation.installed is None:
-        if {"--flex-cpu", "--megatron-flex-cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
+        if {f"{flag_prefix()}cpu", f"{LONG_PREFIX}cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
             cpu.enable()
         _CurrentInstallation.installed = Installation(None)
         _CurrentInstallation.installed.install()

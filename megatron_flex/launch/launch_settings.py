@@ -209,7 +209,13 @@ class StatisticsSettings(SettingsPart):
 
 
 class Settings(SettingsPart):
-    """The settings of a launcher. Descriptions of the fields are the help of the flags."""
+    """The settings of a launcher. Descriptions of the fields are the help of the flags.
+
+    Examples:
+        >>> from megatron_flex.launch import Settings
+        >>> Settings(sites="decoder.layers.*").sites
+        ('decoder.layers.*',)
+    """
 
     sites: NameList = _flag(
         (),
@@ -310,6 +316,10 @@ class Settings(SettingsPart):
 
         Raises:
             FlexError: an edit has no site, or a dump or the statistics have neither sites nor parameters.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings
+            >>> Settings(sites="decoder.layers.*").check_sites()
         """
         if self.sites:
             return

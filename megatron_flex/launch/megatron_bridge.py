@@ -48,6 +48,13 @@ class FlexCallback:
 
     Raises:
         FlexError: the settings are invalid; or, in `pretrain()` on all ranks, do not fit the model.
+
+    Examples:
+        Pass it to Megatron-Bridge: `pretrain(config, forward_step, callbacks=[callback])`.
+
+        >>> from megatron_flex.launch import Settings
+        >>> from megatron_flex.launch.megatron_bridge import FlexCallback
+        >>> callback = FlexCallback(Settings(sites="decoder.layers.*"))
     """
 
     def __init__(self, settings: Settings | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_flex.alignment import Alignment, align
 from megatron_flex.collectives import gather_objects
+from megatron_flex.dump.json_form import format_json
 from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
 
@@ -47,7 +48,7 @@ def align_with_folder(flex: FlexModel, folder: str, tokens: str | None, report: 
         raise FlexError(problem)
     found: Alignment = align(hf_model, flex, batch)
     if first and report is not None:
-        Path(report).write_text(json.dumps(found.to_json()))
+        Path(report).write_text(format_json(found.to_json()))
     return str(found).splitlines()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate.estimates import estimate_live_dump
@@ -12,6 +12,8 @@ from megatron_flex.launch.model_alignment import align_with_folder
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.model import FlexModel
+from megatron_flex.notebook_html import count_words
+from megatron_flex.text_table import format_table
 
 
 def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSettings, args: Namespace) -> str:
@@ -45,9 +47,9 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
         SiteError: the pattern matches nothing.
     """
     mesh, found = flex.session.mesh, flex.sites(pattern)
-    rows = [("site", "whole", "layout", "stage", "")]
+    rows = [("site", "full shape", "layout", "stage", "")]
     for site in found:
-        told = format_shape(site.dims, site.shape) if site.dims else "as it passes"
+        shown = format_shape(site.dims, site.shape) if site.dims else "as it passes"
         layout = site.layout.describe(mesh.sizes) if site.dims else ""
         why = (
             f"hidden: {site.hidden}"
@@ -56,16 +58,9 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
             if site.read_only_reason
             else ""
         )
-        rows.append((site.name, told, layout, str(site.stage), why))
+        rows.append((site.name, shown, layout, str(site.stage), why))
     hidden = sum(bool(s.hidden) for s in found)
-    return [*align_columns(rows), f"{len(found)} sites on {mesh.describe()}; {hidden} hidden"]
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines of text; each column is as wide as its widest entry."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+    return [*format_table(rows), f"{count_words(len(found), 'site')} on {mesh.describe()}; {hidden} hidden"]
 
 
 def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespace) -> Iterator[str]:
@@ -74,10 +69,10 @@ def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespac
     for dump in found.dumps:
         estimate = estimate_live_dump(flex, args, dump)
         yield f"dump to {dump.path}"
-        yield from align_columns(
-            [("tensor", "stage", "whole", "layout", "of a rank", "in all"), *estimate.rows()]
+        yield from format_table(
+            [("tensor", "stage", "full shape", "layout", "of a rank", "in all"), *estimate.rows()]
         )
-        yield from align_columns([(name, value) for name, value in estimate.summary()])
+        yield from format_table([(name, value) for name, value in estimate.summary()])
         if dump.samples is not None:
             yield "all samples are counted, of which only some would be written"
         yield ""
@@ -85,9 +80,9 @@ def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespac
         yield from _fold_equal_sites(flex.explain(hook))
 
 
-def _fold_equal_sites(told: str) -> Iterator[str]:
+def _fold_equal_sites(shown: str) -> Iterator[str]:
     """The communication of an edit as text, with equal sites listed once."""
-    head, *lines = told.split("\n")
+    head, *lines = shown.split("\n")
     yield head
     places: dict[str, str] = {}
     for line in lines:

@@ -40,7 +40,7 @@ class RunReport:
         self._used = self._failed = False
         self._show: Callable[..., None] | None = None
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Print a line on the first rank, and write it."""
         if self.path is not None:
             print_notice(line)

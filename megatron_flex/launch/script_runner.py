@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         KeyboardInterrupt: if the script raises it.
     """
     try:
-        settings, words = _parse_argv(argv)
+        settings, words = parse_argv(argv)
         installed = install(settings, holds=True)
     except FlexError as error:
         print_error(error)
@@ -61,7 +61,12 @@ def run(argv: Sequence[str]) -> int:
     return status or _finish(installed)
 
 
-def _parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+def parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    """The settings of a command line, and the script with its own flags.
+
+    Raises:
+        FlexError: no script is named, or it is not there; or as for `settings_from_argv`.
+    """
     if list(argv[:1]) in (["-h"], ["--help"]):
         sys.stdout.write(format_help() if current_rank() == 0 else "")
         raise SystemExit(0)

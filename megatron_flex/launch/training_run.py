@@ -35,6 +35,20 @@ class TrainingRun:
         flex: the model with its hooks; None before `attach` and after `finish` or `abort`.
         found: the resolved settings; None until they are resolved.
         report: what the run reports.
+
+    Examples:
+        >>> from megatron_flex.launch import Settings, TrainingRun
+        >>> from megatron_flex.launch.launch_settings import DumpSettings
+        >>> dump = DumpSettings(path="dumps/new")
+        >>> running = TrainingRun(Settings(sites=("decoder.layers.*",), dumps=(dump,)))
+        >>> flex = running.attach(chunks)
+        >>> for iteration in range(2):
+        ...     running.step_begins(iteration)
+        ...     train_step(chunks)
+        ...     running.step_ends()
+        >>> running.finish()
+        >>> open_dump("dumps/new").iterations
+        [0, 1]
     """
 
     def __init__(self, settings: Settings, report: Path | None = None) -> None:
@@ -50,8 +64,19 @@ class TrainingRun:
     def prepare(self) -> ResolvedSettings:
         """Resolve the settings, before the model exists. Collective over the job.
 
+        Returns:
+            The dumps, statistics and edits that the settings define.
+
         Raises:
             FlexError: on all ranks: the settings name a missing object, or are invalid.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> from megatron_flex.launch.launch_settings import DumpSettings
+            >>> dump = DumpSettings(path="dumps/new")
+            >>> running = TrainingRun(Settings(sites=("decoder.layers.*",), dumps=(dump,)))
+            >>> running.prepare().dumps
+            (<Dump of decoder.layers.* to dumps/new>,)
         """
         self.found = run_or_raise_on_all(job_mesh(), lambda: resolve_settings(self.settings))
         return self.found
@@ -63,8 +88,17 @@ class TrainingRun:
             chunks: the model, or the list of its virtual pipeline chunks.
             write: also open dumps and statistics.
 
+        Returns:
+            The model with its hooks.
+
         Raises:
             FlexError: on all ranks: the settings do not fit the model. The model is then restored.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.finish()
         """
         self.abort()
         found = self.found or self.prepare()
@@ -81,7 +115,7 @@ class TrainingRun:
                     flex.verify(self.settings.verify)
                     self._unverified = self.settings.verify
                 self.report.take_warnings()
-                self.report.say(describe_start(flex, found, self.settings.verify))
+                self.report.write_line(describe_start(flex, found, self.settings.verify))
                 if self.settings.control is not None:
                     self._control = Control(flex, self.settings.control)
         except BaseException:
@@ -91,7 +125,16 @@ class TrainingRun:
         return flex
 
     def step_begins(self, iteration: int | None = None) -> None:
-        """Begin a training step; `iteration` is the loop's count from 0, None if the loop does not count."""
+        """Begin a training step; `iteration` is the loop's count from 0, None if the loop does not count.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.step_begins(1000)  # the number that dumps and captures have
+            >>> train_step(chunks)
+            >>> running.step_ends()
+        """
         self._trained = True
         if self.flex is not None:
             self.flex.session.set_iteration(iteration)
@@ -99,16 +142,32 @@ class TrainingRun:
             self._control.step_begins(iteration)
 
     def step_ends(self) -> None:
-        """End the training step, after its backward passes and the optimizer's update."""
+        """End the training step, after its backward passes and the optimizer's update.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.step_begins(0)
+            >>> train_step(chunks)
+            >>> running.step_ends()
+        """
         if self._unverified and self.flex is not None:
             self._unverified -= 1
             if not self._unverified:
-                self.report.say(_describe_verified(self.flex, self.settings.verify))
+                self.report.write_line(_describe_verified(self.flex, self.settings.verify))
 
     def training_ends(self) -> None:
         """Write the statistics of the last step, before the loop closes its loggers. Collective over the job.
 
         The statistics of a step are else written when the next one ends. Further steps may follow.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> train_step(chunks)
+            >>> running.training_ends()
         """
         if self.flex is not None:
             self.flex.session.sinks.flush_statistics()
@@ -117,6 +176,14 @@ class TrainingRun:
         """Begin (`on`) or end an evaluation: edits remain active; dumps and statistics are inactive.
 
         In a run that only evaluates, dumps and statistics are active too.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.evaluation(True)
+            >>> train_step(chunks)
+            >>> running.evaluation(False)
         """
         if self.flex is None or not self._trained:
             return
@@ -134,6 +201,12 @@ class TrainingRun:
         Raises:
             FlexError: on all ranks: a hook was never called, or a file could not be written. The model is
                 restored in this case too.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.finish()
         """
         flex, self.flex = self._close_control(), None
         if flex is None:
@@ -142,7 +215,7 @@ class TrainingRun:
         try:
             flex.restore()
             for line in describe_end(dumps, flex.session.mesh):
-                self.report.say(line)
+                self.report.write_line(line)
         except FlexError as error:
             self.report.note_error(error)
             raise
@@ -153,6 +226,12 @@ class TrainingRun:
         """Remove all hooks after a training that failed, perhaps on this rank only. Not collective.
 
         Complete dumps remain.
+
+        Examples:
+            >>> from megatron_flex.launch import Settings, TrainingRun
+            >>> running = TrainingRun(Settings())
+            >>> flex = running.attach(chunks)
+            >>> running.abort()
         """
         flex, self.flex = self._close_control(), None
         if flex is not None:

@@ -113,9 +113,13 @@ def plan_two_layouts(
     Raises:
         FlexError: no script or no second layout is named, or a size is no number.
 
-    Example:
-        `plan_two_layouts(["pretrain_gpt.py", "--tensor-model-parallel-size", "2"],
-        "--tensor-model-parallel-size 1", Path("two-layouts"))`
+    Examples:
+        >>> from pathlib import Path
+        >>> from megatron_flex.launch.two_layouts import plan_two_layouts
+        >>> words, against = ["pretrain_gpt.py"], "--tensor-model-parallel-size 2"
+        >>> plan = plan_two_layouts(words, against, Path("two-layouts"))
+        >>> [(run.processes, run.title) for run in plan.runs]
+        [(1, 'save a checkpoint'), (1, 'dump the first layout'), (2, 'dump the second layout')]
     """
     if not words or words[0].startswith("-"):
         raise FlexError("no script: megatron-flex two-layouts -- SCRIPT FLAGS --against 'FLAGS'")

@@ -14,6 +14,7 @@ from megatron_flex.layout.algebra import (
     Sizes,
     Span,
     infer_layout,
+    is_plain,
     name_batch_first,
     replicated,
     shard_over_data,
@@ -31,6 +32,7 @@ from megatron_flex.layout.assembly import (
 )
 from megatron_flex.layout.expert_rows import ExpertChoice, rows_by_source, select_experts
 from megatron_flex.layout.layout_drawing import draw_layout
+from megatron_flex.layout.packed_sequences import PackedSequences
 from megatron_flex.layout.region import (
     DimIndex,
     RegionIndex,
@@ -45,6 +47,7 @@ from megatron_flex.layout.spans import (
     count_parts,
     full_shape,
     padded_shape,
+    smallest_part,
     spans,
     uneven_lengths,
 )
@@ -58,6 +61,7 @@ __all__ = [
     "ExpertChoice",
     "Layout",
     "Lengths",
+    "PackedSequences",
     "RegionIndex",
     "ShardBlock",
     "ShardPosition",
@@ -76,6 +80,7 @@ __all__ = [
     "full_shape",
     "infer_layout",
     "is_partial",
+    "is_plain",
     "locate_shard",
     "name_batch_first",
     "padded_shape",
@@ -84,6 +89,7 @@ __all__ = [
     "rows_by_source",
     "select_experts",
     "shard_over_data",
+    "smallest_part",
     "spans",
     "take_entries",
     "uneven_lengths",

@@ -29,12 +29,25 @@ class Cut:
         copies: this many neighbouring coordinates hold the same shard (key/value heads, when there are
             fewer of them than ranks).
         partial: the copies are not equal and must be summed. The gradient of copies is partial.
+        segments: relative lengths of parts that this axis shards separately, so that a rank has one shard
+            of each part: the sequences of a pack under context parallelism. Later cuts shard the result.
+
+    Examples:
+        >>> from megatron_flex.layout import Cut
+        >>> Layout((Dim("s", (Cut("cp", "zigzag"), Cut("tp"))),)).describe()
+        '[s/cp zigzag/tp]'
     """
 
     axis: str
     order: Order = "contiguous"
     copies: int = 1
     partial: bool = False
+    segments: tuple[int, ...] = (1,)
+
+
+def is_plain(cut: Cut) -> bool:
+    """Whether an axis shards a dim into contiguous parts, one for each coordinate."""
+    return cut.order == "contiguous" and cut.copies == 1 and cut.segments == (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,17 @@ class Dim:
         segments: relative widths of packed parts that are sharded separately; `(1, 1)` for a `[gate | up]`.
         keep: how many leading entries are real, if the rest is padding (of a vocabulary); None for all.
         uneven: the shards may differ in length, so that the lengths are known from the shards only.
+        sequences: the first token and the end of each packed sequence, without its padding; empty where
+            sequences are not packed, or the dim does not count tokens.
+
+    Raises:
+        LayoutError: an uneven dim has cuts that are not plain and contiguous.
+
+    Examples:
+        >>> from megatron_flex.layout import Cut
+        >>> fc1 = Dim("gate|up", (Cut("tp"),), segments=(1, 1))  # gate and up are sharded separately
+        >>> Layout((Dim("s"), Dim("b"), fc1)).describe()
+        '[s, b, gate|up/tp in 2 segments]'
     """
 
     name: str = ""
@@ -55,9 +79,10 @@ class Dim:
     segments: tuple[int, ...] = (1,)
     keep: int | None = None
     uneven: bool = False
+    sequences: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
-        plain = self.segments == (1,) and all(c.order == "contiguous" and c.copies == 1 for c in self.cuts)
+        plain = self.segments == (1,) and all(is_plain(c) for c in self.cuts)
         if self.uneven and not plain:
             raise LayoutError(f"dim {self.name!r} is uneven: it takes plain contiguous cuts only")
 
@@ -74,6 +99,15 @@ class Layout:
             replicated.)
         permute: the full tensor's dims in terms of the local dims, where a framework transposes a tensor
             in the sharded run only; None for the same order.
+
+    Raises:
+        LayoutError: an axis is named twice, or `permute` does not name each dim once.
+
+    Examples:
+        >>> from megatron_flex.layout import Cut
+        >>> layout = Layout((Dim("s", (Cut("tp"),)), Dim("b"), Dim("h")))  # sequence parallel
+        >>> layout.describe()
+        '[s/tp, b, h]'
     """
 
     dims: tuple[Dim, ...]
@@ -97,19 +131,44 @@ class Layout:
         return tuple(c.axis for d in self.dims for c in d.cuts) + self.partial
 
     def active_axes(self, sizes: Sizes) -> tuple[str, ...]:
-        """The axes of this layout that have more than one rank in a mesh of these sizes."""
+        """Return the axes of this layout that have more than one rank in a mesh of these sizes.
+
+        Examples:
+            >>> from megatron_flex.layout import Cut
+            >>> Layout((Dim("s", (Cut("cp"), Cut("tp"))),)).active_axes({"cp": 1, "tp": 2})
+            ('tp',)
+        """
         return tuple(a for a in self.axes if sizes.get(a, 1) > 1)
 
     def gradient(self) -> Layout:
-        """The layout of the gradient at the hook point; the gradient's gradient has this layout again."""
+        """Return the layout of the gradient at the hook point; the gradient's gradient has this layout again.
+
+        Examples:
+            >>> layout = Layout((Dim("s"), Dim("h")), partial=("tp",))  # of a row parallel linear
+            >>> layout.describe(), layout.gradient().describe()
+            ('[s, h] summed over tp', '[s, h]')
+        """
         dims = tuple(
             replace(d, cuts=tuple(replace(c, partial=not c.partial) if c.copies > 1 else c for c in d.cuts))
             for d in self.dims
         )
         return replace(self, dims=dims, partial=self.shared, shared=self.partial)
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self, sizes: Sizes | None = None) -> str:
-        """The layout as text, such as `[s/cp zigzag/tp, b, 4h/tp gate|up]`."""
+        """Return the layout as text, such as `[s/cp zigzag/tp, b, 4h/tp gate|up]`.
+
+        Examples:
+            >>> from megatron_flex.layout import Cut
+            >>> fc1 = Dim("gate|up", (Cut("tp"),), (1, 1))
+            >>> layout = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("b"), fc1))
+            >>> layout.describe()
+            '[s/cp zigzag, b, gate|up/tp in 2 segments]'
+            >>> layout.describe({"cp": 1, "tp": 2})
+            '[s, b, gate|up/tp in 2 segments]'
+        """
         live = None if sizes is None else {a for a, n in sizes.items() if n > 1}
         dims = ", ".join(_describe_dim(d, i, live) for i, d in enumerate(self.dims))
         sums = [a for a in self.partial if live is None or a in live]
@@ -156,7 +215,8 @@ def _describe_dim(dim: Dim, index: int, live: set[str] | None) -> str:
     text = dim.name or f"d{index}"
     for c in cuts:
         text += f"/{c.axis}" + (" zigzag" if c.order == "zigzag" else "")
-        text += f" in {c.copies} {'summands' if c.partial else 'copies'}" if c.copies > 1 else ""
+        text += f" in {c.copies} {'partial sums' if c.partial else 'copies'}" if c.copies > 1 else ""
+        text += f" in each of {len(c.segments)} sequences" if len(c.segments) > 1 else ""
     return text + (f" in {len(dim.segments)} segments" if cuts and len(dim.segments) > 1 else "")
 
 

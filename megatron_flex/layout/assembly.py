@@ -74,8 +74,8 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor
     first = shards[0]
     full = padded_shape(layout, first.shape, sizes, lengths)
     if count == 1:
-        whole = _single_device_view(layout, first)
-        return whole if out is None else out.copy_(whole)
+        full_tensor = _single_device_view(layout, first)
+        return full_tensor if out is None else out.copy_(full_tensor)
     shape = full_shape(layout, first.shape, sizes, lengths)
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device=first.device)

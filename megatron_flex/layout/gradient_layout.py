@@ -41,7 +41,7 @@ GradientUses = frozenset[GradientEnds] | str
 MAX_REMEMBERED_LAYOUTS = 4096
 USES_DIFFER = "it is used differently each time that the module runs"
 PARTS_DIFFER = (
-    "parts of it are whole on each rank and others are summands, since it is used both with tensors that are "
+    "parts of it are full on each rank and others are partial, since it is used both with tensors that are "
     "cut and with others"
 )
 
@@ -118,7 +118,7 @@ def find_stored_gradient(layout: Layout, reduced: bool, unsummed: tuple[str, ...
     Args:
         layout: the parameter's.
         reduced: whether the framework has summed over the axes that the layout shares.
-        unsummed: the axes over which nobody sums it, `Adapter.shares`.
+        unsummed: the axes over which no code sums it, `Adapter.shares`.
     """
     stored = layout if reduced else conjugate_layout(layout)
     there = {*stored.axes, *stored.shared}
@@ -152,7 +152,7 @@ def explain_unlike_conjugate(found: GradientLayout, layout: Layout) -> str:
         return ""
     if found.layout is None:
         return found.reason
-    return f"each rank has a summand over {', '.join(found.layout.partial)}"
+    return f"it is partial over {', '.join(found.layout.partial)}"
 
 
 def _find_conjugate(layout: Layout) -> GradientLayout:

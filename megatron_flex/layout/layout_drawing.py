@@ -26,7 +26,7 @@ class DrawingBlock:
     Attributes:
         rows: its range along the first dim.
         columns: its range along the second dim.
-        ranks: the ranks that hold it, or a summand of it: each axis with the coordinate.
+        ranks: the ranks that hold it, or a term of it: each axis with the coordinate.
     """
 
     rows: Span
@@ -43,7 +43,7 @@ class LayoutPicture:
         lengths: the number of entries of each.
         blocks: ordered by the first rank that holds them.
         more: names of sharded dims that are not drawn.
-        summed: whether ranks hold summands.
+        summed: whether the tensor is partial.
     """
 
     names: tuple[str, str]
@@ -85,18 +85,26 @@ def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
 
 
 def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
-    """A layout as SVG: the tensor cut into blocks, each with the ranks that hold it.
+    """Draw a layout as SVG: the tensor in blocks, each with the ranks that hold it.
 
     Args:
         layout: the layout.
         sizes: the sizes of the mesh axes; two ranks on each axis if None.
+
+    Returns:
+        The SVG element as text.
+
+    Examples:
+        >>> (site,) = flex.sites("decoder.layers.0.mlp.linear_fc1:output")
+        >>> site.layout.draw({"tp": 2})
+        '<svg xmlns="http://www.w3.org/2000/svg" ... aria-label="[s, b, gate|up/tp in 2 segments]" ...</svg>'
     """
     assumed = sizes is None
     found = dict.fromkeys((*layout.axes, *layout.shared), ASSUMED_SIZE) if sizes is None else dict(sizes)
     shown = make_picture(layout, found)
     words = [layout.describe(found)]
     if shown.summed:
-        words.append("each rank has a summand")
+        words.append("partial: each rank has a term of the sum")
     if shown.more:
         words.append(f"{', '.join(shown.more)} cut too")
     if assumed and layout.axes:

@@ -41,7 +41,7 @@ def plan_reads(
     wanted: Sequence[DimIndex],
     lengths: Lengths | None = None,
 ) -> Iterator[BlockRead]:
-    """The blocks of shards that make up a region. Blocks of summands have one target and are added there.
+    """The blocks of shards that make up a region. Partial blocks have one target and are added there.
 
     Args:
         layout: the layout of the shards.

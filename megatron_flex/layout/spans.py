@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
+from math import prod
 
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout.algebra import Coords, Cut, Dim, Layout, Lengths, Sizes, Span
@@ -52,6 +54,11 @@ def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) ->
     """The part of coordinate `coord` in a list of concatenated spans."""
     if size == 1:
         return piece
+    if len(cut.segments) > 1:
+        one, out = replace(cut, segments=(1,)), list[Span]()
+        for first, last in _list_segments(piece, cut, name):
+            out += _cut_spans(list(_clip_window(piece, first, last)), one, coord, size, name)
+        return out
     count, at = size // cut.copies, coord // cut.copies
     if count * cut.copies != size:
         raise LayoutError(f"axis {cut.axis!r} of {size} does not divide into runs of {cut.copies} copies")
@@ -62,6 +69,20 @@ def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) ->
     step = length // chunks
     mine = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
     return [span for c in mine for span in _clip_window(piece, c * step, (c + 1) * step)]
+
+
+def _list_segments(piece: list[Span], cut: Cut, name: str) -> Iterator[Span]:
+    """The parts of concatenated spans that a cut shards separately."""
+    length, total = sum(stop - start for start, stop in piece), sum(cut.segments)
+    if length % total:
+        raise LayoutError(
+            f"dim {name!r} of {length} does not divide into the {len(cut.segments)} sequences that axis "
+            f"{cut.axis!r} shards, of {total} tokens in all"
+        )
+    at = 0
+    for weight in cut.segments:
+        yield at, at + length // total * weight
+        at += length // total * weight
 
 
 def _clip_window(piece: list[Span], first: int, last: int) -> Iterator[Span]:
@@ -94,6 +115,12 @@ def count_parts(dim: Dim, sizes: Sizes) -> int:
         size = sizes.get(c.axis, 1)
         out *= size // c.copies if size > 1 else 1
     return out
+
+
+def smallest_part(dim: Dim) -> int:
+    """A length of a shard of the dim that any number of ranks can have."""
+    # zigzag has two pieces of each segment
+    return 2 * sum(dim.segments) * prod(sum(c.segments) for c in dim.cuts)
 
 
 def padded_shape(

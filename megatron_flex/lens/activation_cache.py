@@ -43,7 +43,9 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def _full(self, key: CacheKey) -> str:
         if isinstance(key, str):
-            key = key if key in self._tensors else self._fetch.names.resolve(key)
+            names = self._fetch.names
+            key = key if key in self._tensors else names.resolve(key)
+            key = key if key in self._tensors else names.sites.own_name(key)
             if key in self._tensors or ":" in key:
                 return key
             points = [n for n in self._tensors if n.partition(":")[0] == key and ":" in n]
@@ -195,6 +197,11 @@ class ActivationCache(NamedTensors):
 
     Methods that need weights document that: every rank calls these methods, because weights are gathered
     from all ranks, and they have the values of the first call.
+
+    Examples:
+        >>> logits, cache = flex.interp.run_with_cache(tokens)
+        >>> cache["blocks.3.hook_resid_post"].shape, cache["pattern", 0].shape
+        (torch.Size([2, 16, 32]), torch.Size([2, 4, 16, 16]))
     """
 
     # -- the residual stream ---------------------------------------------------------------------------
@@ -221,6 +228,12 @@ class ActivationCache(NamedTensors):
 
         Returns:
             `[components, batch, pos, h]`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> stack, labels = cache.accumulated_resid(return_labels=True)
+            >>> stack.shape, labels
+            (torch.Size([5, 2, 16, 32]), ['0_pre', '1_pre', '2_pre', '3_pre', 'final_post'])
         """
         last = self._number(layer)
         names: list[tuple[str, CacheKey]] = []
@@ -257,6 +270,14 @@ class ActivationCache(NamedTensors):
 
         Returns:
             `[components, batch, pos, h]`; all of them sum to the stream.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> stack, labels = cache.decompose_resid(layer=1, return_labels=True)
+            >>> labels
+            ['embed', '0_attn_out', '0_mlp_out']
+            >>> torch.allclose(stack.sum(0), cache["resid_pre", 1], atol=1e-4)
+            True
         """
         last, aliases = self._number(layer), self._fetch.names.aliases
         names: list[tuple[str, CacheKey]] = []
@@ -293,6 +314,14 @@ class ActivationCache(NamedTensors):
             batch_slice: the sequences to select from the stack.
             has_batch_dim: whether the stack has a batch dim.
             recompute_ln: if `layer` is after the last, norm each component separately instead.
+
+        Returns:
+            `[components, batch, pos, h]`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> cache.apply_ln_to_stack(cache.decompose_resid()).shape
+            torch.Size([9, 2, 16, 32])
         """
         made_of, last = self._fetch.names.made_of, self._number(layer)
         scale = self["ln_final.hook_scale"]
@@ -311,13 +340,26 @@ class ActivationCache(NamedTensors):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """The tensors of that short name in all layers before `layer`, stacked."""
+        """Return the tensors of that short name in all layers before `layer`, stacked.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> cache.stack_activation("mlp_out").shape
+            torch.Size([4, 2, 16, 32])
+        """
         return torch.stack([self[activation_name, n, sublayer_type] for n in range(self._number(layer))])
 
     # -- with weights ----------------------------------------------------------------------------------
 
     def compute_head_results(self) -> None:
-        """Add `hook_result` of every layer to the cache. Every rank calls it."""
+        """Add `hook_result` of every layer to the cache. Every rank calls it.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> cache.compute_head_results()
+            >>> cache["blocks.0.attn.hook_result"].shape  # [batch, pos, head, h]
+            torch.Size([2, 16, 4, 32])
+        """
         for n in range(self._layers):
             name = f"blocks.{n}.attn.hook_result"
             if name in self._fetch.names.aliases and name not in self._tensors:
@@ -344,6 +386,12 @@ class ActivationCache(NamedTensors):
 
         Returns:
             `[layers * heads, batch, pos, h]`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> stack, labels = cache.stack_head_results(layer=2, return_labels=True)
+            >>> stack.shape, labels[:2]
+            (torch.Size([8, 2, 16, 32]), ['L0H0', 'L0H1'])
         """
         self.compute_head_results()
         last = self._number(layer)
@@ -355,7 +403,13 @@ class ActivationCache(NamedTensors):
     def get_neuron_results(
         self, layer: int, neuron_slice: DimSlice = None, pos_slice: DimSlice = None
     ) -> Tensor:
-        """The contribution of each neuron of one layer, `[batch, pos, neurons, h]`. Every rank calls it."""
+        """Return the contribution of each neuron of a layer, `[batch, pos, neurons, h]`. Every rank calls it.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> cache.get_neuron_results(0, neuron_slice=[7, 11]).shape
+            torch.Size([2, 16, 2, 32])
+        """
         output = self._weight(lambda: self._fetch.neurons(layer))
         active = slice_dim(slice_dim(self["post", layer], pos_slice, -2), neuron_slice, -1)
         return active[..., None] * slice_dim(output, neuron_slice, 0).to(active)
@@ -369,10 +423,18 @@ class ActivationCache(NamedTensors):
         incl_remainder: bool = False,
         apply_ln: bool = False,
     ) -> Tensor | LabelledStack:
-        """Contributions of neurons before `layer`, `[neurons, batch, pos, h]`. Large. Every rank calls it.
+        """Return contributions of neurons before `layer`. Large. Every rank calls it.
 
         The arguments are those of `stack_head_results`, labels as `L0N0`; `neuron_slice` selects neurons of
         each layer.
+
+        Returns:
+            `[neurons, batch, pos, h]`, and labels with `return_labels`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> cache.stack_neuron_results(layer=2, neuron_slice=[7, 11]).shape
+            torch.Size([4, 2, 16, 32])
         """
         found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in range(self._number(layer))]
         width = self["post", 0].shape[-1]
@@ -395,6 +457,12 @@ class ActivationCache(NamedTensors):
 
         Returns:
             `[components, batch, pos, h]`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> stack = cache.get_full_resid_decomposition(layer=1, expand_neurons=False)
+            >>> torch.allclose(stack.sum(0), cache["resid_pre", 1], atol=1e-4)
+            True
         """
         last = self._number(layer)
         weights = self._weight(lambda: self._fetch)
@@ -430,6 +498,12 @@ class ActivationCache(NamedTensors):
 
         Raises:
             FlexError: the tokens differ in shape.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> attributions = cache.logit_attrs(cache.decompose_resid(), tokens=5)
+            >>> torch.allclose(attributions.sum(0), logits[:, :, 5], atol=1e-4)
+            True
         """
         chosen = torch.as_tensor(tokens)
         others = None if incorrect_tokens is None else torch.as_tensor(incorrect_tokens)
@@ -453,6 +527,12 @@ class ActivationCache(NamedTensors):
 
         Returns:
             `[..., vocabulary]`.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens)
+            >>> lens = cache.logit_lens(cache.accumulated_resid())
+            >>> torch.allclose(lens[-1], logits, atol=1e-4)
+            True
         """
         weight, bias = self._weight(lambda: self._fetch.final_norm()[0]), self._fetch.final_norm()[1]
         stream = self._normed(residual_stack)

@@ -22,6 +22,12 @@ class FullWeights:
 
     Raises:
         HookError: created inside a step.
+
+    Examples:
+        >>> from megatron_flex.lens import FullWeights
+        >>> weights = FullWeights(flex.session, flex.interp.names)
+        >>> weights.unembedding().shape
+        torch.Size([32, 64])
     """
 
     _count = 0
@@ -46,7 +52,14 @@ class FullWeights:
         return self.of([name])[name]
 
     def of(self, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Several."""
+        """Return several weights, by name.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> weights = FullWeights(flex.session, flex.interp.names)
+            >>> sorted(weights.of(["output_layer.weight"]))
+            ['output_layer.weight']
+        """
         wanted = list(dict.fromkeys(wanted))
         missing = [n for n in wanted if n not in self._kept]
         if missing:
@@ -60,29 +73,59 @@ class FullWeights:
         return {n: self._kept[n] for n in wanted}
 
     def output(self, layer: int) -> Tensor:
-        """W_O of a block, `[heads, size, h]`."""
+        """Return W_O of a block, `[heads, size, h]`.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> FullWeights(flex.session, flex.interp.names).output(0).shape
+            torch.Size([4, 8, 32])
+        """
         made_of = self.names.made_of
         assert made_of is not None
         weight = self(f"decoder.layers.{layer}.self_attention.linear_proj.weight")
         return weight.view(len(weight), made_of.heads, -1).permute(1, 2, 0)
 
     def neurons(self, layer: int) -> Tensor:
-        """W_out of a block's MLP, `[f, h]`."""
+        """Return W_out of a block's MLP, `[f, h]`.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> FullWeights(flex.session, flex.interp.names).neurons(0).shape
+            torch.Size([48, 32])
+        """
         return self(f"decoder.layers.{layer}.mlp.linear_fc2.weight").T
 
     def bias(self, linear: str) -> Tensor | None:
-        """The bias of a linear, `[h]`; None if it has none."""
+        """Return the bias of a linear, `[h]`; None if it has none.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> weights = FullWeights(flex.session, flex.interp.names)
+            >>> weights.bias("decoder.layers.0.mlp.linear_fc2") is None
+            True
+        """
         name = f"{linear}.bias"
         return self(name) if self.names.has(name) else None
 
     def unembedding(self) -> Tensor:
-        """W_U, `[h, vocabulary]`, without the final norm's weights."""
+        """Return W_U, `[h, vocabulary]`, without the final norm's weights.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> FullWeights(flex.session, flex.interp.names).unembedding().shape
+            torch.Size([32, 64])
+        """
         made_of = self.names.made_of
         tied = made_of is not None and made_of.tied
         return self("embedding.word_embeddings.weight" if tied else "output_layer.weight").T
 
     def final_norm(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and, if it has one, the bias of the norm before the logits, `[h]`."""
+        """Return the weight and, if it has one, the bias of the norm before the logits, `[h]`.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> weight, bias = FullWeights(flex.session, flex.interp.names).final_norm()
+        """
         made_of = self.names.made_of
         assert made_of is not None
         found = [self(n) for n in self.names.norm(self.names.final_norm)]

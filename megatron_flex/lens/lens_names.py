@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from megatron_flex.adapters import Architecture
 from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM, NAMESPACE
 from megatron_flex.lens.tensor_views import (
     BatchFirst,
     HeadResults,
-    Heads,
     Normalized,
     Positions,
     Scale,
     Scores,
+    SplitHeads,
     Unweighted,
     View,
 )
@@ -27,7 +28,7 @@ NORM_NOT_EDITABLE = (
 )
 RESULT_NOT_EDITABLE = "it is computed from hook_z; edit that, or hook_attn_out"
 LENS_PREFIXES = ("blocks.", "hook_", "ln_final", "unembed.")  # prefixes of their names
-FINAL_NORMS = ("decoder.final_layernorm", "decoder.final_norm")
+FINAL_NORMS = (GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,25 @@ class Alias:
     def edited(self) -> tuple[str, View]:
         """The site and the conversion for edits."""
         return self.edit or (self.site, self.view)
+
+
+@dataclass(frozen=True)
+class BlockSites:
+    """A block, as TransformerLens has them, with attention, MLP or another mixer.
+
+    Attributes:
+        name: TransformerLens' name.
+        number: of the layer with the attention.
+        attention: the path of that layer.
+        mlp: the path of the layer with the MLP, usually the same.
+        mid: the site of the residual stream between them.
+    """
+
+    name: str
+    number: int
+    attention: str
+    mlp: str
+    mid: str
 
 
 def expand_shorthand(name: str, layer: int | None = None, kind: str | None = None) -> str:
@@ -186,13 +206,27 @@ class LensNames:
         if not self.made_of:
             outputs = (s for s in self.sites if s.point == "output" and not s.hidden)
             return (Alias(s.name, s.name, site_view(s), sure=False) for s in outputs)
-        return (a for a in self.aliases.values() if not self.sites[a.site].hidden)
+        own = (a for a in self.aliases.values() if not a.name.startswith(NAMESPACE))
+        return (a for a in own if not self.sites[a.site].hidden)
 
     def resolve(self, name: str) -> str:
-        """The name under which `aliases` has a name of TransformerLens 3.9 or 4; other names as they are."""
+        """The name under which `aliases` has a name of TransformerLens 3.9 or 4; other names as they are.
+
+        After `gpt:`, blocks are numbered as in a GPTModel with the same weights.
+
+        Raises:
+            SiteError: the name is such a one, and the model has no layers as a GPTModel has them.
+        """
         if name in self.aliases or self.made_of is None:
             return name
-        return resolve_bridge_name(name, self.made_of.gated)
+        if not self.sites.has_gpt_prefix(name):
+            return resolve_bridge_name(name, self.made_of.gated)
+        theirs = resolve_bridge_name(name.removeprefix(NAMESPACE), self.made_of.gated)
+        if not theirs.startswith(LENS_PREFIXES):
+            return name
+        self.sites.gpt_names.check(name)
+        of_block = theirs.startswith(LENS_PREFIXES[0]) and not self.sites.gpt_names.same
+        return NAMESPACE + theirs if of_block else theirs
 
     def _named(self, name: str) -> list[Alias]:
         name = self.resolve(name)
@@ -202,7 +236,7 @@ class LensNames:
             if hidden:
                 raise SiteError(f"{name} is {alias.site} here, which is not available: {hidden}")
             return [alias]
-        if self.made_of and name.startswith(LENS_PREFIXES):
+        if self.made_of and name.removeprefix(NAMESPACE).startswith(LENS_PREFIXES):
             raise SiteError(f"this model has nothing called {name!r}{suggest_nearest(name, self.aliases)}")
         return [Alias(s.name, s.name, site_view(s)) for s in self.sites.match(name, "output")]
 
@@ -211,20 +245,32 @@ class LensNames:
         yield Alias("hook_embed", embedding, View())
         if self.has(table):
             yield Alias("hook_pos_embed", "embedding:output", Positions((table,)))
-        for layer in range(self.layers):
-            ours, theirs = f"decoder.layers.{layer}", f"blocks.{layer}"
-            yield Alias(f"{theirs}.hook_resid_pre", f"{ours}:input", BatchFirst())
-            yield from self._norm(of, f"{theirs}.ln1", f"{ours}.input_layernorm")
-            yield from self._attention(of, theirs, f"{ours}.self_attention", float(layer + 1))
-            mixer = BatchFirst(*self._bias(f"{ours}.mixer.out_proj"))
-            yield Alias(f"{theirs}.hook_mixer_out", f"{ours}.mixer:output", mixer)
-            yield Alias(f"{theirs}.hook_resid_mid", f"{ours}:mid", BatchFirst())
-            yield from self._norm(of, f"{theirs}.ln2", f"{ours}.pre_mlp_layernorm")
-            yield from self._mlp(of, theirs, f"{ours}.mlp")
-            yield Alias(f"{theirs}.hook_resid_post", f"{ours}:output", BatchFirst())
+        for block in self._blocks():
+            yield Alias(f"{block.name}.hook_resid_pre", f"{block.attention}:input", BatchFirst())
+            yield from self._norm(of, f"{block.name}.ln1", f"{block.attention}.input_layernorm")
+            attention = f"{block.attention}.self_attention"
+            yield from self._attention(of, block.name, attention, float(block.number + 1))
+            mixer = BatchFirst(*self._bias(f"{block.attention}.mixer.out_proj"))
+            yield Alias(f"{block.name}.hook_mixer_out", f"{block.attention}.mixer:output", mixer)
+            yield Alias(f"{block.name}.hook_resid_mid", block.mid, BatchFirst())
+            yield from self._norm(of, f"{block.name}.ln2", f"{block.mlp}.pre_mlp_layernorm")
+            yield from self._mlp(of, block.name, f"{block.mlp}.mlp")
+            yield Alias(f"{block.name}.hook_resid_post", f"{block.mlp}:output", BatchFirst())
         yield from self._norm(of, "ln_final", self.final_norm)
         yield Alias("unembed.hook_in", "output_layer:input", BatchFirst())
         yield Alias("unembed.hook_out", "output_layer:output", BatchFirst())
+
+    def _blocks(self) -> Iterator[BlockSites]:
+        """The model's layers; and if these are halves of a GPTModel's, under `gpt:` that model's layers."""
+        for n in range(self.layers):
+            layer = f"decoder.layers.{n}"
+            yield BlockSites(f"blocks.{n}", n, layer, layer, f"{layer}:mid")
+        gpt = self.sites.gpt_names
+        for n in range(0 if gpt.same or gpt.why else self.layers // 2):
+            stream, mid = (gpt.to_model(f"decoder.layers.{n}:{point}") for point in ("input", "mid"))
+            attention = stream.partition(":")[0]
+            mlp = gpt.to_model(f"decoder.layers.{n}")
+            yield BlockSites(f"{NAMESPACE}blocks.{n}", int(attention.rpartition(".")[2]), attention, mlp, mid)
 
     def _attention(self, of: Architecture, block: str, ours: str, number: float) -> Iterator[Alias]:
         theirs, core, leaving = f"{block}.attn", f"{ours}.core_attention", f"{ours}.linear_proj"
@@ -236,7 +282,7 @@ class LensNames:
             scores = Scores(factor=number if of.scaled_by_layer else 1.0)
             yield Alias(f"{theirs}.hook_attn_scores", f"{core}:scores", scores)
         yield Alias(f"{theirs}.hook_pattern", f"{core}:probs", View())
-        yield Alias(f"{theirs}.hook_z", f"{leaving}:input", Heads(heads=of.heads))
+        yield Alias(f"{theirs}.hook_z", f"{leaving}:input", SplitHeads(heads=of.heads))
         results = HeadResults((f"{leaving}.weight",), RESULT_NOT_EDITABLE, of.heads)
         yield Alias(f"{theirs}.hook_result", f"{leaving}:input", results, large=True)
         yield Alias(f"{block}.hook_attn_out", f"{ours}:output", BatchFirst(*self._bias(leaving)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_flex.errors import HookError, SiteError
+from megatron_flex.gpt_names import GPT_FINAL_NORM, NAMESPACE
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, LensNames
 from megatron_flex.lens.temporary_hooks import TemporaryCaptures, TemporaryEdits
@@ -31,6 +32,12 @@ class TracedTensor:
 
     Attributes:
         name: the hook point.
+
+    Examples:
+        >>> with flex.interp.trace(tokens) as trace:
+        ...     stream = trace["blocks.1"].output
+        >>> stream.name, stream.value.shape
+        ('decoder.layers.1:output', torch.Size([2, 16, 32]))
     """
 
     def __init__(self, name: str) -> None:
@@ -80,7 +87,15 @@ class TracedModule:
 
 
 class Trace:
-    """The hook points of one model for the duration of a block. Every rank uses the same ones, in order."""
+    """The hook points of one model for the duration of a block. Every rank uses the same ones, in order.
+
+    Examples:
+        >>> with flex.interp.trace(tokens) as trace:
+        ...     stream = trace["blocks.1"].output
+        ...     trace["blocks.2.hook_mlp_out"].output = lambda tensor: 0 * tensor
+        >>> stream.value.shape
+        torch.Size([2, 16, 32])
+    """
 
     def __init__(self, session: Session, weights: FullWeights) -> None:
         self.session, self.weights = session, weights
@@ -99,7 +114,7 @@ class Trace:
         return self.handle(self.alias(self.session.adapter.logits, "output"))
 
     def alias(self, name: str, side: str) -> Alias:
-        """The one hook point of a name; `side` is `input` or `output`.
+        """Return the one hook point of a name; `side` is `input` or `output`.
 
         Raises:
             SiteError: the name matches none, or several.
@@ -112,7 +127,11 @@ class Trace:
         return aliases[0]
 
     def handle(self, alias: Alias) -> TracedTensor:
-        """Start reading a hook point."""
+        """Start reading a hook point.
+
+        Returns:
+            The tensor, which has a value when the trace has finished.
+        """
         if alias.name not in self._handles:
             self._open()
             self._reading.add([alias])
@@ -152,17 +171,21 @@ class Trace:
 def expand_name(names: LensNames, name: str, side: str) -> str:
     """The full name of a short name and a side: one of TransformerLens' names, or a site's."""
     name = names.resolve(name)
-    if name in names.aliases or ":" in name:
+    prefix = NAMESPACE if names.sites.has_gpt_prefix(name) else ""
+    inner = name.removeprefix(prefix)
+    if name in names.aliases or ":" in inner:
         if side == "input":
             raise SiteError(f"{name} is one tensor and has no input; ask for its output")
         return name
     if f"{name}:{side}" in names.sites:
         return f"{name}:{side}"
     for pattern, theirs in OUTPUT_NAMES if side == "output" else ():
-        found = re.fullmatch(pattern, name)
-        if found and found.expand(theirs) in names.aliases:
-            return found.expand(theirs)
-    name = re.sub(r"^ln_final\b", names.final_norm, name)
+        found = re.fullmatch(pattern, inner)
+        full = names.resolve(prefix + found.expand(theirs)) if found else ""
+        if full in names.aliases:
+            return full
+    final_norm = GPT_FINAL_NORM if prefix else names.final_norm
+    inner = re.sub(r"^ln_final\b", final_norm, inner)
     for pattern, ours in MODULE_NAMES:
-        name = re.sub("^" + pattern, ours, name)
-    return f"{name}:{side}"
+        inner = re.sub("^" + pattern, ours, inner)
+    return f"{prefix}{inner}:{side}"

@@ -78,7 +78,7 @@ class TemporaryCaptures:
         silent = {a.site for a in self.aliases if a.sure} - {name for name, _ in arrived}
         if silent:
             names = ", ".join(sorted(a.name for a in self.aliases if a.site in silent))
-            raise HookError(f"nothing passed at {names}; ask for what this run goes through")
+            raise HookError(f"nothing was captured at {names}; name hook points that this run reaches")
         if everywhere:
             items = [((site, n), t) for site, found in read.items() for n, t in enumerate(found)]
             read = {}
@@ -128,7 +128,9 @@ class TemporaryCaptures:
 
 
 def _concatenate(microbatches: list[Tensor]) -> Tensor:
-    """Concatenated along the first dim; tensors without dims are stacked."""
+    """Concatenated along the first dim, without a copy of one; tensors without dims are stacked."""
+    if len(microbatches) == 1 and microbatches[0].ndim:
+        return microbatches[0].contiguous()
     return (torch.cat if microbatches[0].ndim else torch.stack)(microbatches).contiguous()
 
 
@@ -160,9 +162,14 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
             "without it to run the model over tokens"
         )
     mesh = session.mesh.replica()
-    digests = gather_objects((tuple(tokens.shape), checksum(tokens)), mesh, [a.name for a in mesh])
+    wrong = explain_no_tokens(tokens)
+    own = (wrong, (), 0) if wrong else ("", tuple(tokens.shape), checksum(tokens))
+    digests = gather_objects(own, mesh, [a.name for a in mesh])
+    for why, _, _ in digests:
+        if why:
+            raise FlexError(why)
     if len(set(digests)) > 1:
-        shapes = ", ".join(map(str, sorted({shape for shape, _ in digests})))
+        shapes = ", ".join(map(str, sorted({shape for _, shape, _ in digests})))
         raise FlexError(f"ranks of one replica have different tokens (shapes {shapes}); give all the same")
     count = len(tokens) // (microbatch_size or len(tokens)) if tokens.numel() and tokens.ndim else 1
     session.probing = count
@@ -173,12 +180,53 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
     return count
 
 
+def explain_no_tokens(tokens: object) -> str:
+    """Why something cannot be tokens, and what to give; empty for a tensor."""
+    if isinstance(tokens, Tensor):
+        return ""
+    if isinstance(tokens, str):
+        shown = tokens if len(tokens) <= 40 else f"{tokens[:40]}..."
+        return (
+            f"tokens={shown!r} is text; give token ids [batch, sequence], such as "
+            "tokenizer(text, return_tensors='pt').input_ids"
+        )
+    return (
+        f"tokens is a {type(tokens).__name__}; give a tensor of token ids [batch, sequence], such as "
+        "torch.tensor([ids])"
+    )
+
+
+def check_pairs(hooks: object) -> None:
+    """Check that hook functions are given as pairs in a list.
+
+    Raises:
+        HookError: they are not.
+    """
+    form = "give a list of pairs: [('blocks.0.hook_mlp_out', function)]"
+    if isinstance(hooks, str) or not isinstance(hooks, Iterable):
+        raise HookError(f"fwd_hooks is {hooks!r}; {form}")
+    for pair in hooks:
+        if isinstance(pair, HookFunction):
+            raise HookError(f"fwd_hooks has {pair!r}; {form}, or register it with register_forward_hook")
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not callable(pair[1]):
+            raise HookError(f"fwd_hooks has {pair!r}, which is no pair of a name and a function; {form}")
+
+
 class HookPoint:
     """The second argument of a hook function: its hook point.
 
     Attributes:
         name: the full name under which it was requested.
         ctx: a dict for the function's own state, one for each hook point.
+
+    Examples:
+        >>> points = []
+        >>> def double(tensor, hook):
+        ...     points.append(hook.name)
+        ...     return 2 * tensor
+        >>> logits = flex.interp.run_with_hooks(tokens, [("blocks.0.hook_mlp_out", double)])
+        >>> points
+        ['blocks.0.hook_mlp_out']
     """
 
     def __init__(self, name: str) -> None:
@@ -186,10 +234,15 @@ class HookPoint:
         self.ctx: dict[str, Any] = {}
 
     def layer(self) -> int:
-        """The layer's number.
+        """Return the layer's number.
 
         Raises:
             HookError: the hook point is in no layer.
+
+        Examples:
+            >>> def double(tensor, hook):
+            ...     return 2 * tensor if hook.layer() > 1 else None
+            >>> logits = flex.interp.run_with_hooks(tokens, [(lambda name: name.endswith("mlp_out"), double)])
         """
         numbers = [part for part in self.name.replace(":", ".").split(".") if part.isdigit()]
         if not numbers:
@@ -267,6 +320,7 @@ def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[Temp
     Raises:
         SiteError: a name is unknown, or a filter matches nothing.
     """
+    check_pairs(hooks)
     out = TemporaryEdits(session, weights)
     try:
         for wanted, function in hooks:

@@ -59,7 +59,7 @@ class BatchFirst(View):
 
 
 @dataclass(frozen=True)
-class Heads(View):
+class SplitHeads(View):
     """`[s, b, heads * size]` here, `[b, s, heads, size]` there."""
 
     heads: int = 1

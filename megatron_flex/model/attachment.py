@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_flex.dump import Dump
+from megatron_flex.model.argument_checks import check_attach_arguments
 from megatron_flex.model.flex_model import FlexModel, Model
+from megatron_flex.model.registration import HookRegistration
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -47,9 +49,14 @@ def attach(
     Raises:
         FlexError: as for FlexModel, `register_dump` and `register_statistics`.
 
-    Example:
-        `with attach(model, [HookFunction("decoder.layers.3", hook_type="forward")]) as flex: train()`
+    Examples:
+        >>> dump = Dump("dumps/new", "decoder.layers.*")
+        >>> with attach(chunks, [HookFunction("decoder.layers.3")], dumps=dump) as flex:
+        ...     train_step(chunks)
+        ...     flex.output_dict["decoder.layers.3"][0].shape
+        torch.Size([16, 2, 32])
     """
+    check_attach_arguments(model, hooks, dumps, statistics)
     flex = FlexModel(
         model,
         tensor_parallel_size=tensor_parallel_size,
@@ -60,8 +67,9 @@ def attach(
         verify=verify,
     )
     try:
+        registration = HookRegistration(flex.session)
         for hook in hooks:
-            flex.session.add(hook)
+            registration.add(hook)
         for dump in [dumps] if isinstance(dumps, Dump) else dumps:
             flex.register_dump(dump)
         for measured in [statistics] if isinstance(statistics, Statistics) else statistics:

@@ -15,6 +15,8 @@ from megatron_flex.adapters import detect, list_model_chunks
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
+from megatron_flex.layout import PackedSequences
+from megatron_flex.model.argument_checks import explain_lens_names
 from megatron_flex.model.hook_explanation import HookExplanation
 from megatron_flex.model.interp import Interp
 from megatron_flex.model.parameter_access import ModelState, ParameterAccess, TrainableModuleRegistration
@@ -63,6 +65,14 @@ class FlexModel(nn.Module):
         trainable_modules: this rank's replicas, by name. Their `state_dict()` is the same on every rank; load
             the same one on every rank, which `verify()` checks. FlexModel's `state_dict()` includes them as
             `trainable_modules.lens.weight`.
+
+    Examples:
+        >>> flex = FlexModel(chunks)
+        >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.*.mlp"))
+        >>> train_step(chunks)
+        >>> [tuple(t.shape) for t in flex.output_dict["decoder.layers.3.mlp"]]  # of 2 microbatches
+        [(16, 2, 32), (16, 2, 32)]
+        >>> model = flex.restore()
     """
 
     def __init__(
@@ -94,12 +104,24 @@ class FlexModel(nn.Module):
 
     @cached_property
     def interp(self) -> Interp:
-        """Run tokens with a cache, hook functions or a trace: `flex.interp.run_with_cache(tokens)`."""
+        """Run tokens with a cache, with hook functions or in a trace.
+
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens, "blocks.3.hook_resid_post")
+        """
         return Interp(self.session)
 
     @cached_property
     def report(self) -> Report:
-        """The model as a tree in a terminal, as data, or as an HTML page: `flex.report.show()`."""
+        """The model as a tree in a terminal, as data, or as an HTML page.
+
+        Examples:
+            >>> flex.report.show("decoder.layers.0.mlp*")
+            one rank: ... hooks
+            ...
+            ├─ ○ :input   [s, b, h] ...
+            └─ ○ :output  [s, b, h] ...
+        """
         return Report(self.session, self.chunks)
 
     def _repr_html_(self) -> str:
@@ -108,10 +130,18 @@ class FlexModel(nn.Module):
     # -- the model -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the same `args` and `kwargs` as without hooks: `flex(tokens, positions, mask)`.
+        """Call the model with the same `args` and `kwargs` as without hooks.
+
+        Returns:
+            What the model returns on this rank.
 
         Raises:
             HookError: there are several virtual chunks, which only the framework's schedule can run.
+
+        Examples:
+            >>> positions = torch.arange(16).expand(2, 16)
+            >>> flex(tokens, positions, None).shape
+            torch.Size([2, 16, 64])
         """
         if len(self.chunks) != 1:
             raise HookError(
@@ -120,20 +150,24 @@ class FlexModel(nn.Module):
         return self.chunks[0](*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's state dict, with the names of the model without hooks: `flex.state_dict()`.
+        """Return this rank's state dict, with the names of the model without hooks.
 
         The names of several virtual chunks are equal, so those of chunk 1 begin with `model1.`, as in
         Megatron's checkpoints. Names of parameters of trainable modules begin with `trainable_modules.`.
 
         Args:
             args: passed to `nn.Module.state_dict`, like `kwargs`.
+
+        Examples:
+            >>> list(flex.state_dict()) == list(chunks[0].state_dict())
+            True
         """
         return ModelState(self.chunks, self.trainable_modules).save(args, kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load what `state_dict()` returned: `flex.load_state_dict(torch.load(path))`.
+        """Load what `state_dict()` returned.
 
         Args:
             state_dict: values by the names that `state_dict()` uses.
@@ -145,19 +179,36 @@ class FlexModel(nn.Module):
 
         Raises:
             RuntimeError: names or shapes do not match.
+
+        Examples:
+            >>> torch.save(flex.state_dict(), "checkpoint.pt")
+            >>> flex.load_state_dict(torch.load("checkpoint.pt", weights_only=False))
+            <All keys matched successfully>
         """
         return ModelState(self.chunks, self.trainable_modules).load(state_dict, strict, assign)
 
     def step(self) -> AbstractContextManager[None]:
-        """Make all model calls and backward passes in a scope one step's microbatches: `with flex.step():`.
+        """Make all model calls and backward passes in a scope one step's microbatches.
 
         For custom training loops; each run of a framework's schedule is a step already. Ranks then
         synchronize where the scope begins and ends, not after each call and backward pass; pipeline stages
         that wait for each other's tensors need this. Every rank opens the scope.
 
+        Returns:
+            A context manager.
+
         Raises:
             HookError: as in any step, when the scope ends; or another step is running, or the model was
                 restored.
+
+        Examples:
+            >>> positions = torch.arange(16).expand(2, 16)
+            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.3.mlp"))
+            >>> with flex.step():
+            ...     for batch in tokens.split(1):
+            ...         chunks[0](batch, positions[:1], None, labels=batch).mean().backward()
+            >>> [key.microbatch for key in flex.output_dict["decoder.layers.3.mlp"].keys]
+            [0, 1]
         """
         return self.session.step()
 
@@ -167,11 +218,16 @@ class FlexModel(nn.Module):
         Args:
             pattern: a name or glob of modules, with `:point` also of points in them; `*` matches within one
                 part of the path, `**` across parts: `flex.sites("decoder.layers.*.mlp:output")`.
+
+        Examples:
+            >>> [site.name for site in flex.sites("decoder.layers.1.mlp*")]
+            ['decoder.layers.1.mlp:input', 'decoder.layers.1.mlp:output']
         """
-        return self.session.sites.match(pattern)
+        with explain_lens_names(self.session, lambda: [pattern]):
+            return self.session.sites.match(pattern)
 
     def verify(self, steps: int = 1) -> None:
-        """Validate this run against its layouts in the next steps: `flex.verify()`. Every rank calls it.
+        """Validate this run against its layouts in the next steps. Every rank calls it.
 
         Each rank records the tensor at every hook point that is not hidden; after the step the ranks compare:
         replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards have
@@ -184,29 +240,63 @@ class FlexModel(nn.Module):
 
         Raises:
             VerifyError: at the end of such a step, on all ranks, with the findings of all ranks.
+
+        Examples:
+            >>> flex.verify()
+            >>> train_step(chunks)  # raises VerifyError if ranks contradict each other
         """
         self.session.verify(steps)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank, the leader, receives captures: `if flex.is_leader: print(flex.output_dict)`."""
+        """Whether this rank, the leader, receives captures.
+
+        Examples:
+            >>> train_step(chunks)
+            >>> if flex.is_leader:
+            ...     print(flex.output_dict)
+            Captures()
+        """
         return self.session.is_leader
 
     @property
     def output_dict(self) -> Captures:
-        """The captures by hook point; empty on ranks other than the leader: `flex.output_dict[site]`.
+        """The captures by hook point; empty on ranks other than the leader.
 
         Filled at the end of each run of the schedule, or call of the model, or backward pass that follows it.
         """
         return self.session.captures
 
     @property
+    def packed_sequences(self) -> dict[int, PackedSequences]:
+        """The packed sequences of the last step, by microbatch; empty where nothing is packed.
+
+        On every rank, from the beginning of the microbatch's forward pass while hooks are active.
+
+        Examples:
+            >>> flex.packed_sequences  # the model was not called with packed_seq_params
+            {}
+        """
+        return dict(self.session.clock.packs)
+
+    @property
     def save_ctx(self) -> Context:
-        """The values that editing functions share; outside of them, this rank's: `flex.save_ctx.count`."""
+        """The values that editing functions share; outside of them, this rank's.
+
+        Examples:
+            >>> def record(current_module, inputs, save_ctx, modules):
+            ...     save_ctx.run.norm = inputs.norm()
+            ...     return inputs
+            >>> hook = HookFunction("decoder.layers.0", editing_function=record)
+            >>> with attach(chunks, [hook]) as flex:
+            ...     train_step(chunks)
+            ...     flex.save_ctx.run.norm.shape
+            torch.Size([])
+        """
         return self.session.edit_runner.save_ctx
 
     def restore(self) -> Model:
-        """Remove all hooks and patches from the model: `model = flex.restore()`. Every rank calls it.
+        """Remove all hooks and patches from the model. Every rank calls it.
 
         Hooks stay active until then, even if no variable refers to the FlexModel any more, as torch's hooks
         do when their handle is dropped. Then they cannot be removed, and another FlexModel of the model adds
@@ -219,12 +309,24 @@ class FlexModel(nn.Module):
         Raises:
             HookError: a hook was called on no rank in any step in which it was active, or no step ran that
                 `verify()` was to check, or some rank is still in a step; the model is restored nevertheless.
+
+        Examples:
+            >>> flex.restore() is chunks
+            True
         """
         self.session.restore()
         return self._given
 
     def detach(self) -> Model:
-        """Do the same as `restore()`; the counterpart of `attach()`: `model = flex.detach()`."""
+        """Do the same as `restore()`; the counterpart of `attach()`.
+
+        Returns:
+            The model that FlexModel was given.
+
+        Examples:
+            >>> flex.detach() is chunks
+            True
+        """
         return self.restore()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -249,57 +351,146 @@ class FlexModel(nn.Module):
     # -- hooks: every rank registers, removes and selects the same ones in the same order ----------------
 
     def register_forward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, and perhaps edit, a module's output: `flex.register_forward_hook(hook)`."""
+        """Capture, and perhaps edit, a module's output.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Examples:
+            >>> flex.register_forward_hook(HookFunction("decoder.layers.0.mlp"))
+            <Handle of <HookFunction forward on decoder.layers.0.mlp>>
+            >>> train_step(chunks)
+            >>> flex.output_dict["decoder.layers.0.mlp:output"][0].shape
+            torch.Size([16, 2, 32])
+        """
         return self._registration.register(hook, "forward")
 
     def register_forward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, and perhaps edit, a module's input: `flex.register_forward_pre_hook(hook)`."""
+        """Capture, and perhaps edit, a module's input.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Examples:
+            >>> handle = flex.register_forward_pre_hook(HookFunction("decoder.layers.0.mlp"))
+            >>> train_step(chunks)
+            >>> list(flex.output_dict)
+            ['decoder.layers.0.mlp:input']
+        """
         return self._registration.register(hook, "forward_pre")
 
     def register_full_backward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, and perhaps edit, a module's input gradient: `flex.register_full_backward_hook(hook)`."""
+        """Capture, and perhaps edit, a module's input gradient.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Examples:
+            >>> handle = flex.register_full_backward_hook(HookFunction("decoder.layers.0.mlp"))
+            >>> train_step(chunks)
+            >>> list(flex.output_dict)
+            ['decoder.layers.0.mlp:input.grad']
+        """
         return self._registration.register(hook, "full_backward")
 
     def register_full_backward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, perhaps edit, a module's output gradient: `flex.register_full_backward_pre_hook(hook)`."""
+        """Capture, perhaps edit, a module's output gradient.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Examples:
+            >>> handle = flex.register_full_backward_pre_hook(HookFunction("decoder.layers.0.mlp"))
+            >>> train_step(chunks)
+            >>> list(flex.output_dict)
+            ['decoder.layers.0.mlp:output.grad']
+        """
         return self._registration.register(hook, "full_backward_pre")
 
     def register_hook(self, hook: HookFunction) -> Handle:
-        """Capture, and perhaps edit, a gradient at a parameter or hook point: `flex.register_hook(hook)`."""
+        """Capture, and perhaps edit, a gradient at a parameter or hook point.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Examples:
+            >>> handle = flex.register_hook(HookFunction("decoder.layers.0.mlp.linear_fc1.weight"))
+            >>> train_step(chunks)
+            >>> flex.output_dict["decoder.layers.0.mlp.linear_fc1.weight.grad"][0].shape
+            torch.Size([96, 32])
+        """
         return self._registration.register(hook, "tensor")
 
     def remove_hook(self, hook: HookFunction) -> None:
-        """Remove one hook: `flex.remove_hook(hook)`."""
+        """Remove one hook.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.0.mlp")
+            >>> handle = flex.register_forward_hook(hook)
+            >>> flex.remove_hook(hook)
+            >>> flex.groups
+            {}
+        """
         self._registration.remove(hook)
 
     @property
     def groups(self) -> dict[str, list[HookFunction]]:
-        """The hooks by group, without empty groups; `all` is every hook: `flex.groups["steer"]`."""
+        """The hooks by group, without empty groups; `all` is every hook.
+
+        Examples:
+            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.0", groups=["reads"]))
+            >>> flex.groups["reads"]
+            [<HookFunction forward on decoder.layers.0>]
+        """
         return self._registration.groups
 
     @property
     def skipped(self) -> dict[HookFunction, SkipCount]:
-        """For failed hooks with `on_error="skip"`, failed passes and the first reason: `flex.skipped`.
+        """For failed hooks with `on_error="skip"`, failed passes and the first reason.
 
         Counts are this rank's; a pass counts too if another rank that holds the same tensor failed. The first
         rank warns when a hook first fails, and reports all counts in `restore()`.
+
+        Examples:
+            >>> def fail(current_module, inputs, save_ctx, modules):
+            ...     raise RuntimeError("no direction yet")
+            >>> edit = HookFunction("decoder.layers.2", editing_function=fail, on_error="skip")
+            >>> handle = flex.register_forward_hook(edit)
+            >>> train_step(chunks)  # as without the edit
+            >>> flex.skipped[edit].count
+            2
         """
         return self.session.skipped
 
     def add_to_groups(self, hook: HookFunction, *groups: str) -> None:
-        """Add a registered hook to groups, on every rank: `flex.add_to_groups(hook, "steer")`."""
+        """Add a registered hook to groups, on every rank.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.0.mlp")
+            >>> handle = flex.register_forward_hook(hook)
+            >>> flex.add_to_groups(hook, "mlps")
+            >>> flex.groups["mlps"] == [hook]
+            True
+        """
         self._registration.add_to_groups(hook, groups)
 
     def remove_from_groups(self, hook: HookFunction, *groups: str) -> None:
-        """Remove a hook from groups, on every rank: `flex.remove_from_groups(hook, "steer")`.
+        """Remove a hook from groups, on every rank.
 
         Raises:
             HookError: the hook is not in one of the groups.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.0.mlp", groups=["mlps"])
+            >>> handle = flex.register_forward_hook(hook)
+            >>> flex.remove_from_groups(hook, "mlps")
+            >>> list(flex.groups)
+            []
         """
         self._registration.remove_from_groups(hook, groups)
 
     def select(self, *words: str) -> None:
-        """Switch groups on and off from the next step on, on every rank: `flex.select("-steer")`.
+        """Switch groups on and off from the next step on, on every rank.
 
         The selection is valid until the next call, which replaces it; `hooks()` selects among the hooks that
         are on. A hook that no word names keeps its initial state: on, unless made with `enabled=False`.
@@ -310,11 +501,17 @@ class FlexModel(nn.Module):
 
         Raises:
             HookError: no hook is in such a group.
+
+        Examples:
+            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+            >>> handle = flex.register_forward_hook(edit)
+            >>> flex.select("-steer")  # off, until
+            >>> flex.select()  # on again
         """
         self._registration.select(words)
 
     def hooks(self, *groups: str, complement: bool = False) -> AbstractContextManager[None]:
-        """Choose which hooks are active in a scope, on every rank: `with flex.hooks("steer"):`.
+        """Choose which hooks are active in a scope, on every rank.
 
         The choice is valid for the steps, and calls of the model, that begin inside, with their backward
         passes. If no hook is active, the model runs as without hooks. Nested scopes: the innermost is used.
@@ -324,13 +521,24 @@ class FlexModel(nn.Module):
                 the prefix `-` excludes its group. `all` is every hook, also if all names are excluded.
             complement: activate the other hooks instead.
 
+        Returns:
+            A context manager.
+
         Raises:
             HookError: no hook is in such a group.
+
+        Examples:
+            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+            >>> handle = flex.register_forward_hook(edit)
+            >>> with flex.hooks("-steer"):  # all hooks without these
+            ...     train_step(chunks)
+            >>> flex.output_dict
+            Captures()
         """
         return self._registration.scope(groups, complement)
 
     def dry_run(self) -> None:
-        """Run each active editing function on a small random tensor: `flex.dry_run()`. Every rank calls it.
+        """Run each active editing function on a small random tensor. Every rank calls it.
 
         Each function runs with its module, a temporary `save_ctx`, the trainable modules and its side
         effects, at the first hook point of its hook on each pipeline stage. (Registration does this
@@ -341,27 +549,53 @@ class FlexModel(nn.Module):
 
         Warns:
             FlexWarning: a function raises with lengths that are not those of a step.
+
+        Examples:
+            >>> def center(current_module, inputs, save_ctx, modules):
+            ...     return inputs - inputs.mean(-1, keepdim=True)
+            >>> edit = HookFunction("decoder.layers.2", editing_function=center)
+            >>> handle = flex.register_forward_hook(edit)
+            >>> flex.dry_run()  # before the model runs
         """
         self._registration.dry_run()
 
     def debug(self, on: bool = True) -> None:
-        """Start or stop printing hook calls to stderr: `flex.debug()`. FLEX_DEBUG=1 starts it at once.
+        """Start or stop printing hook calls to stderr. FLEX_DEBUG=1 starts it at once.
 
         On a GPU each hook call then waits until the GPU has finished, so that its time can be measured.
+
+        Examples:
+            >>> flex.debug()
+            >>> train_step(chunks)  # prints a line for each call of a hook
+            >>> flex.debug(False)
         """
         if on:
             self.session.check_open()
         self.session.trace(on)
 
     def explain(self, hook: HookFunction) -> str:
-        """Describe what a hook does at each of its hook points: `print(flex.explain(hook))`.
+        """Describe what a hook does at each of its hook points.
 
         Communicates nothing; any rank may call it alone. Sizes in bytes are of a collective's result on one
         rank; dims whose lengths only the data determine appear by name. With `debug` on, or FLEX_DEBUG=1, the
         text includes the measurements of the last call on this rank.
 
+        Returns:
+            The text, of several lines.
+
         Raises:
             HookError: the hook is not registered.
+
+        Examples:
+            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0))
+            >>> handle = flex.register_forward_hook(edit)
+            >>> print(flex.explain(edit))
+            hook: forward on decoder.layers.2 editing by scale(2.0)
+            decoder.layers.2:output
+            ...
+              edit: scale(2.0), on the shard of each rank, nothing sent
+              backward: nothing sent
+            ...
         """
         return HookExplanation(self.session).explain(hook)
 
@@ -373,7 +607,7 @@ class FlexModel(nn.Module):
         microbatches: int = 1,
         links: Links | None = None,
     ) -> RunEstimate:
-        """Estimate bytes by link, collectives and memory of a step: `flex.estimate(sequence_length=4096)`.
+        """Estimate bytes by link, collectives and memory of a step.
 
         Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step; any rank
         may call it alone. Entries are counted in the parameters' dtype. Formulae: `docs/estimate.md`.
@@ -384,8 +618,16 @@ class FlexModel(nn.Module):
             microbatches: of a step, on each data parallel rank.
             links: the bandwidths, and how many ranks share a node.
 
+        Returns:
+            The estimate: for each hook, and the ranks of each stage.
+
         Raises:
             FlexError: nothing active has a cost that can be estimated, or a length is unknown.
+
+        Examples:
+            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.*"))
+            >>> flex.estimate(sequence_length=16, micro_batch_size=2).slowest.moved.pcie  # bytes
+            16384
         """
         from megatron_flex.estimate.session_estimate import (
             estimate_session,  # needs numpy, which hooks do not
@@ -397,7 +639,7 @@ class FlexModel(nn.Module):
     # -- dumps and statistics --------------------------------------------------------------------------
 
     def register_dump(self, dump: Dump) -> Handle:
-        """Dump tensors from the next step on: `flex.register_dump(Dump("out", "decoder.layers.*"))`.
+        """Dump tensors from the next step on.
 
         Every rank calls it with the same settings. A tensor is dumped before edits at the same hook point.
         Hook points that a pattern matches but the configuration hides are left out, with a warning.
@@ -410,19 +652,31 @@ class FlexModel(nn.Module):
             HookError: a named hook point, or all that a pattern matches, is hidden; on all ranks, if their
                 dumps differ.
             DumpError: on all ranks: the folder cannot be written.
+
+        Examples:
+            >>> with flex.register_dump(Dump("dumps/new", "decoder.layers.*")):
+            ...     train_step(chunks)
+            >>> open_dump("dumps/new").iterations
+            [0]
         """
         return self._sinks.register_dump(dump)
 
     def remove_dump(self, dump: Dump) -> None:
-        """Remove a dump once it is written: `flex.remove_dump(dump)`. Every rank calls it, between steps.
+        """Remove a dump once it is written. Every rank calls it, between steps.
 
         Raises:
             DumpError: the dump is not registered; or, with on_error='raise', writing failed on some rank.
+
+        Examples:
+            >>> dump = Dump("dumps/new", "decoder.layers.*")
+            >>> handle = flex.register_dump(dump)
+            >>> train_step(chunks)
+            >>> flex.remove_dump(dump)  # waits until all is written
         """
         self._sinks.remove_dump(dump)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
-        """Measure tensors from the next training step on: `flex.register_statistics(measured)`.
+        """Measure tensors from the next training step on.
 
         Every rank calls it with the same settings. A tensor is measured before edits at the same hook point;
         steps without gradients (evaluation) are not measured. Hook points that a pattern matches are left
@@ -441,14 +695,26 @@ class FlexModel(nn.Module):
             HookError: a named hook point, or all that a pattern matches, cannot be measured; on all ranks, if
                 their statistics differ.
             FlexError: on all ranks: the folder cannot be written.
+
+        Examples:
+            >>> with flex.register_statistics(Statistics("stats/new", "decoder.layers.*")):
+            ...     train_step(chunks)
+            >>> open_statistics("stats/new")["decoder.layers.3"].iterations
+            [0]
         """
         return self._sinks.register_statistics(statistics, sink)
 
     def remove_statistics(self, statistics: Statistics) -> None:
-        """Remove statistics once written: `flex.remove_statistics(measured)`. Ranks call it between steps.
+        """Remove statistics once written. Ranks call it between steps.
 
         Raises:
             FlexError: the statistics are not registered.
+
+        Examples:
+            >>> measured = Statistics("stats/new", "decoder.layers.*")
+            >>> handle = flex.register_statistics(measured)
+            >>> train_step(chunks)
+            >>> flex.remove_statistics(measured)
         """
         self._sinks.remove_statistics(statistics)
 
@@ -464,7 +730,7 @@ class FlexModel(nn.Module):
         padded: bool = False,
         everywhere: bool = False,
     ) -> Tensor | None:
-        """Gather a full parameter, or its gradient: `flex.get_module_parameter(name)`. Every rank calls it.
+        """Gather a full parameter, or its gradient. Every rank calls it.
 
         Read a gradient after the step and before the optimizer step, which may scale and clip it in place.
         The gradient has the framework's scale: averaged over microbatches, multiplied by the loss scale. A
@@ -487,6 +753,11 @@ class FlexModel(nn.Module):
         Raises:
             SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
             FlexError: on all ranks: another shape, no gradient, or `reduced` contradicts the gradient.
+
+        Examples:
+            >>> full = flex.get_module_parameter("decoder.layers.3.mlp.linear_fc1.weight")
+            >>> full.shape if flex.is_leader else None
+            torch.Size([96, 32])
         """
         return self._access.get(name, expected_shape, ParameterRequest(gradient, reduced, padded, everywhere))
 
@@ -500,7 +771,7 @@ class FlexModel(nn.Module):
         padded: bool = False,
         optimizer: Any = None,
     ) -> None:
-        """Set a parameter, or its gradient, from a full tensor: `flex.set_module_parameter(name, value)`.
+        """Set a parameter, or its gradient, from a full tensor.
 
         Every rank calls it. All shards are set in place, also in every data parallel replica and tied output
         layer. Megatron's mixed-precision and distributed optimizers keep their own copies, which their next
@@ -517,6 +788,11 @@ class FlexModel(nn.Module):
         Raises:
             SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
             FlexError: on all ranks: another shape or dtype, differing values, or no value on the leader.
+
+        Examples:
+            >>> name = "decoder.layers.3.mlp.linear_fc1.weight"
+            >>> full = flex.get_module_parameter(name)
+            >>> flex.set_module_parameter(name, 2 * full if flex.is_leader else None)
         """
         self._access.set(name, value, ParameterRequest(gradient, reduced, padded), optimizer)
 
@@ -528,7 +804,7 @@ class FlexModel(nn.Module):
         padded: bool = False,
         everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all full parameters, or gradients: `for name, full in flex.named_full_parameters():`.
+        """Iterate over all full parameters, or gradients.
 
         Every rank runs the iterator to its end; it is empty on ranks that receive nothing. Names are global,
         in model order; one full tensor exists at a time. Parameters without a known layout are left out with
@@ -537,15 +813,27 @@ class FlexModel(nn.Module):
         Args:
             gradients: iterate over the gradients instead.
             reduced: as for `get_module_parameter`, like `padded` and `everywhere`.
+
+        Returns:
+            An iterator over pairs of a global name and a full tensor on the CPU.
+
+        Examples:
+            >>> sum(full.numel() for name, full in flex.named_full_parameters())
+            35104
         """
         return self._access.named(ParameterRequest(gradients, reduced, padded, everywhere))
 
     def parameters_without_layout(self) -> dict[str, str]:
-        """The parameters that cannot be gathered, with module classes: `flex.parameters_without_layout()`."""
+        """Return the parameters that cannot be gathered, by name, with the class of their module.
+
+        Examples:
+            >>> flex.parameters_without_layout()
+            {}
+        """
         return self._access.without_layout()
 
     def register_trainable_module(self, name: str, module: nn.Module) -> Handle:
-        """Let editing functions train a module: `flex.register_trainable_module("lens", nn.Linear(64, 64))`.
+        """Let editing functions train a module.
 
         Every rank calls it. Editing functions use `modules[name]`. Each rank has a replica, on the model's
         device, initialized with the first rank's parameters and buffers. After each run of the schedule the
@@ -562,34 +850,65 @@ class FlexModel(nn.Module):
         Raises:
             HookError: the name is in use or invalid, or `module` is no module; on all ranks, if names, shapes
                 or dtypes differ between ranks.
+
+        Examples:
+            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
+            >>> def translate(current_module, inputs, save_ctx, modules):
+            ...     return modules["lens"](inputs)
+            >>> edit = HookFunction("decoder.layers.2", editing_function=translate)
+            >>> handle = flex.register_forward_hook(edit)
+            >>> train_step(chunks)
+            >>> flex.trainable_modules["lens"].weight.grad.shape
+            torch.Size([32, 32])
         """
         return self._trainable.register(name, module)
 
     def remove_trainable_module(self, name: str) -> None:
-        """Remove a module, between steps, on every rank: `flex.remove_trainable_module("lens")`.
+        """Remove a module, between steps, on every rank.
 
         The parameters keep their gradients.
 
         Raises:
             HookError: no module has that name, or, on all ranks, ranks remove different modules.
+
+        Examples:
+            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
+            >>> flex.remove_trainable_module("lens")
         """
         self._trainable.remove(name)
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the trainable modules: `torch.optim.AdamW(flex.trainable_parameters())`."""
+        """Return an iterator over the parameters of the trainable modules, for an optimizer.
+
+        Examples:
+            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
+            >>> optimizer = torch.optim.AdamW(flex.trainable_parameters(), lr=1e-3)
+        """
         return self.trainable_modules.parameters()
 
     def freeze(self) -> None:
-        """Stop computing gradients of the wrapped model's parameters: `flex.freeze()`. Every rank calls it.
+        """Stop computing gradients of the wrapped model's parameters. Every rank calls it.
 
         `unfreeze()` and `restore()` restore `requires_grad`. Do not step the model's own optimizer meanwhile:
         its weight decay would change parameters without a gradient.
 
         Raises:
             FlexError: the framework's wrapper would wait for gradients that are never computed.
+
+        Examples:
+            >>> flex.freeze()
+            >>> any(p.requires_grad for p in chunks[0].parameters())
+            False
         """
         self._trainable.freeze()
 
     def unfreeze(self) -> None:
-        """Restore `requires_grad` to its values before `freeze()`: `flex.unfreeze()`. Every rank calls it."""
+        """Restore `requires_grad` to its values before `freeze()`. Every rank calls it.
+
+        Examples:
+            >>> flex.freeze()
+            >>> flex.unfreeze()
+            >>> all(p.requires_grad for p in chunks[0].parameters())
+            True
+        """
         self._trainable.unfreeze()

@@ -55,7 +55,7 @@ class HookExplanation:
         full = ", ".join(
             f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
         )
-        yield f"layout {layout.describe(mesh.sizes)}, whole [{full}], stage {site.stage}"
+        yield f"layout {layout.describe(mesh.sizes)}, full shape [{full}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
         size = session.dry_run.itemsize
@@ -71,7 +71,7 @@ class HookExplanation:
         else:
             once = hook.run == "once"
             if not once:
-                yield f"the whole is needed: {why}"
+                yield f"the full tensor is needed: {why}"
             yield f"gather: {_describe_collectives(plan_full_gather(layout, shape, size, mesh))}"
             broadcasts = plan_result_broadcast(layout, shape, size, mesh)
             who = (
@@ -115,7 +115,7 @@ class HookExplanation:
             yield "measured: nothing on this rank yet"
         else:
             yield f"measured: {seen.describe()}"
-            if (seen.whole is not None or seen.here) and not hook.backward:
+            if (seen.full_size is not None or seen.here) and not hook.backward:
                 yield f"measured backward: {'; '.join(describe_moves(seen.back))}"
 
 

@@ -30,8 +30,10 @@ class Interp:
     Args:
         session: the session of the model.
 
-    Example:
-        `logits, cache = flex.interp.run_with_cache(tokens, "blocks.0.hook_resid_post")`
+    Examples:
+        >>> logits, cache = flex.interp.run_with_cache(tokens, "blocks.0.hook_resid_post")
+        >>> cache["blocks.0.hook_resid_post"].shape
+        torch.Size([2, 16, 32])
     """
 
     def __init__(self, session: Session) -> None:
@@ -39,7 +41,13 @@ class Interp:
 
     @cached_property
     def names(self) -> LensNames:
-        """The TransformerLens names that this model supports, by name: `flex.interp.names.aliases`."""
+        """Return the TransformerLens names that this model supports.
+
+        Examples:
+            >>> [name for name in flex.interp.names.aliases if name.startswith("blocks.0.hook")]
+            ['blocks.0.hook_resid_pre', 'blocks.0.hook_attn_out', 'blocks.0.hook_resid_mid',
+             'blocks.0.hook_mlp_out', 'blocks.0.hook_resid_post']
+        """
         session = self._session
         return LensNames(session.sites, session.adapter.architecture(), list(session.parameter_index.sites))
 
@@ -75,8 +83,10 @@ class Interp:
             FlexError: on all ranks: the model cannot take these tokens.
             HookError: on all ranks: an edit failed, or the run reached one of the hook points with no tensor.
 
-        Example:
-            `logits, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith("hook_z"))`
+        Examples:
+            >>> logits, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith("hook_z"))
+            >>> cache["blocks.0.attn.hook_z"].shape  # [batch, pos, head, size]
+            torch.Size([2, 16, 4, 8])
         """
         self._session.check_open()
         weights = FullWeights(self._session, self.names)
@@ -114,8 +124,12 @@ class Interp:
             FlexError: on all ranks: the model cannot take these tokens.
             HookError: on all ranks: a function failed, or one of the hook points cannot be edited.
 
-        Example:
-            `logits = flex.interp.run_with_hooks(tokens, [("blocks.0.hook_mlp_out", lambda t, hook: 0 * t)])`
+        Examples:
+            >>> def ablate(tensor, hook):
+            ...     return 0 * tensor
+            >>> logits = flex.interp.run_with_hooks(tokens, [("blocks.0.hook_mlp_out", ablate)])
+            >>> logits.shape
+            torch.Size([2, 16, 64])
         """
         with self.hooks(fwd_hooks), self.trace(tokens, microbatch_size=microbatch_size) as trace:
             logits = trace.logits
@@ -130,12 +144,16 @@ class Interp:
         Args:
             fwd_hooks: as for `run_with_hooks`.
 
+        Returns:
+            A context manager.
+
         Raises:
             SiteError: the model has no hook point of that name.
             HookError: one of the hook points cannot be edited, or the model was restored.
 
-        Example:
-            `with flex.interp.hooks([("blocks.0.hook_mlp_out", lambda t, hook: 0 * t)]): train_step()`
+        Examples:
+            >>> with flex.interp.hooks([("blocks.0.hook_mlp_out", lambda tensor, hook: 0 * tensor)]):
+            ...     train_step(chunks)
         """
         self._session.check_open()
         with edits(self._session, FullWeights(self._session, self.names), fwd_hooks):
@@ -153,12 +171,18 @@ class Interp:
             tokens: `[batch, sequence]`, the same on all ranks of a replica.
             microbatch_size: as for `run_with_cache`.
 
+        Returns:
+            A context manager, which gives the trace.
+
         Raises:
             SiteError: a name matches no hook point, or several.
             HookError: on all ranks, when the block ends, as for `run_with_cache` and `run_with_hooks`.
 
-        Example:
-            `with flex.interp.trace(tokens) as t: middle = t["blocks.1"].output`
+        Examples:
+            >>> with flex.interp.trace(tokens) as trace:
+            ...     middle = trace["blocks.1"].output
+            >>> middle.value.shape
+            torch.Size([2, 16, 32])
         """
         self._session.check_open()
         trace = Trace(self._session, FullWeights(self._session, self.names))

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron_flex.adapters import training_writers
+from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.dump import Dump
 from megatron_flex.errors import FlexWarning, HookError
+from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
+from megatron_flex.model.argument_checks import check_hook, check_sink, explain_lens_names
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSelection, make_manifest
 from megatron_flex.runtime.hook_groups import check_groups, parse_selection
@@ -27,6 +30,14 @@ from megatron_flex.runtime.statistics_sink import StatisticsSelection, make_head
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_records import Sink
+
+REGISTER_METHODS: dict[HookType, str] = {
+    "forward": "register_forward_hook",
+    "forward_pre": "register_forward_pre_hook",
+    "full_backward": "register_full_backward_hook",
+    "full_backward_pre": "register_full_backward_pre_hook",
+    "tensor": "register_hook",
+}
 
 
 class HookRegistration:
@@ -41,9 +52,14 @@ class HookRegistration:
 
     def register(self, hook: HookFunction, kind: HookType) -> Handle:
         """Register a hook with the given hook type, and return a handle that removes the hook."""
-        hook.hook_type = kind
-        self._session.add(hook)
+        check_hook(hook, REGISTER_METHODS[kind]).hook_type = kind
+        self.add(hook)
         return Handle(partial(self.remove, hook), repr(hook), partial(self._session.has_hook, hook))
+
+    def add(self, hook: HookFunction) -> None:
+        """Register a hook with its own hook type."""
+        with explain_lens_names(self._session, lambda: [hook.module_name]):
+            self._session.add(hook)
 
     def remove(self, hook: HookFunction) -> None:
         """Remove a hook."""
@@ -213,9 +229,12 @@ class SinkRegistration:
         """Open a dump, and register its hooks. Collective."""
         session = self._session
         session.check_open()
-        sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
+        check_sink(dump, Dump, "register_dump")
+        with explain_lens_names(session, lambda: dump.sites):
+            sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
         chosen = DumpSelection(sites, exact, select_parameters(session.parameter_index, dump.parameters))
-        config = getattr(self._chunks[0], "config", getattr(session.adapter, "config", None))
+        # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
+        config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
         parameters = session.parameter_index.first_copies()
         manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
         for hook in session.sinks.add_dump(dump, chosen, manifest).hooks:
@@ -236,9 +255,11 @@ class SinkRegistration:
         """Open statistics, and register their hooks. Collective."""
         session = self._session
         session.check_open()
-        values, exact = select_sink_sites(
-            session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
-        )
+        check_sink(statistics, Statistics, "register_statistics")
+        with explain_lens_names(session, lambda: statistics.sites):
+            values, exact = select_sink_sites(
+                session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
+            )
         gradients = self._gradients(values, exact) if statistics.gradients else ()
         parameters = select_parameters(
             session.parameter_index, statistics.parameters, STATISTICS_PURPOSE.what
@@ -273,18 +294,19 @@ class SinkRegistration:
         return open_writers(statistics, header, first, training_writers)
 
     def _describe_model(self) -> dict[str, Any]:
-        """The compute dtype, width and depth of the model, as far as the framework's config has them."""
+        """The compute dtype, width, depth and layers of the model, as far as the framework has them."""
         config = getattr(self._chunks[0], "config", getattr(self._session.adapter, "config", None))
         half = next((n for n, attribute in HALF_FLAGS.items() if getattr(config, attribute, False)), None)
         weight = next((p for p in self._chunks[0].parameters() if p.is_floating_point()), None)
         dtype = half or ("" if weight is None else str(weight.dtype).removeprefix("torch."))
         sizes = {n: getattr(config, n, None) for n in ("hidden_size", "num_layers")}
-        return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}}
+        layers = layer_pattern(self._session.parameter_index.sites)
+        return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}, "layers": layers}
 
     def _why_unmeasurable(self, site: Site) -> str:
         if not site.inferred and is_partial(site.layout, self._session.mesh.sizes):
             sums = ", ".join(site.layout.partial)
-            return f"ranks along {sums} hold summands, and no rank their sum; measure :output instead"
+            return f"the tensor is partial over {sums}, and no rank has the sum; measure :output instead"
         return ""
 
     def _gradients(self, values: tuple[Site, ...], exact: frozenset[str]) -> tuple[Site, ...]:
@@ -295,7 +317,7 @@ class SinkRegistration:
             if site.read_only_reason:
                 continue
             if not site.inferred and is_partial(layout, self._session.mesh.sizes):
-                why = f"ranks hold summands of it ({layout.describe(self._session.mesh.sizes)})"
+                why = f"it is partial ({layout.describe(self._session.mesh.sizes)})"
                 if site.name in exact:
                     raise HookError(f"the gradient at {site.name} cannot be measured: {why}; measure another")
                 barred[site.name + GRADIENT_SUFFIX] = why

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import nn
 
 from megatron_flex.errors import FlexError, SiteError, suggest_nearest
-from megatron_flex.notebook_html import PAGE_BYTES, WARN_COLOUR, html_fragment, html_line
+from megatron_flex.notebook_html import PAGE_BYTES, WARN_COLOUR, count_words, html_fragment, html_line
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.hooks import describe_edit
 from megatron_flex.sites import Pattern
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 OTHER_STAGES_NOTE = (
-    "hooks on other stages that bring nothing to the leader are shown as active: "
-    "only those stages know whether they have fired"
+    "hooks on other stages that send nothing to the leader are shown as hooked: "
+    "only those stages record whether they were called"
 )
 RICH_MISSING = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
 
@@ -38,8 +38,12 @@ class Report:
         session: the session of the model.
         chunks: the modules of this rank.
 
-    Example:
-        `flex.report.show("decoder.layers.*.mlp.*", stage=1)`
+    Examples:
+        >>> flex.report.show("decoder.layers.0.mlp*")
+        one rank: ... hooks
+        ...
+        ├─ ○ :input   [s, b, h] ...
+        └─ ○ :output  [s, b, h] ...
     """
 
     def __init__(self, session: Session, chunks: nn.ModuleList) -> None:
@@ -68,6 +72,13 @@ class Report:
         Raises:
             SiteError: the pattern matches nothing, or no hook point is left.
             FlexError: rich is not installed.
+
+        Examples:
+            >>> flex.report.show("decoder.layers.0.mlp*")
+            one rank: ... hooks
+            ...
+            ├─ ○ :input   [s, b, h] ...
+            └─ ○ :output  [s, b, h] ...
         """
         root = self.tree(pattern, group=group, stage=stage)
         if file is None and not self._session.is_leader:
@@ -90,8 +101,10 @@ class Report:
         Raises:
             SiteError: the pattern matches nothing, or no hook point is left.
 
-        Example:
-            `flex.report.tree("decoder.layers.0.*").to_json()`
+        Examples:
+            >>> tree = flex.report.tree("decoder.layers.0.mlp*")
+            >>> sorted(tree.to_json())
+            ['children', 'count', 'label', 'places', 'stages']
         """
         session = self._session
         hooks = collect_site_hooks(session)
@@ -143,8 +156,9 @@ class Report:
             FlexError: on the rank that writes: a dump or statistics cannot be opened, there are more than two
                 sources (dumps and statistics together), or the page is too large or cannot be written.
 
-        Example:
-            `flex.report.to_html("model.html", "dumps/run")`
+        Examples:
+            >>> flex.report.to_html("model.html", "dumps/run")
+            PosixPath('model.html')
         """
         session = self._session
         sites = session.sites.match(pattern)
@@ -157,20 +171,24 @@ class Report:
         grid = grid_of_mesh(session.mesh)
         known = _captured_lengths(session) | dict(lengths or {})
         weight = next((p.element_size() for p in self._chunks.parameters() if p.is_floating_point()), None)
-        fired = _fired_sites(session)
+        recorded = _recorded_sites(session)
         page = Page(
             title or type(self._chunks[0]).__name__,
             grid,
             [replace(s, tap=None) for s in sites],
             collect_site_hooks(session),
-            fired,
+            recorded,
             estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weight, known), grid),
-            notes=[("info", OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, fired) else (),
+            notes=[("info", OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, recorded) else (),
         )
         if isinstance(statistics, (str, PathLike)):
             statistics = open_statistics(statistics)
         several = dumps if isinstance(dumps, Sequence) and not isinstance(dumps, str) else [dumps]
-        return write(fill_page(page, several, statistics, comparison), path, most_bytes=most_bytes)
+        return write(
+            fill_page(page, several, [] if statistics is None else [statistics], comparison),
+            path,
+            most_bytes=most_bytes,
+        )
 
     def _repr_html_(self) -> str:
         """Return the tree of `show()` as folding HTML. Communicates nothing; only the leader has the tree."""
@@ -188,18 +206,18 @@ class Report:
         return tree_html(fold_layers(root), head)
 
 
-def _fired_sites(session: Session) -> frozenset[str]:
+def _recorded_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
     own, fired = session.taps.own, session.edit_runner.fired
     here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
     return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
 
 
-def _has_unknown_hooks(session: Session, fired: frozenset[str]) -> bool:
+def _has_unknown_hooks(session: Session, recorded: frozenset[str]) -> bool:
     """Whether another stage has a hook that sends nothing to this rank."""
     own = session.taps.own
     silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
-    return any(s.place not in own and s.place not in fired for e in silent for s in e.sites)
+    return any(s.place not in own and s.place not in recorded for e in silent for s in e.sites)
 
 
 def _captured_lengths(session: Session) -> dict[str, int]:
@@ -218,7 +236,8 @@ def format_headline(session: Session) -> str:
     """Describe the mesh, and count hook points and hooks."""
     hidden = sum(bool(s.hidden) for s in session.sites)
     count = len([e for e in session.registry.entries if e.hook.tensor_sink is None])
-    return f"{session.mesh.describe()}: {len(session.sites)} sites, {hidden} of them hidden; {count} hook(s)"
+    sites, hooks = count_words(len(session.sites), "site"), count_words(count, "hook")
+    return f"{session.mesh.describe()}: {sites}, {hidden} of them hidden; {hooks}"
 
 
 def collect_site_hooks(session: Session) -> Mapping[str, Sequence[TreeHook]]:

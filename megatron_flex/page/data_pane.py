@@ -143,8 +143,8 @@ def _comparison_rows(
     rows: list[list[Any]] = []
     first = None
     for row in comparison.rows:
-        place = number_of[row.name]
-        if row.iteration not in iterations or place not in kept:
+        position = number_of[row.name]
+        if row.iteration not in iterations or position not in kept:
             continue
         if found.first == (row.name, row.iteration) and first is None:
             first = len(rows)
@@ -155,7 +155,7 @@ def _comparison_rows(
                 row.iteration,
                 json_number(row.error),
                 json_number(row.tolerance),
-                place,
+                position,
                 nonfinite_flag(row.error),
             ]
         )
@@ -275,8 +275,8 @@ def statistics_source(
     rows = {(row.iteration, row.site): row for row in found.rows()}
     histograms = bounds.histograms_of(len(tensors), len(iterations))
     for number, tensor in enumerate(tensors):
-        for place, iteration in enumerate(iterations):
-            tables.put(number, place, _statistics_cell(rows.get((iteration, tensor.name))))
+        for position, iteration in enumerate(iterations):
+            tables.put(number, position, _statistics_cell(rows.get((iteration, tensor.name))))
         tables.histogram(number, histograms)
     source = _source_json("statistics", label, found.path.name, notes, tables, tensors)
     reason = "statistics have numbers of tensors, not the tensors: dump {} (mf.Dump) to see this"
@@ -299,13 +299,13 @@ def _fill_tables(
     histograms = bounds.histograms_of(len(tensors), len(tables.iterations))
     shortened = set()
     for number, tensor in enumerate(track(tensors, "measuring tensors", unit="tensors")):
-        for place, iteration in enumerate(tables.iterations):
+        for position, iteration in enumerate(tables.iterations):
             try:
                 found = read_cell(get_named_array(dump, tensor.name), iteration, most, dump.check == "first")
             except DumpError as error:
                 found = TensorCell(DAMAGED, text=str(error))
             found.text = shorten_paths(found.text, dump.path)
-            tables.put(number, place, found)
+            tables.put(number, position, found)
             if found.cut:
                 shortened.add(number)
         tables.histogram(number, histograms)
@@ -317,11 +317,11 @@ def _list_tensors(
 ) -> tuple[list[PageTensor], list[PageNote]]:
     """The tensors of a dump to show, and a note about the selection."""
     at = {name: i for i, name in enumerate(names)}
-    places = dump.site_records
+    records = dump.site_records
     found = []
     for name in list_site_names(dump):
         site = _site_name(name)
-        kind = VALUE if name.partition("#")[0] in places else GRADIENT
+        kind = VALUE if name.partition("#")[0] in records else GRADIENT
         found.append(PageTensor(name, kind, at.get(site, -1)))
     parameters = set(dump.parameters)
     found += [

@@ -100,10 +100,12 @@ class DumpPictures:
         iterations, side = self._fitting(len(tensors))
         chosen = choose_evenly(tensors, max(1, self.bounds.heats // (side * side)))
         if len(chosen) < len(tensors):
-            self._told(f"heat maps of {len(chosen)} of {len(tensors)} tensors, evenly spread over the model")
+            self._add_note(
+                f"heat maps of {len(chosen)} of {len(tensors)} tensors, evenly spread over the model"
+            )
         if len(iterations) < len(self.tables.iterations):
             these = ", ".join(str(self.tables.iterations[at]) for at in iterations)
-            self._told(f"heat maps of iterations {these}")
+            self._add_note(f"heat maps of iterations {these}")
         small = 0
         for tensor, name in chosen:
             for at in iterations:
@@ -112,7 +114,9 @@ class DumpPictures:
                     self._heats.setdefault(str(tensor), []).append(found)
                     small += found["mean"]
         if small:
-            self._told(f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks")
+            self._add_note(
+                f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks"
+            )
 
     def _fitting(self, tensors: int) -> tuple[list[int], int]:
         """The iterations and the side of heat maps, chosen so that all tensors have one if possible."""
@@ -177,12 +181,12 @@ class DumpPictures:
             self.lacks["attention"] = "the attention patterns of this dump cannot be read"
             return
         if len(shown) < len(layers):
-            self._told(f"attention patterns of {len(shown)} of {len(layers)} layers")
+            self._add_note(f"attention patterns of {len(shown)} of {len(layers)} layers")
         for layer in shown:
             for at in choose_evenly(range(len(self.tables.iterations)), 1):
                 self._pattern(layer, at, side)
         if any(one["of"] != [1, 1] for one in self._attention):
-            self._told(f"attention patterns of more than {side} tokens as means over blocks")
+            self._add_note(f"attention patterns of more than {side} tokens as means over blocks")
         if not self._attention:
             self.lacks.setdefault("attention", "the attention patterns of this dump cannot be read")
 
@@ -225,7 +229,7 @@ class DumpPictures:
             self.lacks["lens"] = self._words(error)
             return
         if len(found.tokens) == self.bounds.tokens:
-            self._told(f"the logit lens of the first {self.bounds.tokens} tokens of a sample")
+            self._add_note(f"the logit lens of the first {self.bounds.tokens} tokens of a sample")
         self._lens = {
             "at": at,
             "layers": list(found.layers),
@@ -238,7 +242,7 @@ class DumpPictures:
             "caption": found.caption,
         }
 
-    def _told(self, text: str) -> None:
+    def _add_note(self, text: str) -> None:
         self.notes.append(info_note(f"{self.label}: {text}."))
 
     def _words(self, error: FlexError | None) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout
 from megatron_flex.layout.layout_drawing import make_picture
 from megatron_flex.notebook_html import PAGE_BYTES
+from megatron_flex.page.block_order import LAYER_NUMBER, execution_order, has_experts
 from megatron_flex.page.rank_grid import RankGrid
 from megatron_flex.sites import Site
 from megatron_flex.view import TreeHook, describe_layout, describe_shape
 
 PAGE_VERSION = 1
-POSSIBLE, ACTIVE, FIRED, HIDDEN, FIXED = range(5)
+AVAILABLE, HOOKED, RECORDED, HIDDEN, READ_ONLY = range(5)
 UNKNOWN_LAYOUT = "known when the model runs"
 MAX_PICTURE_BLOCKS = 2048  # one with more is described as text
 Json = dict[str, Any]
@@ -37,27 +40,47 @@ class Page:
     Attributes:
         title: the title.
         mesh: the ranks.
-        sites: of all stages, in model order.
+        sites: of all stages; the page has them in the order of execution.
         hooks: the hooks of each site.
-        fired: sites with a captured tensor.
-        costs: for each site the traffic of a read and of an edit of the full tensor, as `pricing` returns it.
+        recorded: sites with a captured, dumped or measured tensor.
+        estimates: for each site the traffic of a read and of an edit of the full tensor, as
+            `estimate_sites` returns it.
         data: of dumps or statistics: one source, or two to show side by side.
         divergence: the comparison of those two.
         notes: each `damage` or `info`, and a text.
+        chosen: the name of the site that is chosen when the page is opened; empty for one that the data
+            have, or for none where there are no data.
+
+    Examples:
+        `flex.report.to_html()` fills and writes a page; of a page that you made:
+
+        >>> from megatron_flex.page import Page, grid_of_mesh
+        >>> page = Page("A model", grid_of_mesh(flex.session.mesh), flex.sites())
+        >>> len(page.sites)
+        158
     """
 
     title: str
     mesh: RankGrid
     sites: Sequence[Site]
     hooks: Mapping[str, Sequence[TreeHook]] = field(default_factory=dict)
-    fired: frozenset[str] = frozenset()
+    recorded: frozenset[str] = frozenset()
     estimates: Mapping[str, Json] = field(default_factory=dict)
     data: Sequence[Json] = ()
     divergence: Json | None = None
     notes: Sequence[tuple[str, str]] = ()
+    chosen: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sites", execution_order(self.sites))
 
     def to_json(self) -> Json:
-        """As plain values; repeated values are stored once."""
+        """Return the page as plain values; repeated values are stored once.
+
+        Examples:
+            >>> from megatron_flex.page import Page, grid_of_mesh
+            >>> data = Page("A model", grid_of_mesh(flex.session.mesh), flex.sites()).to_json()
+        """
         layouts, shapes, reasons, estimates = (
             _UniqueValues(),
             _UniqueValues(),
@@ -92,7 +115,7 @@ class Page:
             "version": PAGE_VERSION,
             "title": self.title,
             "notes": [{"kind": kind, "text": text} for kind, text in notes],
-            "mesh": self.mesh.to_json(),
+            "mesh": self.mesh.to_json() | ({} if has_experts(self.sites) else {"experts": []}),
             "layouts": [_layout_json(layout, sizes) for layout in layouts.values],
             "shapes": shapes.values,
             "reasons": reasons.values,
@@ -102,16 +125,32 @@ class Page:
             "estimates": estimates.values,
             "data": list(self.data),
             "divergence": self.divergence,
+            "chosen": numbers.get(self.chosen or self._recorded_site(), -1),
         }
+
+    def _recorded_site(self) -> str:
+        """The site to open with: the first divergence, or the first sharded tensor that most layers have."""
+        if self.divergence is not None and self.divergence["first"] is not None:
+            return self.sites[self.divergence["first"]].name
+        there = {number for source in self.data for number in source["sites"]}
+        found = [s for n, s in enumerate(self.sites) if n in there]
+        layers = Counter(_without_layer(s.name) for s in found)
+        sizes = self.mesh.sizes
+
+        def rank(site: Site) -> tuple[int, bool]:
+            cuts = [c for d in site.layout.dims for c in d.cuts]
+            return layers[_without_layer(site.name)], any(sizes.get(c.axis, 1) > 1 for c in cuts)
+
+        return max(found, key=rank).name if found else ""  # the first of equals
 
     def _state(self, site: Site) -> int:
         if site.hidden:
             return HIDDEN
-        if site.name in self.fired:
-            return FIRED
+        if site.name in self.recorded:
+            return RECORDED
         if any(h.active for h in self.hooks.get(site.name, ())):
-            return ACTIVE
-        return FIXED if site.read_only_reason else POSSIBLE
+            return HOOKED
+        return READ_ONLY if site.read_only_reason else AVAILABLE
 
     def _groups(self, numbers: Mapping[str, int]) -> dict[str, list[int]]:
         out: dict[str, list[int]] = {}
@@ -120,6 +159,11 @@ class Page:
                 if name in numbers:
                     out.setdefault(group, []).append(numbers[name])
         return out
+
+
+def _without_layer(name: str) -> str:
+    """The same for a hook point of all layers."""
+    return LAYER_NUMBER.sub("*", name, count=1)
 
 
 class _UniqueValues:
@@ -159,33 +203,50 @@ def _layout_json(layout: Layout | str, sizes: Mapping[str, int]) -> Json:
 
 FIRST_SCRIPTS, LAST_SCRIPTS = ("core.js", "top.js"), ("go.js",)  # required by others, and run last
 BASE_STYLE = "style.css"  # the other styles extend it
-PLACEHOLDER = re.compile(r"@(title|style|page|scripts)@")
+PLACEHOLDER = re.compile(r"@(title|style|page|scripts|about|content|script)@")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def html(page: Page) -> str:
-    """The page, as text in ASCII except for its scripts and title.
+    """Return the page, as text in ASCII except for its scripts and title.
 
     Values from files are in it once, as JSON in which nothing ends a script or begins a tag.
+
+    Examples:
+        >>> from megatron_flex.page import Page, grid_of_mesh, html
+        >>> html(Page("A model", grid_of_mesh(flex.session.mesh), flex.sites()))[:15]
+        '<!doctype html>'
     """
-    assets = files("megatron_flex.page") / "assets"
-    there = sorted(f.name for f in assets.iterdir() if f.name.endswith(".js"))
-    styles = sorted(
-        (f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != BASE_STYLE, n)
-    )
+    there = sorted(f.name for f in _assets().iterdir() if f.name.endswith(".js"))
     middle = [n for n in there if n not in (*FIRST_SCRIPTS, *LAST_SCRIPTS)]
-    scripts = [
-        f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>"
-        for name in (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS)
-    ]
+    scripts = [f"<script>\n{read_asset(name)}</script>" for name in (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS)]
     parts = {
         "title": escape(page.title),
-        "style": "\n".join((assets / name).read_text(encoding="utf-8") for name in styles),
+        "style": read_styles(),
         "page": page_json(page),
         "scripts": "\n".join(scripts),
     }
-    frame = (assets / "page.html").read_text(encoding="utf-8")
-    return PLACEHOLDER.sub(lambda found: parts[found[1]], frame)
+    return fill_template(read_asset("page.html"), parts)
+
+
+def _assets() -> Traversable:
+    return files("megatron_flex.page") / "assets"
+
+
+def read_asset(name: str) -> str:
+    """The text of a template, a style or a script of pages, by its path in their folder."""
+    return (_assets() / name).read_text(encoding="utf-8")
+
+
+def read_styles() -> str:
+    """The styles of all pages, the one that the others extend first."""
+    names = (f.name for f in _assets().iterdir() if f.name.endswith(".css"))
+    return "\n".join(read_asset(name) for name in sorted(names, key=lambda n: (n != BASE_STYLE, n)))
+
+
+def fill_template(template: str, parts: Mapping[str, str]) -> str:
+    """The template with each `@name@` replaced by its part."""
+    return PLACEHOLDER.sub(lambda found: parts[found[1]], template)
 
 
 def page_json(page: Page) -> str:
@@ -202,11 +263,36 @@ def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = PAG
         path: the file; an existing one is replaced.
         most_bytes: maximum size; None for any size.
 
+    Returns:
+        The path of the file.
+
+    Raises:
+        FlexError: it would be larger, or cannot be written.
+
+    Examples:
+        >>> from megatron_flex.page import Page, grid_of_mesh, write
+        >>> write(Page("A model", grid_of_mesh(flex.session.mesh), flex.sites()), "model.html")
+        PosixPath('model.html')
+    """
+    return write_page_text(html(page), path, most_bytes=most_bytes)
+
+
+def write_page_text(content: str, path: str | PathLike[str], *, most_bytes: int | None = PAGE_BYTES) -> Path:
+    """Write the text of a page atomically.
+
+    Args:
+        content: the HTML.
+        path: the file; an existing one is replaced.
+        most_bytes: maximum size; None for any size.
+
+    Returns:
+        The path of the file.
+
     Raises:
         FlexError: it would be larger, or cannot be written.
     """
     target = Path(path)
-    text = html(page).encode("utf-8", errors="replace")
+    text = content.encode("utf-8", errors="replace")
     if most_bytes is not None and len(text) > most_bytes:
         raise FlexError(
             f"{target}: the page would have {len(text) / 1e6:.2f} MB, more than {most_bytes / 1e6:.2f} MB: "

@@ -27,7 +27,7 @@ DumpOrPath = OpenDump | str | PathLike[str]
 def fill_page(
     page: Page | None,
     dumps: Sequence[DumpOrPath] = (),
-    statistics: OpenStatistics | None = None,
+    statistics: Sequence[OpenStatistics] = (),
     comparison: Any = None,
     title: str = "",
 ) -> Page:
@@ -36,14 +36,14 @@ def fill_page(
     Args:
         page: the page of a model; None to show the sites of the dumps, or else of the statistics.
         dumps: one, or two to show side by side.
-        statistics: measurements, if there is no second dump.
-        comparison: the comparison of the two dumps.
+        statistics: of one run, beside a dump; or of two, where there is no dump.
+        comparison: the comparison of the two sources.
         title: the title of a new page.
 
     Raises:
         FlexError: too many sources; or none at all.
     """
-    if len(dumps) + (statistics is not None) > MAX_SOURCES:
+    if len(dumps) + len(statistics) > MAX_SOURCES:
         raise FlexError(
             f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} "
             "sources "
@@ -54,33 +54,32 @@ def fill_page(
     there = [found for found, _ in read if found is not None]
     if page is None:
         page = _page_of_sources(there, statistics, title)
-    fired = set(page.fired)
+    recorded = set(page.recorded)
     for found in there:
-        fired |= set(found.site_records) if found.iterations else set()
-    if statistics is not None:
-        fired |= {name.removesuffix(GRADIENT_SUFFIX) for name in statistics.sites}
+        recorded |= set(found.site_records) if found.iterations else set()
+    for measured in statistics:
+        recorded |= {name.removesuffix(GRADIENT_SUFFIX) for name in measured.sites}
     names = [s.name for s in page.sites]
     label = iter("AB")
     data = [
         dump_source(given if found is None else found, names, next(label))
         for given, (found, _) in zip(dumps, read, strict=True)
     ]
-    if statistics is not None:
-        data.append(statistics_source(statistics, names, next(label)))
+    data += [statistics_source(measured, names, next(label)) for measured in statistics]
     return replace(
         page,
-        fired=frozenset(fired),
+        recorded=frozenset(recorded),
         data=data,
         divergence=None if comparison is None else divergence_json(comparison, names),
         notes=(*page.notes, *notes),
     )
 
 
-def _page_of_sources(dumps: Sequence[OpenDump], statistics: OpenStatistics | None, title: str) -> Page:
+def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatistics], title: str) -> Page:
     """The sites of the sources, and the mesh of the first."""
     pages = [_page_of_dump(found, title) for found in dumps]
-    if not pages and statistics is not None:
-        pages = [_page_of_statistics(statistics, title)]
+    if not pages:
+        pages = [_page_of_statistics(measured, title) for measured in statistics]
     if not pages:
         note = ("damage", "nothing of it can be read: there are no sites to be shown")
         return Page(title, grid_of_sizes({}), (), notes=(note,))
@@ -100,20 +99,20 @@ def _page_of_dump(found: OpenDump, title: str) -> Page:
     manifest = found.manifests[-1]
     grid = grid_of_ranks(manifest.axes, manifest.experts, manifest.ranks)
     notes, sites = [], []
-    for place in found.site_records.values():
+    for record in found.site_records.values():
         try:
-            layout = layout_from_json(place.layout)
+            layout = layout_from_json(record.layout)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
-            notes.append(("damage", f"{place.name}: the manifest has no layout of it: {error!r}"))
+            notes.append(("damage", f"{record.name}: the manifest has no layout of it: {error!r}"))
             continue
         sites.append(
             Site(
-                place.name,
+                record.name,
                 layout,
-                tuple(place.shape),
-                place.stage,
-                chunk=place.chunk,
-                inferred=place.inferred,
+                tuple(record.shape),
+                record.stage,
+                chunk=record.chunk,
+                inferred=record.inferred,
             )
         )
     lengths = _lengths(found)
@@ -135,11 +134,11 @@ def _lengths(found: OpenDump) -> dict[str, int]:
     settings = read_settings(found.manifests[-1].settings)
     if settings.tokens is not None or settings.reduce is not None:
         return {}
-    for place in found.site_records.values():
-        if {"s", "b"} - set(map(str, place.shape)):
+    for record in found.site_records.values():
+        if {"s", "b"} - set(map(str, record.shape)):
             continue
         try:
-            piece = next(found[place.name].microbatch_arrays())
+            piece = next(found[record.name].microbatch_arrays())
             dim_lengths = dict(zip(piece.array.dims, piece.array.shape, strict=True))
         except (DumpError, StopIteration):
             continue
@@ -168,11 +167,11 @@ def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
         row.site.removesuffix(GRADIENT_SUFFIX) for row in found.rows() if row.kind in ("value", "gradient")
     }
     for name in dict.fromkeys(n.removesuffix(GRADIENT_SUFFIX) for n in found.sites):
-        place = known.get(name)
-        if place is None or name not in passing:  # a parameter, which no hook reads
+        record = known.get(name)
+        if record is None or name not in passing:  # a parameter, which no hook reads
             continue
         try:
-            sites.append(Site(name, layout_from_json(dict(place.layout)), tuple(place.shape)))
+            sites.append(Site(name, layout_from_json(dict(record.layout)), tuple(record.shape)))
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             notes.append(("damage", f"{name}: the statistics have no layout of it: {error!r}"))
     estimates = estimate_sites(sites, partial(tensor_at_site, sizes=grid.sizes, weight=None), grid)

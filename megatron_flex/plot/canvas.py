@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from megatron_flex.errors import FlexError
 
@@ -13,13 +14,54 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Tokenizer = Callable[[int], str]  # text of a token id
+P = ParamSpec("P")
+T = TypeVar("T")
+Tokenizer = Callable[[int], str | bytes]  # text of a token id, or its bytes
 
+DPI = 150
+SERIES_COLORS = ("#2b62b8", "#d9730d", "#12805c", "#a0348f", "#8a6d00", "#0e8ba0")
+STYLE: dict[Any, Any] = {  # of all plots
+    "figure.dpi": DPI,
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "0.5",
+    "axes.grid": False,
+    "axes.prop_cycle": f"cycler('color', {list(SERIES_COLORS)})",
+    "grid.alpha": 0.3,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+}
 SMALL, TINY = 8, 7  # points
 CAPTION_LETTERS = 15.5  # letters of a caption per inch
 GREY, RED = "0.35", "tab:red"
 VISIBLE_LETTERS = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
+# What tokenizers write for a space and a newline, where they name tokens instead of decoding them.
+TOKEN_LETTERS = {"Ġ": "␣", "▁": "␣", "Ċ": "⏎"}
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of tokenizers that fall back to bytes
+MATPLOTLIB_MISSING = "plots need matplotlib: pip install megatron-flex[plot]"
 LAYER_NUMBER = re.compile(r"(?<=layers\.)(\d+)(?=[.:])")
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """A plot in the package's style, whatever the caller's matplotlib settings are."""
+
+    @wraps(draw)
+    def in_style(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            from matplotlib import rc_context
+        except ImportError as error:
+            raise FlexError(MATPLOTLIB_MISSING) from error
+        with rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return in_style
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -31,7 +73,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise FlexError("plots need matplotlib: pip install megatron-flex[plot]") from error
+        raise FlexError(MATPLOTLIB_MISSING) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -70,7 +112,7 @@ def label_sites(axes: Axes, sites: Sequence[str]) -> None:
 
 def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, most: int = 9) -> list[str]:
     """Tokens as text: their ids, or the tokenizer's text, shortened if necessary."""
-    return [_show_token(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
+    return [show_token(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
 
 
 def place_labels(
@@ -91,9 +133,27 @@ def place_labels(
     return token_labels([ids[p] for p in places], tokenizer, most)
 
 
-def _show_token(text: str, most: int) -> str:
-    visible = "".join(VISIBLE_LETTERS.get(c, c if c.isprintable() else "·") for c in text)
+def show_token(text: str | bytes, most: int = 9) -> str:
+    """A token on one line: spaces and line ends as signs; what is no printable text as `\\xe8`.
+
+    Args:
+        text: of the token; its bytes, which may be a part of a letter; or a byte token such as `<0xE8>`.
+        most: the number of letters; what is longer is shortened.
+    """
+    if isinstance(text, str) and (byte := BYTE_TOKEN.fullmatch(text)) is not None:
+        text = bytes([int(byte[1], 16)])
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", errors="surrogateescape")  # bytes that are no text become surrogates
+    signs = VISIBLE_LETTERS | TOKEN_LETTERS
+    visible = "".join(signs.get(c, c if c.isprintable() else _escape(c)) for c in text)
     return visible if len(visible) <= most else visible[: most - 1] + "…"
+
+
+def _escape(letter: str) -> str:
+    number = ord(letter)
+    if 0xDC80 <= number <= 0xDCFF:
+        number -= 0xDC00  # a byte that is no text
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
 
 
 def iteration_colors(iterations: Sequence[int]) -> list[Any]:

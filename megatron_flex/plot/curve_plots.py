@@ -5,6 +5,7 @@ iterations.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_flex import figures
@@ -13,13 +14,17 @@ from megatron_flex.figures import ComparisonLike, Divergence, Histograms, Norms,
 from megatron_flex.figures.tensor_figures import LAYER_OUTPUTS
 from megatron_flex.plot.canvas import (
     GREY,
+    LAYER_NUMBER,
     RED,
+    SERIES_COLORS,
     SMALL,
     add_iteration_bar,
     finish_figure,
     iteration_colors,
     label_sites,
+    label_ticks,
     new_figure,
+    styled,
 )
 from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, LOWEST_EXPONENT
 
@@ -29,47 +34,66 @@ if TYPE_CHECKING:
 
 
 LOG_RATIO = 20  # ratio of greatest to least value from which an axis is logarithmic
+BAND_NAME = "10th to 90th percentile of tokens"
 
 
+@styled
 def norms(source: Source | Norms, pattern: str = LAYER_OUTPUTS, *, rms: bool = False) -> Figure:
-    """The norm of the residual stream, or of other tensors, by layer: a curve for each iteration.
+    """The norm of a token in the residual stream, or in other tensors, by layer: a curve for each iteration.
 
-    Of one tensor over several iterations the curve goes over these.
+    A curve is the mean over all tokens; the band around the last iteration's has the 10th to the 90th
+    percentile. Statistics do not have the norms of single tokens: there, and for tensors without tokens, it
+    is the norm of the full tensor. Of one tensor over several iterations the curve goes over these.
 
     Args:
         source: a dump, statistics, a cache, a path of one of the first two, or the result of `figures.norms`.
         pattern: a site's name, a module's (for its output) or a glob, as for hooks.
-        rms: draw the root of the mean square, which does not grow with the number of values.
+        rms: draw the root of the mean square of the full tensor, which does not grow with the number of
+            values.
+
+    Returns:
+        A figure of matplotlib.
 
     Raises:
         FlexError: nothing of that name was dumped or measured; matplotlib is not installed.
-    """
-    figure_data = source if isinstance(source, Norms) else figures.norms(source, pattern)
-    values = figure_data.values
-    if rms:
-        import numpy as np
 
-        values = values / np.sqrt(np.maximum(figure_data.counts, 1))
+    Examples:
+        >>> plot.norms("stats/run", rms=True).savefig("norms.png")
+    """
+    import numpy as np
+
+    figure_data = source if isinstance(source, Norms) else figures.norms(source, pattern, tokens=not rms)
+    values, band, label = figure_data.values, None, "norm of the full tensor"
+    if rms:
+        values, label = values / np.sqrt(np.maximum(figure_data.counts, 1)), "RMS"
+    elif figure_data.token_norms is not None and np.isfinite(figure_data.token_norms).any():
+        values, *band = figure_data.token_norms
+        label = "mean norm of a token"
     figure = new_figure(max(6.0, min(16.0, 0.3 * len(figure_data.sites) + 3)), 4.2)
     axes = figure.subplots()
-    many = len(figure_data.iterations)
-    if len(figure_data.sites) == 1 and many > 1:
-        axes.plot(figure_data.iterations, values[:, 0], marker="o", markersize=3)
-        _mark_nonfinite(axes, figure_data.iterations, values[:, 0], figure_data.broken[:, 0])
+    if len(figure_data.sites) == 1 and len(figure_data.iterations) > 1:
+        places: Any = figure_data.iterations
+        lines, marks, bands = values.T, figure_data.broken.T, None if band is None else [b.T for b in band]
+        colors: list[Any] = [None]
         axes.set_xlabel("iteration")
     else:
         places = range(len(figure_data.sites))
-        for line, color, broken in zip(
-            values, iteration_colors(figure_data.iterations), figure_data.broken, strict=True
-        ):
-            axes.plot(places, line, color=color, marker="o", markersize=3)
-            _mark_nonfinite(axes, places, line, broken)
+        lines, marks, bands = values, figure_data.broken, band
+        colors = iteration_colors(figure_data.iterations)
         label_sites(axes, figure_data.sites)
         add_iteration_bar(figure, axes, figure_data.iterations)
+    for line, color, broken in zip(lines, colors, marks, strict=True):
+        axes.plot(places, line, color=color, marker="o")
+        _mark_nonfinite(axes, places, line, broken)
+    if bands is not None:  # of the last one alone: several would cover each other
+        low, high = (b[-1] for b in bands)
+        color = axes.get_lines()[0].get_color() if colors[-1] is None else colors[-1]
+        axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0, label=BAND_NAME)
+        values = np.concatenate([values, *bands]) if values.shape == bands[0].shape else values
     _log_where_wide(axes, values)
-    if figure_data.broken.any():
-        axes.legend(*_unique_legend(axes), fontsize=8)
-    axes.set_ylabel("RMS" if rms else "norm")
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(*_unique_legend(axes), loc="best")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     return finish_figure(figure, "RMS by site" if rms else "Norm by site", figure_data.caption)
 
@@ -79,7 +103,15 @@ def _mark_nonfinite(axes: Axes, places: Any, values: Any, broken: Any) -> None:
     at = [n for n, count in enumerate(broken) if count]
     if at:
         heights = [0.0 if math.isnan(values[n]) else values[n] for n in at]
-        axes.plot([places[n] for n in at], heights, "x", color=RED, label="NaNs or infinities", zorder=5)
+        axes.plot(
+            [places[n] for n in at],
+            heights,
+            "x",
+            color=RED,
+            markersize=6,
+            label="NaNs or infinities",
+            zorder=5,
+        )
 
 
 def _unique_legend(axes: Axes) -> tuple[list[Any], list[str]]:
@@ -95,177 +127,305 @@ def _log_where_wide(axes: Axes, values: Any) -> None:
         axes.set_ylim(bottom=0)
 
 
-def divergence(comparison: ComparisonLike | Divergence) -> Figure:
-    """The error of each site in execution order, against its tolerance; the first divergence marked.
+MAX_SERIES = 10  # kinds of sites with a colour and a name of their own
+BEFORE, AFTER = "before", "after"  # where sites outside of layers are drawn
+MARKERS = "osD^vP"
 
-    Where two dumps are equal bit for bit the error is on the floor, below the dotted line; where one has
-    NaNs that the other has not, at the ceiling.
+
+@styled
+def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None = None) -> Figure:
+    """The error by layer, a series for each kind of site, against the tolerance; the first divergence marked.
+
+    A kind is what sites of different layers have in common, such as `mlp.linear_fc1:output`. Sites before
+    and after the layers are at the left and right end. Tensors that are equal bit for bit are on the floor,
+    which the axis names; where one dump has NaNs that the other has not, at the ceiling. Of many kinds those
+    that are nearest to their tolerance, or farthest above, have colours and names.
 
     Args:
         comparison: the result of `compare.compare(a, b)` or `figures.divergence`.
+        iteration: the one to draw; by default that of the first divergence, or else the last.
+
+    Returns:
+        A figure of matplotlib.
 
     Raises:
-        FlexError: nothing was compared; matplotlib is not installed.
+        FlexError: nothing was compared, or not that iteration; matplotlib is not installed.
+
+    Examples:
+        >>> from megatron_flex.compare import compare
+        >>> plot.divergence(compare("dumps/run", "dumps/changed")).savefig("divergence.png")
     """
     figure_data = comparison if isinstance(comparison, Divergence) else figures.divergence(comparison)
-    figure = new_figure(max(7.0, min(18.0, 0.16 * len(figure_data.sites) + 4)), 5.6)
+    number = _drawn_iteration(figure_data, iteration)
+    line = figure_data.iterations.index(number)
+    errors, tolerances = figure_data.errors[line], figure_data.tolerances[line]
+    places, ticks = _places_of_sites(figure_data.sites)
+    floor, ceiling = _error_bounds(errors, tolerances)
+    series = _series(figure_data, errors, tolerances, number)
+    named = set(list(series)[:MAX_SERIES])
+    figure = new_figure(max(8.0, min(18.0, 0.28 * len(ticks) + 6)), 5.0)
     axes = figure.subplots()
-    floor, ceiling = _error_bounds(figure_data)
-    places = range(len(figure_data.sites))
-    heights = figure_data.errors.clip(floor, ceiling)
-    for line, color in zip(heights, iteration_colors(figure_data.iterations), strict=True):
-        axes.plot(places, line, color=color, marker="o", markersize=3, linewidth=1)
+    for rank, (kind, sites) in enumerate(series.items()):
+        xs = [places[n] for n in sites]
+        ys = [min(max(errors[n], floor), ceiling) for n in sites]
+        how: dict[str, Any] = {"color": "0.75", "linewidth": 0.7, "zorder": 1}
+        if kind in named:
+            marker = MARKERS[rank % len(MARKERS)]
+            how = {
+                "color": SERIES_COLORS[rank % len(SERIES_COLORS)],
+                "marker": marker,
+                "label": _short_kind(kind, series),
+                "zorder": 3,
+            }
+        axes.plot(xs, ys, **how)
+    if len(series) > MAX_SERIES:
+        axes.plot([], [], color="0.75", linewidth=0.7, label=f"{len(series) - MAX_SERIES} other kinds")
+    axes.plot(*_greatest_tolerances(places, tolerances), "--", color=GREY, linewidth=1, label="tolerance")
+    over = [n for n in range(len(errors)) if errors[n] > tolerances[n]]
     axes.plot(
-        places,
-        _max_tolerances(figure_data.tolerances),
-        color=GREY,
-        linestyle="--",
-        linewidth=1,
-        label="tolerance",
+        [places[n] for n in over],
+        [min(errors[n], ceiling) for n in over],
+        "o",
+        color=RED,
+        markersize=8,
+        fillstyle="none",
+        label="above tolerance" if over else None,
+        zorder=4,
     )
-    above = figure_data.errors > figure_data.tolerances
-    for line, over in zip(heights, above, strict=True):
-        at = [n for n in places if over[n]]
-        axes.plot(at, line[at], "o", color=RED, markersize=4, label="above tolerance" if at else None)
-    axes.axhline(floor * 3, color=GREY, linestyle=":", linewidth=0.8)
-    axes.text(1.0, floor * 1.2, "equal ", ha="right", fontsize=8, color=GREY, transform=_axis_transform(axes))
-    if figure_data.first is not None:
-        _mark_first(axes, figure_data, heights)
-    axes.set(
-        yscale="log", ylabel="error", ylim=(floor / 2, ceiling * 3), xlim=(-0.8, len(figure_data.sites) - 0.2)
-    )
-    label_sites(axes, figure_data.sites)
+    axes.set(yscale="log", ylabel="error", ylim=(floor / 3, ceiling * 3), xlim=(-0.6, len(ticks) - 0.4))
+    _label_floor(axes, floor, ceiling, math.inf in errors)
+    label_ticks(axes.xaxis, ticks, 48)
+    axes.set_xlabel("layer")
+    if figure_data.first is not None and figure_data.first[1] == number:
+        _mark_first(axes, figure_data, places, ceiling)
     axes.grid(alpha=0.3, axis="y")
-    handles, labels = _unique_legend(axes)  # above the axes, where there are no curves and marks
-    axes.legend(handles, labels, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    add_iteration_bar(figure, axes, figure_data.iterations)
-    return finish_figure(figure, "Divergence by site, in the order of execution", figure_data.caption)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, labelspacing=0.35)
+    return finish_figure(figure, f"Divergence by layer, iteration {number}", figure_data.caption)
 
 
-def _axis_transform(axes: Axes) -> Any:
-    return axes.get_yaxis_transform()
+def _drawn_iteration(figure_data: Divergence, iteration: int | None) -> int:
+    if iteration is None:
+        return figure_data.iterations[-1] if figure_data.first is None else figure_data.first[1]
+    if iteration not in figure_data.iterations:
+        there = ", ".join(map(str, figure_data.iterations))
+        raise FlexError(f"iteration {iteration} was not compared; there are {there}")
+    return iteration
 
 
-def _error_bounds(figure_data: Divergence) -> tuple[float, float]:
+def _places_of_sites(sites: tuple[str, ...]) -> tuple[list[int], list[str]]:
+    """The place of each site on the axis, and the labels of the places: layers, and what is outside them."""
+    found = [LAYER_NUMBER.search(name) for name in sites]
+    inside = [n for n, match in enumerate(found) if match is not None]
+    layers = sorted({int(match[0]) for match in found if match is not None})
+    first, last = (inside[0], inside[-1]) if inside else (0, -1)
+    ends = [n < first for n in range(len(sites)) if n not in set(inside)]
+    labels = [*([BEFORE] if any(ends) else []), *map(str, layers), *([] if all(ends) else [AFTER])]
+    at = {label: n for n, label in enumerate(labels)}
+    middle = (first + last) / 2  # a site between layers, such as of another stack, is with the nearer end
+    places = [
+        at[str(int(match[0]))]
+        if match is not None
+        else at[BEFORE if n < first or (n < middle and BEFORE in at) else AFTER]
+        for n, match in enumerate(found)
+    ]
+    return places, labels
+
+
+def _kind(site: str) -> str:
+    return LAYER_NUMBER.sub("*", site, count=1)
+
+
+def _series(figure_data: Divergence, errors: Any, tolerances: Any, iteration: int) -> dict[str, list[int]]:
+    """The sites of each kind; the kind of the first divergence first, then by error over tolerance."""
+    kinds: dict[str, list[int]] = {}
+    for n, site in enumerate(figure_data.sites):
+        if not math.isnan(errors[n]):
+            kinds.setdefault(_kind(site), []).append(n)
+    first = (
+        None
+        if figure_data.first is None or figure_data.first[1] != iteration
+        else _kind(figure_data.first[0])
+    )
+
+    def weight(kind: str) -> tuple[bool, float]:
+        return kind == first, max(
+            errors[n] / tolerances[n] if tolerances[n] > 0 else errors[n] for n in kinds[kind]
+        )
+
+    return {kind: kinds[kind] for kind in sorted(kinds, key=weight, reverse=True)}
+
+
+def _short_kind(kind: str, series: Iterable[str]) -> str:
+    """Without the path of the layers, where all kinds with layers have the same."""
+    fronts = {k.partition("*")[0] for k in series if "*" in k}
+    return kind.partition("*")[2].lstrip(".:") if len(fronts) == 1 and "*" in kind else kind
+
+
+def _greatest_tolerances(places: list[int], tolerances: Any) -> tuple[list[int], list[float]]:
+    """Of all kinds at each place."""
+    most: dict[int, float] = {}
+    for place, value in zip(places, tolerances, strict=True):
+        if value > 0:
+            most[place] = max(most.get(place, 0.0), float(value))
+    return sorted(most), [most[place] for place in sorted(most)]
+
+
+def _error_bounds(errors: Any, tolerances: Any) -> tuple[float, float]:
     """The positions of zero and infinite errors on a logarithmic axis."""
-    both = [*figure_data.errors.flat, *figure_data.tolerances.flat]
+    both = [*errors, *tolerances]
     there = [v for v in both if 0 < v < math.inf] or [1e-7, 1.0]
     return min(there) / 10, max(there) * (10 if math.inf in both else 1)
 
 
-def _max_tolerances(tolerances: Any) -> Any:
-    """For each site over the iterations."""
-    import numpy as np
+def _label_floor(axes: Axes, floor: float, ceiling: float, infinite: bool) -> None:
+    """Name the floor, and the ceiling where something is at it, among the powers of ten between."""
+    powers = [10.0**p for p in range(math.ceil(math.log10(floor * 3)), math.floor(math.log10(ceiling)) + 1)]
+    powers = powers[:: max(1, -(-len(powers) // 8))]
+    marks = [(floor, "equal"), *((p, f"$10^{{{round(math.log10(p))}}}$") for p in powers)]
+    if infinite:
+        marks = [*((p, text) for p, text in marks if p < ceiling / 3), (ceiling, "NaN")]
+    axes.set_yticks([p for p, _ in marks], [text for _, text in marks])
+    axes.minorticks_off()
+    axes.axhline(floor, color=GREY, linestyle=":", linewidth=0.8, zorder=0)
 
-    return np.where(np.isnan(tolerances), 0, tolerances).max(0)
 
-
-def _mark_first(axes: Axes, figure_data: Divergence, heights: Any) -> None:
+def _mark_first(axes: Axes, figure_data: Divergence, places: list[int], ceiling: float) -> None:
     assert figure_data.first is not None
-    site, iteration = figure_data.first
-    at = figure_data.sites.index(site)
-    height = heights[figure_data.iterations.index(iteration), at]
-    left = at < len(figure_data.sites) / 2
+    site, _ = figure_data.first
+    at = places[figure_data.sites.index(site)]
+    left = at < max(places, default=0) / 2
     axes.axvline(at, color=RED, linewidth=0.8, alpha=0.6)
     axes.annotate(
         f"first: {site}",
-        (at, height),
-        xytext=(8 if left else -8, 8),
+        (at, ceiling * 1.4),
+        xytext=(5 if left else -5, 0),
         textcoords="offset points",
         ha="left" if left else "right",
         color=RED,
-        fontsize=8,
+        fontsize=SMALL,
         parse_math=False,
     )
 
 
 MAX_RIDGES = 24  # maximum that is still readable
 OVERLAP = 2.2  # overlap of the highest ridge, in rows
+LINEAR_SHARE = 0.9  # of the values, at least this share is on the linear part of the axis
+NARROW = 2.0**-5  # of the linear part: bins nearer to zero are one, as they hold few values each
 
 
+@styled
 def histograms(source: Source | Histograms, site: str = "") -> Figure:
     """The distribution of a tensor's values, a ridge for each iteration, the first one at the top.
 
-    Bins are powers of two, negative ones on the left, exact zeros in the middle; bins that are empty in all
-    iterations at either end, and around zero, are left out. Of many iterations 24 are drawn.
+    Ridges are densities on a symmetric logarithmic axis: linear as far as nine of ten values are, which the
+    dotted lines mark, and one unit for each power of two beyond. Exact zeros have no width: their share is
+    written at the right. Of many iterations 24 are drawn.
 
     Args:
         source: a dump, statistics, a cache, a path of those, or the result of `figures.histograms`.
         site: its name, or the module's for its output.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         FlexError: it was not dumped or measured, or without histograms; matplotlib is not installed.
+
+    Examples:
+        >>> plot.histograms("stats/run", "decoder.layers.3").savefig("histograms.png")
     """
     import numpy as np
 
     figure_data = source if isinstance(source, Histograms) else figures.histograms(source, site)
     if not figure_data.counts.sum():
         raise FlexError(f"{figure_data.site}: no finite values, of which there could be a histogram")
-    rows = np.unique(
-        np.linspace(0, len(figure_data.iterations) - 1, min(MAX_RIDGES, len(figure_data.iterations))).round()
-    )
+    many = len(figure_data.iterations)
+    rows = np.unique(np.linspace(0, many - 1, min(MAX_RIDGES, many)).round())
     shown = [int(row) for row in rows]
     numbers = [figure_data.iterations[row] for row in shown]
-    columns, exponents = _used_bins(figure_data.counts)
-    shares = figure_data.counts[np.ix_(shown, columns)] / np.maximum(
-        figure_data.counts[shown].sum(1, keepdims=True), 1
-    )
+    counts = np.delete(figure_data.counts[shown], BINS_PER_SIGN, 1)
+    edges, counts, linear = _drawn_bins(counts)
+    places = np.array([_symlog(edge, linear) for edge in edges])
+    densities = counts / np.diff(places) / np.maximum(counts.sum(1, keepdims=True), 1)
     figure = new_figure(8.5, max(3.2, 0.34 * len(shown) + 2.2))
     axes = figure.subplots()
-    height = OVERLAP / shares.max() if len(shown) > 1 else 1 / shares.max()
-    places = np.arange(len(columns))
-    for depth, (share, color) in enumerate(zip(shares, iteration_colors(numbers), strict=True)):
+    height = (OVERLAP if len(shown) > 1 else 1) / max(float(densities.max()), 1e-12)
+    for depth, (density, color) in enumerate(zip(densities, iteration_colors(numbers), strict=True)):
         base = -float(depth)
-        axes.fill_between(
-            places,
-            base,
-            base + share * height,
-            color=color,
-            alpha=0.75,
-            linewidth=0,
-            step="mid",
-            zorder=depth,
+        axes.stairs(
+            base + density * height, places, baseline=base, fill=True, color=color, alpha=0.75, zorder=depth
         )
-        axes.step(
-            places, base + share * height, color="white", linewidth=0.7, where="mid", zorder=depth + 0.5
+        axes.stairs(
+            base + density * height, places, baseline=base, color="white", linewidth=0.7, zorder=depth + 0.5
         )
-    axes.set_yticks([-float(n) for n in range(len(shown))], [str(n) for n in numbers], fontsize=SMALL)
-    axes.set_ylabel("iteration")
-    axes.set_xlabel("value")
-    _label_powers(axes, exponents)
-    few = (
-        ""
-        if len(shown) == len(figure_data.iterations)
-        else f" · {len(shown)} of {len(figure_data.iterations)} drawn"
-    )
+        zeros = figure_data.counts[shown[depth], BINS_PER_SIGN] / max(
+            figure_data.counts[shown[depth]].sum(), 1
+        )
+        if zeros:
+            text = f" {100 * zeros:.3g} % zeros"
+            axes.annotate(text, (places[-1], base), va="bottom", fontsize=SMALL, color=GREY)
+    for end in (-1.0, 1.0):
+        axes.axvline(end, color=GREY, linestyle=":", linewidth=0.8, zorder=-1)
+    axes.set_yticks([-float(n) for n in range(len(shown))], [str(n) for n in numbers])
+    axes.set(ylabel="iteration", xlabel="value (linear between the dotted lines, logarithmic beyond)")
+    _label_powers(axes, places, linear)
+    few = "" if len(shown) == many else f" · {len(shown)} of {many} drawn"
     return finish_figure(figure, f"Values of {figure_data.site}", figure_data.caption + few)
 
 
-def _used_bins(counts: Any) -> tuple[list[int], list[int]]:
-    """The bins from the least to the greatest exponent that occurs, of both signs, with the zero bin.
+def _symlog(value: float, linear: float) -> float:
+    """Where a value is: in units of `linear` up to it, beyond a unit for each power of two."""
+    size = abs(value) / linear
+    return math.copysign(size if size <= 1 else 1 + math.log2(size), value)
+
+
+def _drawn_bins(counts: Any) -> tuple[list[float], Any, float]:
+    """The bins of both signs that have values, without the zeros, and the end of the linear part.
+
+    Args:
+        counts: `[row, 2 * BINS_PER_SIGN]`, negative ones first.
 
     Returns:
-        The bins, and the exponents of the positive ones.
+        The edges of the bins, all finite; their counts; the power of two up to which most values are.
     """
+    import numpy as np
+
+    powers = [2.0**e for e in range(LOWEST_EXPONENT + 1, LOWEST_EXPONENT + BINS_PER_SIGN + 1)]  # upper ends
+    edges = [*(-p for p in reversed(powers)), 0.0, *powers]
     used = counts.sum(0)
-    both = used[:BINS_PER_SIGN][::-1] + used[BINS_PER_SIGN + 1 :]
-    there = [n for n, count in enumerate(both) if count] or [-LOWEST_EXPONENT]
-    low, high = there[0], there[-1]
-    inside = list(range(low, high + 1))
-    return [
-        *(BINS_PER_SIGN - 1 - n for n in reversed(inside)),
-        BINS_PER_SIGN,
-        *(BINS_PER_SIGN + 1 + n for n in inside),
-    ], [LOWEST_EXPONENT + n for n in inside]
+    both = used[:BINS_PER_SIGN][::-1] + used[BINS_PER_SIGN:]
+    inside = both.cumsum() >= LINEAR_SHARE * max(both.sum(), 1)
+    linear = powers[int(inside.argmax())]
+    near = max(0, powers.index(linear) + round(math.log2(NARROW)))  # bins of each sign that become one
+    low, high = BINS_PER_SIGN - near - 1, BINS_PER_SIGN + near + 1
+    middle = [counts[:, low:BINS_PER_SIGN].sum(1), counts[:, BINS_PER_SIGN:high].sum(1)]
+    if used[:low].any() and used[high:].any():  # of both signs
+        edges, middle = [*edges[: low + 1], *edges[high:]], [sum(middle)]
+    else:
+        edges = [*edges[: low + 1], 0.0, *edges[high:]]
+    counts = np.concatenate([counts[:, :low], np.stack(middle, 1), counts[:, high:]], 1)
+    full = counts.sum(0).nonzero()[0]
+    first, last = (int(full[0]), int(full[-1])) if len(full) else (low, low)
+    return edges[first : last + 2], counts[:, first : last + 1], linear
 
 
-def _label_powers(axes: Axes, exponents: list[int]) -> None:
-    """Label bins of both signs with their powers of two, zeros with 0."""
-    middle = len(exponents)
-    step = max(1, -(-middle // 8))
-    chosen = range(middle - 1, -1, -step)
-    right = [(middle + 1 + n, f"$2^{{{exponents[n]}}}$") for n in chosen]
-    left = [(middle - 1 - n, f"$-2^{{{exponents[n]}}}$") for n in chosen]
-    every = sorted([*left, (middle, "0"), *right])
-    axes.set_xticks([at for at, _ in every], [label for _, label in every], fontsize=SMALL)
-    axes.set_xlim(-0.7, 2 * middle + 0.7)
+MIN_TICK = 0.055  # of the axis' width, between two labels
+
+
+def _label_powers(axes: Axes, places: Any, linear: float) -> None:
+    """Label zero, the ends of the linear part, their halves, and powers of two beyond."""
+    low, high = min(float(places[0]), 0.0), max(float(places[-1]), 0.0)
+    exponent = round(math.log2(linear))
+    step = max(1, math.ceil(MIN_TICK * (high - low)))
+    marks = {0.0: "0"}
+    for sign, end in ((-1, -low), (1, high)):
+        minus = "-" if sign < 0 else ""
+        marks |= {
+            sign * (1.0 + n): f"${minus}2^{{{exponent + n}}}$"
+            for n in range(0, math.floor(end), step)
+            if 1 + n <= end
+        }
+        if end >= 0.5 > MIN_TICK * (high - low):
+            marks[sign * 0.5] = f"${minus}2^{{{exponent - 1}}}$"
+    axes.set_xticks(sorted(marks), [marks[at] for at in sorted(marks)])
+    axes.set_xlim(low - 0.01 * (high - low), high + 0.01 * (high - low))

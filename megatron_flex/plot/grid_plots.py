@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_flex import figures
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import Attention, Heat, Induction, LogitLens, Source
 from megatron_flex.plot.canvas import (
     GREY,
+    RED,
     SMALL,
     TINY,
     Tokenizer,
@@ -20,6 +21,7 @@ from megatron_flex.plot.canvas import (
     label_ticks,
     new_figure,
     place_labels,
+    styled,
     token_labels,
 )
 
@@ -35,6 +37,7 @@ COLOR_PERCENTILE = (
 )
 
 
+@styled
 def attention(
     source: Source | Attention,
     layer: int = 0,
@@ -47,6 +50,8 @@ def attention(
 ) -> Figure:
     """The attention patterns of a layer, a panel for each head: queries downwards, keys to the right.
 
+    All heads share one scale, on which colors go with the square root of the attention.
+
     Args:
         source: a dump, a cache, a dump's path, or the result of `figures.attention`.
         layer: its number.
@@ -56,8 +61,14 @@ def attention(
         tokens: of the full sample, to label the axes instead of positions.
         tokenizer: the text of a token id: `tokenizer.decode`.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         FlexError: the source has no patterns of that layer; matplotlib is not installed.
+
+    Examples:
+        >>> plot.attention("dumps/run", layer=1).savefig("attention.png")
     """
     figure_data = (
         source
@@ -90,7 +101,7 @@ def attention(
         below = number + across < len(shown)
         axes.tick_params(labelbottom=not below, labelleft=number % across == 0)
     figure.supylabel("query", fontsize=9)
-    figure.colorbar(image, ax=panels, label="attention to key", pad=0.02)
+    figure.colorbar(image, ax=panels, label="attention to a key (color: square root)", pad=0.02)
     return finish_figure(figure, f"Attention patterns, layer {figure_data.layer}", figure_data.caption)
 
 
@@ -100,47 +111,83 @@ def _label_axes(axes: Axes, rows: Sequence[str], columns: Sequence[str], are_tok
     label_ticks(axes.xaxis, columns, many, fontsize=TINY, rotation=90 if are_tokens else 0)
 
 
+@styled
 def induction(source: Source | Induction, *, iteration: int | None = None) -> Figure:
     """The heads that attend after the earlier copy of a repeated token, or to the previous token.
+
+    Scores are multiples of chance, which is what uniform attention gives; the best head of each panel is
+    framed and named. Layers go downwards, as in a table.
 
     Args:
         source: a dump, a cache, a dump's path, or the result of `figures.induction`.
         iteration: by default the last one.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         FlexError: the source has no patterns, or repeats nothing; matplotlib is not installed.
+
+    Examples:
+        >>> repeated = tokens[:, :8].repeat(1, 2)
+        >>> logits, cache = flex.interp.run_with_cache(repeated, lambda name: "pattern" in name)
+        >>> plot.induction(cache).savefig("induction.png")
     """
     figure_data = source if isinstance(source, Induction) else figures.induction(source, iteration=iteration)
     layers, heads = figure_data.scores.shape
     figure = new_figure(max(7.5, 1.1 * heads + 2.2), max(2.8, 0.42 * layers + 1.9))
     panels = figure.subplots(1, 2, sharey=True)
-    most = max(float(figure_data.scores.max()), float(figure_data.previous.max()))
+    chance = figure_data.uniform
+    most = max(float(figure_data.scores.max()), float(figure_data.previous.max())) / chance
     titles = "to the token after the earlier copy", "to the token before"
     for axes, values, title in zip(panels, (figure_data.scores, figure_data.previous), titles, strict=True):
-        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=most, aspect="auto", origin="lower")
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("head", fontsize=9)
+        times = values / chance
+        image = axes.imshow(times, cmap="viridis", vmin=0, vmax=most, aspect="auto")
+        layer, head = divmod(int(values.argmax()), heads)
+        best = f"best: layer {figure_data.layers[layer]}, head {head}, {times[layer, head]:.1f}×"
+        axes.set_title(f"{title}\n{best}")
+        axes.set_xlabel("head")
         label_ticks(axes.xaxis, [str(n) for n in range(heads)], 16)
         label_ticks(axes.yaxis, [str(n) for n in figure_data.layers], 24)
         if layers <= MAX_WRITTEN_HEADS and heads <= MAX_WRITTEN_HEADS:
-            write_cells(axes, values, [[f"{v:.2f}" for v in row] for row in values], most)
-    panels[0].set_ylabel("layer", fontsize=9)
-    figure.colorbar(image, ax=panels, label="mean attention", pad=0.02)
-    caption_text = f"{figure_data.caption} · no preference gives {figure_data.uniform:.3f}"
+            write_cells(axes, times, [[f"{v:.1f}" for v in row] for row in times], most)
+        frame_cell(axes, layer, head)
+    panels[0].set_ylabel("layer")
+    figure.colorbar(image, ax=panels, label="mean attention, times chance", pad=0.02)
+    caption_text = f"{figure_data.caption} · chance (uniform attention) is {chance:.3f}"
     return finish_figure(figure, "Induction scores", caption_text)
 
 
-def write_cells(axes: Axes, values: Any, words: Sequence[Sequence[str]], most: float) -> None:
-    """Write text into the cells of an image, light on dark colors and dark on light ones."""
+def frame_cell(axes: Axes, row: int, column: int) -> None:
+    """Frame a cell of an image."""
+    from matplotlib.patches import Rectangle
+
+    place = (column - 0.47, row - 0.47)
+    axes.add_patch(Rectangle(place, 0.94, 0.94, fill=False, edgecolor=RED, linewidth=2, label="best"))
+
+
+def write_cells(
+    axes: Axes, values: Any, words: Sequence[Sequence[str]], most: float, reverse: bool = False
+) -> None:
+    """Write text into the cells of an image, light on dark colors and dark on light ones.
+
+    Args:
+        axes: with the image.
+        values: `[row, column]`.
+        words: the texts.
+        most: the value of the lightest color.
+        reverse: whether low values have light colors.
+    """
     for row, line in enumerate(words):
         for column, word in enumerate(line):
-            light = values[row][column] < 0.6 * most
+            light = (values[row][column] < 0.6 * most) != reverse
             color = "white" if light else "black"
             axes.text(
                 column, row, word, ha="center", va="center", color=color, fontsize=TINY, parse_math=False
             )
 
 
+@styled
 def heat(
     source: Source | Heat,
     site: str = "",
@@ -164,8 +211,14 @@ def heat(
         tokens: of the full sample, to label the axis instead of positions.
         tokenizer: the text of a token id: `tokenizer.decode`.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         FlexError: the source has no such tensor of tokens; matplotlib is not installed.
+
+    Examples:
+        >>> plot.heat("dumps/run", "decoder.layers.3").savefig("heat.png")
     """
     figure_data = source if isinstance(source, Heat) else figures.heat(source, site, iteration, sample, most)
     figure = new_figure(9, 4.8)
@@ -207,8 +260,15 @@ def _color_bound(values: Any) -> float:
 LAST_POSITIONS = slice(-16, None)  # positions that fit
 SHORT_LABEL = 5  # letters of a label that is not rotated
 MAX_WRITTEN_POSITIONS = 48  # positions up to which tokens are written into their cells
+LensNumber = Literal["probability", "rank", "entropy"]
+LENS_TITLES = {
+    "probability": "Logit lens: the likeliest next token",
+    "rank": "Logit lens: the rank of {}",
+    "entropy": "Logit lens: the entropy of the next token",
+}
 
 
+@styled
 def logit_lens(
     source: Source | LogitLens,
     *,
@@ -218,10 +278,12 @@ def logit_lens(
     tied: bool | None = None,
     tokens: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
+    show: LensNumber = "probability",
 ) -> Figure:
-    """The most likely next token after each layer, shaded by its probability; the model's own is on top.
+    """The most likely next token after each layer, shaded by its probability.
 
-    Of a cache the weights are fetched from all ranks: every rank calls it alike.
+    Rows go downwards as the model runs, as in a table: the model's own answer is at the bottom. Of a cache
+    the weights are fetched from all ranks: every rank calls it alike.
 
     Args:
         source: a dump, a cache, a dump's path, or the result of `figures.logit_lens`.
@@ -230,33 +292,66 @@ def logit_lens(
         positions: the tokens to draw.
         tied: whether the output layer shares the word embeddings, where a dump does not have that.
         tokens: of the full sample, to label the axis instead of positions.
-        tokenizer: the text of a token id: `tokenizer.decode`.
+        tokenizer: the text of a token id, or its bytes: `tokenizer.decode`.
+        show: `probability` writes the likeliest token, shaded by its probability; `rank` the rank of the
+            answer that the last layer gives (1 is the likeliest), or of `targets` of `figures.logit_lens`;
+            `entropy` the entropy of the distribution in nats.
+
+    Returns:
+        A figure of matplotlib.
 
     Raises:
-        FlexError: the source lacks streams or weights; matplotlib is not installed.
+        FlexError: the source lacks streams or weights, or figure data lack what is to be shown; matplotlib
+            is not installed.
+
+    Examples:
+        >>> plot.logit_lens("dumps/run", tokenizer=str).savefig("lens.png")
     """
     figure_data = (
         source
         if isinstance(source, LogitLens)
         else figures.logit_lens(source, iteration, sample, 1, positions=positions, tied=tied)
     )
-    best = figure_data.probabilities[:, :, 0]
-    layers, places = best.shape
+    shown, words, how = _lens_cells(figure_data, show, tokenizer)
+    layers, places = shown.shape
     figure = new_figure(
         max(6.0, 0.62 * min(places, MAX_WRITTEN_POSITIONS) + 1.8), max(3.0, 0.32 * layers + 1.8)
     )
     axes = figure.subplots()
-    image = axes.imshow(best, cmap="magma", vmin=0, vmax=1, aspect="auto", origin="lower")
+    image = axes.imshow(shown, aspect="auto", **how)
     if places <= MAX_WRITTEN_POSITIONS:
-        words = [token_labels(line, tokenizer, 8) for line in figure_data.ids[:, :, 0].tolist()]
-        write_cells(axes, best, words, 1.0)
+        write_cells(axes, image.norm(shown), words, 1.0, how["cmap"].endswith("_r"))
     labels = place_labels(figure_data.tokens, tokens, tokenizer)
     turned = 45 if max(map(len, labels)) > SHORT_LABEL else 0
     label_ticks(axes.xaxis, labels, MAX_WRITTEN_POSITIONS, fontsize=SMALL, rotation=turned)
     label_ticks(axes.yaxis, [_stream_label(n) for n in figure_data.layers], 32, fontsize=SMALL)
     axes.set_xlabel("token" if tokens is not None else "position")
-    figure.colorbar(image, ax=axes, label="probability", pad=0.02)
-    return finish_figure(figure, "Logit lens: the likeliest next token", figure_data.caption)
+    label = {"entropy": "entropy, nats", "rank": "rank (color: logarithm)"}.get(show, show)
+    figure.colorbar(image, ax=axes, label=label, pad=0.02)
+    last = figure_data.targets is not None and (figure_data.targets == figure_data.ids[-1, :, 0]).all()
+    ranked = "the last layer's answer" if last else "the target token"
+    return finish_figure(figure, LENS_TITLES[show].format(ranked), figure_data.caption)
+
+
+def _lens_cells(
+    figure_data: LogitLens, show: LensNumber, tokenizer: Tokenizer | None
+) -> tuple[Any, list[list[str]], dict[str, Any]]:
+    """The numbers that are drawn, the text of each cell, and how the image is coloured."""
+    if show not in LENS_TITLES:
+        raise FlexError(f"show={show!r}: show one of {', '.join(LENS_TITLES)}")
+    if show == "probability":
+        words = [token_labels(line, tokenizer, 8) for line in figure_data.ids[:, :, 0].tolist()]
+        return figure_data.probabilities[:, :, 0], words, {"cmap": "magma", "vmin": 0, "vmax": 1}
+    found = figure_data.ranks if show == "rank" else figure_data.entropies
+    if found is None:
+        raise FlexError(f"this logit lens has no {show}: make it by figures.logit_lens of this version")
+    if show == "entropy":
+        words = [[f"{value:.2f}" for value in line] for line in found.tolist()]
+        return found, words, {"cmap": "magma_r", "vmin": 0}
+    from matplotlib.colors import LogNorm
+
+    words = [[str(rank) for rank in line] for line in found.tolist()]
+    return found, words, {"cmap": "magma_r", "norm": LogNorm(1, max(2, int(found.max())))}
 
 
 def _stream_label(layers: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +20,10 @@ from megatron_flex.runtime.hook_collectives import gather_at_site
 from megatron_flex.runtime.hooks import HookFunction, TensorSink
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.selection import SelectionPlan, plan_selection
+from megatron_flex.runtime.selection.reduce import Results
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
 
+SEQUENCE = "sequence"  # before the number of a packed sequence, in the name of its capture
 MAX_SELECTION_PLANS = 4096  # bounds the cache of selections; sequences of ever new lengths make new ones
 
 
@@ -35,7 +37,7 @@ class CaptureDispatcher:
         self._over_data = gather_data_parallel
         self._heads: dict[str, int] = {}
         self._plans: dict[
-            tuple[str, HookFunction, torch.Size, torch.dtype], tuple[Layout, SelectionPlan]
+            tuple[str, HookFunction, int | None, torch.Size, torch.dtype], tuple[Layout, SelectionPlan]
         ] = {}
 
     def note_heads(self, site: Site) -> None:
@@ -55,9 +57,9 @@ class CaptureDispatcher:
         elif route is None and not any(d.uneven for d in layout.dims):
             self.editing.check_shapes(hooks, key, full_shape(layout, local.shape, self.mesh.sizes))
         else:  # no rank knows it: inspect the tensor
-            whole = gather_at_site(local, layout, route, self.mesh)
-            self.editing.check_shapes(hooks, key, whole.shape)
-            self.keep_full(hooks, key, whole, layout)
+            full = gather_at_site(local, layout, route, self.mesh)
+            self.editing.check_shapes(hooks, key, full.shape)
+            self.keep_full(hooks, key, full, layout)
             return
         self.keep_shard(hooks, key, local, layout, route)
 
@@ -99,44 +101,67 @@ class CaptureDispatcher:
             else:
                 self._keep_selected_shard(hook, name, local, layout)
 
-    def keep_full(self, hooks: Sequence[HookFunction], key: Key, whole: Tensor, layout: Layout) -> None:
+    def keep_full(self, hooks: Sequence[HookFunction], key: Key, full: Tensor, layout: Layout) -> None:
         """Store the selected part of a full tensor, in `layout`, that every rank holds."""
         for hook in _list_distinct(hooks):
             name = make_capture_key(key, hook)
             if hook.wanted is None:
-                self.recorder.whole(name, whole, layout)
+                self.recorder.record_full(name, full, layout)
             else:
-                self._keep_selected_full(hook, name, whole, layout)
+                self._keep_selected_full(hook, name, full, layout)
 
     def _keep_selected_shard(self, hook: HookFunction, key: Key, local: Tensor, layout: Layout) -> None:
         """Store the part of this rank's shard that a hook selects."""
-        plan = self._find_plan(hook, key, local, layout, self.mesh)
-        if plan is None:
-            return
-        small = plan.local(local)
-        if not plan.everywhere:
-            self.recorder.shard(key, small, plan.layout, plan.finish if plan.finishes else None)
-            return
-        gathered = gather_at_site(small, plan.layout, None, self.mesh)
-        found = self.editing.guard(hook, key, partial(plan.finish, gathered))
-        for ending, tensor in (found or {}).items():
-            self.recorder.whole(key._replace(site=key.site + ending), tensor, layout)
+        for name, number in self._list_sequences(hook, key, layout):
+            plan = self._find_plan(hook, key, local, layout, self.mesh, number)
+            if plan is None:
+                continue
+            small = plan.local(local)
+            if not plan.everywhere:
+                self.recorder.shard(name, small, plan.layout, plan.finish if plan.finishes else None)
+                continue
+            gathered = gather_at_site(small, plan.layout, None, self.mesh)
+            found = self.editing.guard(hook, key, partial(plan.finish, gathered))
+            for ending, tensor in (found or {}).items():
+                self.recorder.record_full(name._replace(site=name.site + ending), tensor, layout)
 
-    def _keep_selected_full(self, hook: HookFunction, key: Key, whole: Tensor, layout: Layout) -> None:
+    def _list_sequences(
+        self, hook: HookFunction, key: Key, layout: Layout
+    ) -> Iterable[tuple[Key, int | None]]:
+        """The keys under which a hook captures a tensor: one for each packed sequence if it asks for that.
+
+        With each key the number of the sequence; None for the selection as it is. All ranks have the same.
+        """
+        assert hook.wanted is not None
+        if not hook.wanted.each_sequence:
+            return [(key, None)]
+        count = max((len(d.sequences) for d in layout.dims), default=0)
+        if not count:
+            return [(key, None)]  # the selection says what is wrong
+        return [(key._replace(site=f"{key.site}.{SEQUENCE}{n}"), n) for n in range(count)]
+
+    def _keep_selected_full(self, hook: HookFunction, key: Key, full: Tensor, layout: Layout) -> None:
         """Store the part of a full tensor that a hook selects."""
         order = layout.permute or range(len(layout.dims))
         dims = tuple(replace(layout.dims[i], cuts=(), segments=(1,), keep=None, uneven=False) for i in order)
-        plan = self._find_plan(hook, key, whole, Layout(dims), Mesh())
-        if plan is not None:
-            self.recorder.whole(key, whole, layout, lambda t: plan.finish(plan.local(t)))
+        for name, number in self._list_sequences(hook, key, layout):
+            plan = self._find_plan(hook, key, full, Layout(dims), Mesh(), number)
+            if plan is not None:
+                self.recorder.record_full(name, full, layout, partial(_select_full, plan))
 
     def _find_plan(
-        self, hook: HookFunction, key: Key, tensor: Tensor, layout: Layout, mesh: Mesh
+        self,
+        hook: HookFunction,
+        key: Key,
+        tensor: Tensor,
+        layout: Layout,
+        mesh: Mesh,
+        number: int | None = None,
     ) -> SelectionPlan | None:
-        """Find the plan for a selection, cached; None if the selection is impossible: all ranks
-        then raise.
+        """Find the plan for a selection, or for one packed sequence of it, cached; None if the selection is
+        impossible: all ranks then raise.
         """
-        at = (key.site, hook, tensor.shape, tensor.dtype)
+        at = (key.site, hook, number, tensor.shape, tensor.dtype)
         found = self._plans.get(at)
         if found is not None and (found[0] is layout or found[0] == layout):
             return found[1]
@@ -146,9 +171,10 @@ class CaptureDispatcher:
             .removesuffix(EDITED_SUFFIX)
             .removesuffix(GRADIENT_SUFFIX)
         )
+        wanted = hook.wanted if number is None else hook.wanted.in_sequence(number)
         parts = tensor.shape, tensor.dtype, tensor.device
         make = partial(
-            plan_selection, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0)
+            plan_selection, wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0)
         )
         plan = self.editing.guard(hook, key, make)
         if plan is not None:
@@ -169,12 +195,12 @@ class CaptureDispatcher:
                     hook, key, partial(_feed_sink, hook.tensor_sink, key, local, layout, route, factor)
                 )
 
-    def record_inner_tensor(self, place: str, whole: Tensor, replays: bool) -> Key:
+    def record_inner_tensor(self, place: str, full: Tensor, replays: bool) -> Key:
         """Capture a full tensor that an editing function holds, under a name that is not a site's.
 
         Args:
             place: the name.
-            whole: the full tensor, the same on every rank that holds it.
+            full: the full tensor, the same on every rank that holds it.
             replays: whether recomputation may run the edit again; a replay is not captured.
 
         Returns:
@@ -183,8 +209,13 @@ class CaptureDispatcher:
         key = self.clock.key(place)
         first = not self._over_data or self.mesh["dp"].coord == 0
         if first and not (replays and self.clock.replaying()):
-            self.recorder.whole(key, whole, Layout(()))
+            self.recorder.record_full(key, full, Layout(()))
         return key
+
+
+def _select_full(plan: SelectionPlan, full: Tensor) -> Results:
+    """What a plan selects of a full tensor."""
+    return plan.finish(plan.local(full))
 
 
 def make_capture_key(key: Key, hook: HookFunction) -> Key:

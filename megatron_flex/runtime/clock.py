@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_flex.adapters import is_recomputing
+from megatron_flex.layout import PackedSequences
 from megatron_flex.runtime.captures import Key
 
 
@@ -25,6 +26,7 @@ class Clock:
             divides by the tokens of all ranks at the end of the step; otherwise None.
         microbatches: the number of microbatches that have begun in the step on this rank.
         chunk: the virtual chunk that the microbatch runs through.
+        packs: the packed sequences of the step by microbatch; none of a microbatch that is not packed.
         by_calls: whether the gradient factor comes from calls in a user's own step, and not from a schedule.
     """
 
@@ -34,6 +36,7 @@ class Clock:
         self.given_iteration: int | None = None
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
+        self.packs: dict[int, PackedSequences] = {}
         self.chunk = 0
         self._calls: dict[tuple[str, int, bool], int] = {}
         self._passed: dict[tuple[str, int], dict[int, Tensor]] = {}  # samples of passes, by their call
@@ -48,6 +51,11 @@ class Clock:
         if self._factor is None:
             self._factor = 1.0 if self._ask is None else self._ask()
         return self._factor
+
+    @property
+    def pack(self) -> PackedSequences | None:
+        """The packed sequences of the microbatch whose pass runs; None if it is not packed."""
+        return self.packs.get(self.microbatch) if self.packs else None
 
     @staticmethod
     def replaying() -> bool:
@@ -65,6 +73,7 @@ class Clock:
         self._calls.clear()
         self._passed.clear()
         self._outputs.clear()
+        self.packs.clear()
 
     def scale(self, gradient_factor: Callable[[], float] | None) -> None:
         """Set the gradient factor for a call in a user's own step, by an engine that scales losses."""

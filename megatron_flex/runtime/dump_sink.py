@@ -44,9 +44,11 @@ from megatron_flex.dump.part_format import DTYPE_NAMES, format_iteration_folder,
 from megatron_flex.dump.schema import RowsRoute
 from megatron_flex.dump.token_selection import TOKEN_DIM, find_dim
 from megatron_flex.dump.writer.writer_thread import WriteTally
-from megatron_flex.errors import DumpError, FlexError, FlexWarning
+from megatron_flex.errors import DumpError, FlexError, FlexWarning, name_ranks
+from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.layout import Layout, name_batch_first, replicated, without_data_axis
 from megatron_flex.mesh import Mesh
+from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hook_registry import HookRegistry
@@ -69,7 +71,7 @@ class RoutingRecorder:
         """Begin an iteration."""
         self._written.clear()
 
-    def tell(self, key: Key, route: Route, writer: DumpWriter) -> dict[str, Any] | None:
+    def record_choice(self, key: Key, route: Route, writer: DumpWriter) -> dict[str, Any] | None:
         """Write this rank's decision, unless it is written already, before any rows that refer to it.
 
         Returns:
@@ -129,7 +131,7 @@ class DumpSink:
         self._step, self._number, self._training = -1, -1, False
         self._dropped = self._turns = 0
         self._passed: set[str] = set()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def open(self, manifest: Manifest) -> None:
         """Begin a run of the dump. Collective over the mesh.
@@ -154,7 +156,7 @@ class DumpSink:
         report = gather_objects((rank, find_access_problem(path, answer)), self.mesh, axes)
         blind = {why: [r for r, w in report if w == why] for _, why in report if why}
         if blind:
-            why = "; ".join(f"rank(s) {who[:MAX_NAMES]} {why}" for why, who in blind.items())
+            why = "; ".join(f"{name_ranks(who)} {why}" for why, who in blind.items())
             raise DumpError(
                 f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
                 "all ranks share and may write to"
@@ -208,7 +210,7 @@ class DumpSink:
         if self.dump.runs == "all" or number not in self._done:
             return True
         if torch.is_grad_enabled():
-            self._say(
+            self._warn_once(
                 "runs",
                 f"iteration {number} is trained again and only its first run is dumped: the loop does not "
                 "count iterations, or goes back; say runs='all' to dump each run",
@@ -222,7 +224,7 @@ class DumpSink:
         first = {name.partition(".")[0] for name in self._skipped} if self.dump.runs == "first" else ()
         if name not in self._skipped and name not in first:
             return False
-        self._say(
+        self._warn_once(
             "there",
             f"iteration {number} is in {self.dump.path} already, from an earlier run, and is not written "
             "again, nor are others that are there; name another folder if this run is not its continuation",
@@ -238,7 +240,7 @@ class DumpSink:
     def end_overdue_step(self, mesh: Mesh) -> None:
         """End the previous step if the backward pass that it waited for did not come."""
         if self.active:
-            self._say(
+            self._warn_once(
                 "late",
                 f"the call of iteration {self._number} is in the dump without gradients: another one began "
                 "before its backward pass; take such calls together in `with flex.step():`",
@@ -292,22 +294,24 @@ class DumpSink:
         finally:
             self._taking = None
         if not failed:
-            self._tell()
+            self._warn_of_omitted()
 
-    def _tell(self) -> None:
+    def _warn_of_omitted(self) -> None:
         """Warn about omitted tensors."""
         if self._dropped:
-            self._say(
+            self._warn_once(
                 "dropped",
-                f"{self._dropped} iteration(s) were dropped from {self.dump.path}: the disk was slower than "
-                "the model; dump less, or say when_full='wait'",
+                f"{count_words(self._dropped, 'iteration')} dropped from {self.dump.path}: the disk was "
+                "slower than the model; dump less, or say when_full='wait'",
                 alike=True,
             )
         here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
         own = [s.name for s in self.chosen.sites if s.tap is not None]
-        absent = [n for n in own if n not in self._passed and n not in self._said]
+        absent = [n for n in own if n not in self._passed and n not in self._warned]
         if here and absent and not self.first:
-            self._say("quiet", f"in the steps that were dumped nothing passed at {_format_names(absent)}")
+            self._warn_once(
+                "quiet", f"in the steps that were dumped nothing was recorded at {_format_names(absent)}"
+            )
 
     # -- recording -------------------------------------------------------------------------------------
 
@@ -319,21 +323,23 @@ class DumpSink:
         if taking is None or not self.dump.wants_microbatch(key.microbatch):
             return ""
         if not self.active or key.step != self._step:
-            self._say(
+            self._warn_once(
                 "late",
                 f"gradients of step {key.step} came when it was over, and are not in the dump; take calls "
                 "whose backward passes come later, or twice, together in `with flex.step():`",
             )
             return ""
         if local.dtype not in DTYPE_NAMES and not (self.dump.dtype is not None and local.is_floating_point()):
-            self._say(name, f"{name} is left out of the dump: no file of a dump has tensors of {local.dtype}")
+            self._warn_once(
+                name, f"{name} is left out of the dump: no file of a dump has tensors of {local.dtype}"
+            )
             return ""
         kind = GRADIENT if key.site.endswith(GRADIENT_SUFFIX) else VALUE
         report = over = None
         turn, self._turns = self._turns, self._turns + 1
         if route is not None:
             report, layout, over = (
-                self._routed.tell(key, route, taking.writer),
+                self._routed.record_choice(key, route, taking.writer),
                 route.layout,
                 [self.mesh["etp"]],
             )
@@ -345,7 +351,7 @@ class DumpSink:
             route is None and not all(d.name for d in layout.dims) and find_dim(layout, TOKEN_DIM) is None
         )
         if unnamed and (self.dump.tokens is not None or self.dump.reduce is not None):
-            self._say("tokens", f"nothing names the dim of {name} are tokens: all of them are written")
+            self._warn_once("tokens", f"nothing names the dim of {name} are tokens: all of them are written")
         entry = ShardEntry(name, kind, key.microbatch, key.call, 0, (), "", route=report, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)
@@ -368,13 +374,13 @@ class DumpSink:
         if self.first and name in self.chosen.exact:
             return False
         self._passed.add(name)
-        self._say(name, f"{name} is left out of the dump: {why}")
+        self._warn_once(name, f"{name} is left out of the dump: {why}")
         return True
 
-    def _say(self, what: str, text: str, alike: bool = False) -> None:
+    def _warn_once(self, what: str, text: str, alike: bool = False) -> None:
         """Warn once on this rank; once in all, on the first rank, of what is `alike` on all ranks."""
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             if not alike or self.mesh.is_first(a.name for a in self.mesh):
                 warnings.warn(text, FlexWarning, stacklevel=2)
 
@@ -509,6 +515,7 @@ def make_manifest(
         sites=tuple(_describe_site(s) for s in chosen.sites),
         parameters=() if chosen.parameters is None else tuple(chosen.parameters.places()),
         settings=dump.to_json(),
+        layers=layer_pattern(parameters),
     )
 
 

@@ -92,10 +92,10 @@ class EditDispatcher:
         plan = self.planner.find_plan(hooks, key.site, local, layout, route)
         if plan is not None:
             return self.edit_shard(hooks, key, module, local, plan, record)
-        whole = gather_at_site(local, layout, route, self.mesh)
+        full = gather_at_site(local, layout, route, self.mesh)
         if record:
-            self.editing.apart(key.site, self.captures.keep_full, hooks, key, whole, layout)
-        made = self.edit_full(hooks, key, module, whole, layout, record)
+            self.editing.apart(key.site, self.captures.keep_full, hooks, key, full, layout)
+        made = self.edit_full(hooks, key, module, full, layout, record)
         return scatter_at_site(made, local, layout, route, self.mesh)
 
     def _report_backward(self, _: Any) -> None:
@@ -117,10 +117,10 @@ class EditDispatcher:
         out = plan.outof(made, local)
         if self.compared is not None:
             self.editing.apart(key.site, self.compared, hooks, key, module, local, plan, out)
-        behind = [h for h in hooks if h.captures_edited]
-        if record and behind and not hooks[0].backward:
+        capture_edited = [h for h in hooks if h.captures_edited]
+        if record and capture_edited and not hooks[0].backward:
             after = key._replace(site=key.site + EDITED_SUFFIX)
-            self.editing.apart(key.site, self.captures.keep_shard, behind, after, out, plan.layout)
+            self.editing.apart(key.site, self.captures.keep_shard, capture_edited, after, out, plan.layout)
         return out
 
     def edit_full(
@@ -128,7 +128,7 @@ class EditDispatcher:
         hooks: list[HookFunction],
         key: Key,
         module: Any,
-        whole: Tensor,
+        full: Tensor,
         layout: Layout,
         record: bool,
     ) -> Tensor:
@@ -137,10 +137,10 @@ class EditDispatcher:
         With `record` the result is captured for the hooks that ask for it.
         """
         try:
-            edited = self.editing.edit(hooks, key, module, whole, layout)
+            edited = self.editing.edit(hooks, key, module, full, layout)
         except Exception as error:  # the package's own error; the code below is collective
             self.editing.caught(key.site, error)
-            return whole
+            return full
         if self.editing.modules and edited.requires_grad and not hooks[0].backward:
             if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
                 self.editing.guard(hooks[0], key, partial(_raise_no_batch_dim, key.site))
@@ -155,6 +155,6 @@ class EditDispatcher:
 
 def _raise_no_batch_dim(site: str) -> None:
     raise HookError(
-        f"{site} has no batch dim along which data parallel ranks could be put together, so gradients of "
+        f"{site} has no batch dim along which data parallel ranks could be concatenated, so gradients of "
         "trainable modules would be of another scale there; attach without gather_data_parallel"
     )

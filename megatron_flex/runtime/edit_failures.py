@@ -123,7 +123,7 @@ class EditSkips:
         self._counted: Counter[HookFunction] = Counter()  # on one of the ranks that hold a tensor
         self._left: set[tuple[Key, int]] = set()  # of this step's forward passes
         self._step = -1
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         self._new: list[FirstFailure] = []
 
     def expect(self, hook: HookFunction) -> None:
@@ -167,7 +167,7 @@ class EditSkips:
         if left.error is not None:
             self.expect(hook)
             number = self._expected.index(hook)
-            if number not in self._told and all(n.number != number for n in self._new):
+            if number not in self._warned and all(n.number != number for n in self._new):
                 self._new.append(FirstFailure(number, text, find_user_line(left.error)))
 
     def settle(self, failed: bool, mesh: Mesh, at: str, watch: Callable[[], None]) -> bool:
@@ -178,16 +178,16 @@ class EditSkips:
         """
         wrong, news = max_over_ranks([int(failed), int(bool(self._new))], mesh, at, watch)
         if news:
-            self._tell(mesh)
+            self._warn_of_skipped(mesh)
         return bool(wrong)
 
-    def _tell(self, mesh: Mesh) -> None:
+    def _warn_of_skipped(self, mesh: Mesh) -> None:
         mine, self._new = [(global_rank(), n) for n in self._new], []
         found = [item for items in gather_objects(mine, mesh, [a.name for a in mesh]) for item in items]
         for number in dict.fromkeys(n.number for _, n in found):
             reports = [(rank, n) for rank, n in found if n.number == number]
             text, ranks = next(iter(group_ranks((r, n.text) for r, n in reports).items()))
-            if number not in self._told and mesh.is_first(a.name for a in mesh):
+            if number not in self._warned and mesh.is_first(a.name for a in mesh):
                 file, line = reports[0][1].place or (__file__, 0)
                 warnings.warn_explicit(
                     f"{text}{format_on_ranks(ranks)}; on_error='skip': such passes are left unedited, and "
@@ -197,7 +197,7 @@ class EditSkips:
                     file,
                     line,
                 )
-            self._told.add(number)
+            self._warned.add(number)
 
     def warn_of_skips(self) -> None:
         """Warn on the first rank how often each hook was skipped.

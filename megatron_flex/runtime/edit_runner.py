@@ -138,23 +138,23 @@ class EditRunner:
         hooks: list[HookFunction],
         key: Key,
         module: Any,
-        whole: Tensor,
+        full: Tensor,
         layout: Layout,
         way: LocalEditPlan | None = None,
     ) -> Tensor:
         """Run editing functions one after the other; one that fails leaves the tensor unedited.
 
-        With a local plan `way`, `whole` is this rank's shard and the functions run on the shard.
+        With a local plan `way`, `full` is this rank's shard and the functions run on the shard.
         """
         if way is None:
             holders, here, shape = (
                 replica_mesh(layout, self.mesh),
                 is_leader_for(layout, self.mesh),
-                tuple(whole.shape),
+                tuple(full.shape),
             )
         else:
-            holders, here, shape = way.holders, way.leads, way.shard.whole
-        whole = entrance = enter_edit(whole)
+            holders, here, shape = way.holders, way.leads, way.shard.full_size
+        full = entrance = enter_edit(full)
         sure = way is not None and way.returns_new_tensor
         for index, hook in enumerate(hooks):
             self.fired.add(hook)
@@ -162,19 +162,19 @@ class EditRunner:
                 self.guard(hook, key, partial(hook.check_shape, shape))
             if way is not None and hook in way.edits:
                 find = partial(way.at, hook, key)
-                edited = self._run(hook, index, key, module, whole, holders, here, find, way.edits[hook])
-                whole = whole if edited is None else edited
+                edited = self._run(hook, index, key, module, full, holders, here, find, way.edits[hook])
+                full = full if edited is None else edited
             elif hook.editing_function is not None:
                 if hook in self.passing.plan.hooks:
                     self.passing.arrive()
                 if hook.run == "once":
-                    whole = self._run_once(hook, index, key, module, whole, holders, here)
+                    full = self._run_once(hook, index, key, module, full, holders, here)
                 else:
                     edited = self._run(
-                        hook, index, key, module, whole, holders, here, *_resolve_edit(hook, key)
+                        hook, index, key, module, full, holders, here, *_resolve_edit(hook, key)
                     )
-                    whole = whole if edited is None else edited
-        return connect_output(self.scopes.anchor_gradients(whole, holders, here), entrance, sure)
+                    full = full if edited is None else edited
+        return connect_output(self.scopes.anchor_gradients(full, holders, here), entrance, sure)
 
     def run(
         self, steps: Sequence[PlannedEdit], key: Key, module: Any, tensor: Tensor, replay: bool
@@ -222,7 +222,7 @@ class EditRunner:
         index: int,
         key: Key,
         module: Any,
-        whole: Tensor,
+        full: Tensor,
         holders: Mesh,
         here: bool,
         find: Callable[[], EditingFunction | None],
@@ -235,22 +235,24 @@ class EditRunner:
         if skips and not getattr(
             edit, "returns_new_tensor", False
         ):  # a failed edit must change nothing in place
-            whole = whole.clone()
+            full = full.clone()
         with ExitStack() as around:
-            self._prepare(around, hook, index, key, whole, edit, replay)
-            call = partial(call_editing_function, find, module, whole, self.save_ctx, self.modules)
+            self._prepare(around, hook, index, key, full, edit, replay)
+            call = partial(call_editing_function, find, module, full, self.save_ctx, self.modules)
             attempt = partial(self.skipping.attempt, holders) if skips else _call_once
             if hook in self.passing.plan.hooks:
-                call = partial(self.scopes.call, hook, index, key, whole.device, call, attempt)
+                call = partial(self.scopes.call, hook, index, key, full.device, call, attempt)
             elif skips:
                 call = partial(attempt, call)
             try:
                 made = self.guard(hook, key, call, late=replay)
             except SkipEdit as left:
-                self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
+                self.skipping.count(
+                    hook, index, key, self._describe_failure(hook, key, left.error), left, here
+                )
                 return None
         if made is not None and made.grad_fn is not None and not getattr(edit, "returns_new_tensor", False):
-            guard_backward(made, whole, partial(self._failed, hook, key, late=True))
+            guard_backward(made, full, partial(self._failed, hook, key, late=True))
         loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
         return made.detach() if made is not None and loose else made
 
@@ -260,7 +262,7 @@ class EditRunner:
         hook: HookFunction,
         index: int,
         key: Key,
-        whole: Tensor,
+        full: Tensor,
         edit: EditingFunction | None,
         replay: bool,
     ) -> None:
@@ -268,12 +270,12 @@ class EditRunner:
         need.
         """
         if edit is None or self._draws(edit):
-            around.enter_context(seed_generators(key, index, whole))
+            around.enter_context(seed_generators(key, index, full))
         if self.modules or not getattr(edit, "returns_new_tensor", False):
             around.enter_context(self.trainable.editing(replay))
             around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass
-                self.trainable.contain(whole)
+                self.trainable.contain(full)
 
     def _draws(self, edit: EditingFunction) -> bool:
         """Whether a function may draw random numbers; examined once."""
@@ -285,21 +287,21 @@ class EditRunner:
         return found[1]
 
     def _run_once(
-        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
+        self, hook: HookFunction, index: int, key: Key, module: Any, full: Tensor, holders: Mesh, here: bool
     ) -> Tensor:
         """Let one rank edit for all ranks that hold this full tensor."""
         if all(axis.size == 1 for axis in holders):
-            alone = self._run(hook, index, key, module, whole, SINGLE_RANK, here, *_resolve_edit(hook, key))
-            return whole if alone is None else alone
-        whole = to_edit_rank(whole, holders)
-        made: Tensor | None = whole
+            alone = self._run(hook, index, key, module, full, SINGLE_RANK, here, *_resolve_edit(hook, key))
+            return full if alone is None else alone
+        full = to_edit_rank(full, holders)
+        made: Tensor | None = full
         if here:
             found = _resolve_edit(hook, key)
-            run = partial(self._run, hook, index, key, module, whole, SINGLE_RANK, here, *found)
+            run = partial(self._run, hook, index, key, module, full, SINGLE_RANK, here, *found)
             made = self.guard(hook, key, run)
         if hook in self.passing.plan.hooks:
             self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
-        return from_edit_rank(whole if made is None else made, whole, holders)
+        return from_edit_rank(full if made is None else made, full, holders)
 
     def _refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
         self.note(
@@ -354,9 +356,12 @@ class EditRunner:
             return None
 
     def _failed(self, hook: HookFunction, key: Key, error: BaseException, late: bool = False) -> None:
-        self.note(self._told(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"), error)
+        self.note(
+            self._describe_failure(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"),
+            error,
+        )
 
-    def _told(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:
+    def _describe_failure(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:
         if error is None:
             return f"{_describe_hook_call(hook, key)}: {FAILED_ELSEWHERE}"
         line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
@@ -371,7 +376,7 @@ class EditRunner:
 def call_editing_function(
     find: Callable[[], EditingFunction | None],
     module: Any,
-    whole: Tensor,
+    full: Tensor,
     context: Namespace,
     modules: nn.ModuleDict,
 ) -> Tensor:
@@ -382,8 +387,8 @@ def call_editing_function(
     """
     edit = find()
     assert edit is not None
-    shape, dtype, device = whole.shape, whole.dtype, whole.device
-    out = edit(module, whole, context, modules)
+    shape, dtype, device = full.shape, full.dtype, full.device
+    out = edit(module, full, context, modules)
     check_result(out, shape, dtype, device)
     return out
 

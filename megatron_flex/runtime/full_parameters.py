@@ -25,6 +25,7 @@ from megatron_flex.collectives import (
     send_from_stage,
 )
 from megatron_flex.errors import FlexError, LayoutError, SiteError, suggest_nearest
+from megatron_flex.gpt_names import own_name
 from megatron_flex.layout import TENSOR_AXIS, Layout, Sizes, extract, full_shape, infer_layout
 from megatron_flex.layout.gradient_layout import find_stored_gradient
 from megatron_flex.sites import model_order
@@ -133,11 +134,13 @@ class ParameterIndex:
         return sorted({s.stage for s in self.sites[name]})
 
     def resolve(self, name: str) -> str:
-        """The name of a parameter, or of the parameter that it is a copy of.
+        """The name of a parameter, or of the parameter that it is a copy of; `gpt:` and a GPTModel's name
+        are the parameter of this model with the same weights.
 
         Raises:
             SiteError: there is no such parameter, or its layout is not known.
         """
+        name = own_name(name, self.sites)
         if name in self.sites:
             return name
         for original, sites in self.sites.items():
@@ -145,8 +148,9 @@ class ParameterIndex:
                 return original
         if name in self.unknown:
             raise SiteError(
-                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build the layers with "
-                "the local spec (--transformer-impl local), or read the shards yourself"
+                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build Megatron's "
+                "layers with the local spec (--transformer-impl local), shard each dim of a DTensor over one "
+                "axis in equal parts, or read the shards yourself"
             )
         raise SiteError(f"no parameter {name!r}{suggest_nearest(name, self.sites)}")
 
@@ -256,9 +260,9 @@ class ParameterIndex:
         wrong = [name for name, axes in zip(names, found, strict=True) if axes]
         if wrong:
             raise FlexError(
-                f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known: no "
-                "call of the model was followed, or those that were do not tell; have a hook at some "
-                "module's input or output while it runs, or read the ranks' shares yourself"
+                f"ranks have different gradients of {wrong[0]}, and how they form the full one is unknown: "
+                "no call of the model was followed, or the calls do not determine it; have a hook at some "
+                "module's input or output while it runs, or read each rank's gradient yourself"
             )
 
     def _copy(self, name: str, axes: set[str]) -> dict[str, int]:

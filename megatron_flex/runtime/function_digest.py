@@ -66,9 +66,23 @@ def rank_dependent(*names: str) -> Callable[[Marked], Marked]:
         names: the names of closure variables, of global variables that the function reads, of arguments with
             a default value (or a value from `functools.partial`), and of attributes of a callable object.
 
+    Returns:
+        A decorator of editing functions.
+
     Raises:
         HookError: there is no name, or the decorated object cannot store attributes (a builtin; decorate a
             function that calls it).
+
+    Examples:
+        >>> rank = torch.distributed.get_rank()
+        >>> @rank_dependent("rank")
+        ... def log(current_module, inputs, save_ctx, modules):
+        ...     print(f"rank {rank}: {tuple(inputs.shape)}")
+        ...     return inputs
+        >>> with attach(chunks, [HookFunction("decoder.layers.2", editing_function=log)]):
+        ...     train_step(chunks)
+        rank 0: (16, 2, 32)
+        rank 0: (16, 2, 32)
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise HookError("rank_dependent() needs names, as in @mf.rank_dependent('rank')")
@@ -78,7 +92,7 @@ def rank_dependent(*names: str) -> Callable[[Marked], Marked]:
             setattr(function, MARK, frozenset(names) | getattr(function, MARK, frozenset()))
         except AttributeError:
             raise HookError(
-                f"rank_dependent(): {function!r} can hold no mark; decorate a function that calls it"
+                f"rank_dependent(): {function!r} cannot be decorated; decorate a function that calls it"
             ) from None
         return function
 
@@ -440,7 +454,7 @@ def _reached(kind: type, entry: FunctionType) -> tuple[list[FunctionType], set[s
             read.add(name)
             method = inspect.getattr_static(kind, name, None)
             method = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
-            ours = isinstance(method, FunctionType) and not method.__module__.startswith("torch.")
+            ours = isinstance(method, FunctionType) and not (method.__module__ or "").startswith("torch.")
             if isinstance(method, FunctionType) and ours and method not in found:
                 found.append(method)
                 todo.append(method)

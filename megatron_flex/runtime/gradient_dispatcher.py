@@ -14,6 +14,8 @@ from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import Route
 from megatron_flex.layout import Layout
 from megatron_flex.layout.gradient_layout import (
+    PARTS_DIFFER,
+    USES_DIFFER,
     GradientLayout,
     explain_unlike_conjugate,
     find_activation_gradient,
@@ -134,7 +136,7 @@ class GradientDispatcher:
         grad: Tensor,
     ) -> Tensor | None:
         found, own = find(), find_dumped().layout
-        layout = found.layout
+        layout = found.layout or self._expected_layout(name, key, found.reason, grad)
         if layout is None:
             why = found.reason
             for hook in (h for h in self.registry.at(name) if h.backward):
@@ -151,6 +153,15 @@ class GradientDispatcher:
         if own is not None:
             self.captures.feed_sinks([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
         return self.run_hooks(name, layout, owner and owner(), key, grad, route)
+
+    def _expected_layout(self, name: str, key: Key, reason: str, grad: Tensor) -> Layout | None:
+        """The layout of a gradient of which no rule says how it is sharded, from the shape that hooks expect.
+
+        None without such a shape, and where it is known that no layout describes the gradient.
+        """
+        if self.registry.expected(name) is None or reason in (PARTS_DIFFER, USES_DIFFER):
+            return None
+        return self.inference.layout_expected(name, key, grad, backward=True)
 
     def dispatch_parameter(self, site: ParameterSite, grad: Tensor | None) -> Tensor | None:
         """Dispatch a parameter's local gradient to its hooks; zeros if there is no gradient."""

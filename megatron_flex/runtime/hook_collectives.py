@@ -58,5 +58,5 @@ def raise_broken(error: Exception) -> NoReturn:
     if isinstance(error, FlexError):
         raise error
     raise BrokenError(
-        f"a collective of a hook failed, {describe_error(error)}; this rank cannot go on"
+        f"a collective of a hook failed, {describe_error(error)}; this rank cannot continue"
     ) from error

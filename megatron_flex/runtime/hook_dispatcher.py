@@ -7,13 +7,14 @@ scatter. Hooks on the gradient are attached to the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron_flex.collectives import Route
-from megatron_flex.layout import Layout, name_batch_first, shard_over_data, without_data_axis
+from megatron_flex.layout import Layout, PackedSequences, name_batch_first, shard_over_data, without_data_axis
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
@@ -77,6 +78,8 @@ class HookDispatcher:
     ) -> Tensor:
         """Dispatch a local tensor to the hooks at its site; if that raises, return the tensor unedited."""
         try:
+            if self.clock.packs and (pack := self.clock.pack) is not None:
+                layout, route = _describe_packed(pack, site, layout, route)
             return self._dispatch(site, local, layout, route)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
             self.editing.caught(site.name, error)
@@ -152,6 +155,22 @@ class HookDispatcher:
             self._rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
 
 
+def _describe_packed(
+    pack: PackedSequences, site: Site, layout: Layout | None, route: Route | None
+) -> tuple[Layout | None, Route | None]:
+    """The layout, and the route of expert rows, of a tensor of packed sequences.
+
+    Where no framework declares the layout it stays open.
+    """
+    if route is not None:
+        dispatch = route.dispatch
+        dispatch.stream = pack.layout_of(dispatch.stream)  # of all routes of this call
+        route = replace(route, token_layout=pack.layout_of(route.token_layout))
+    if layout is None and site.inferred:
+        return None, route
+    return pack.layout_of(site.layout if layout is None else layout), route
+
+
 NO_PLAN = SitePlan(-1, None)
 
 
@@ -160,6 +179,7 @@ class SiteDispatch:
 
     def __init__(self, dispatcher: HookDispatcher, site: Site) -> None:
         self._dispatcher, self._site, self._registry = dispatcher, site, dispatcher.registry
+        self._packs = dispatcher.clock.packs  # the clock's own dict: a pass that asks the clock costs a call
         self._plan = NO_PLAN
         dispatcher.captures.note_heads(site)
 
@@ -169,7 +189,7 @@ class SiteDispatch:
             plan = self._plan
             if plan.revision != self._registry.revision:
                 plan = self._plan = self._dispatcher.plan(self._site)
-            if plan.run is not None and layout is None and route is None:
+            if plan.run is not None and layout is None and route is None and not self._packs:
                 return plan.run(local)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
             self._dispatcher.editing.caught(self._site.name, error)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.errors import HookError, SiteError
+from megatron_flex.gpt_names import own_name
 from megatron_flex.runtime.hook_groups import GroupSelection, Switches
 from megatron_flex.runtime.hooks import POINT_OF_TYPE, HookFunction
 from megatron_flex.sites import Site, SiteTable
@@ -72,6 +73,8 @@ class HookRegistry:
             raise HookError(f"this HookFunction on {hook.where!r} is registered already; make another one")
         entry = HookEntry(hook, always)
         name = hook.module_name
+        if hook.hook_type == "tensor" and isinstance(name, str):
+            name = own_name(name, self._parameters)
         if hook.hook_type == "tensor" and isinstance(name, str) and name in self._parameters:
             described = self._parameters[name]
             if described.hidden:
@@ -90,7 +93,7 @@ class HookRegistry:
                 if site.hidden:
                     raise HookError(f"no hook can be registered at {site.name}: {site.hidden}")
                 if site.read_only_reason and (hook.backward or hook.editing_function is not None):
-                    what = "has no gradient to be had" if hook.backward else "can be read and not edited"
+                    what = "has no gradient" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.read_only_reason}")
         self._check_scale(entry)
         self._check_kept(entry)
@@ -113,18 +116,18 @@ class HookRegistry:
         """The shapes expected at the plain modules' sites of a hook, merged with those of earlier hooks."""
         want = entry.hook.expected_shape
         out: dict[str, tuple[int | None, ...]] = {}
-        places: list[Site | ParameterSite] = [*entry.sites, *entry.parameters]
-        for place in places:
-            if want is None or not place.inferred:
+        sites: list[Site | ParameterSite] = [*entry.sites, *entry.parameters]
+        for site in sites:
+            if want is None or not site.inferred:
                 continue
-            other = self._expected.get(place.name, want)
+            other = self._expected.get(site.name, want)
             pairs = list(zip(other, want, strict=False))
             if len(other) != len(want) or any(None not in p and p[0] != p[1] for p in pairs):
                 raise HookError(
-                    f"hook ({entry.hook.describe()}) at {place.name} contradicts another one there, which "
+                    f"hook ({entry.hook.describe()}) at {site.name} contradicts another one there, which "
                     f"expects {other}; a tensor has one shape: give both the same"
                 )
-            out[place.name] = tuple(b if a is None else a for a, b in pairs)
+            out[site.name] = tuple(b if a is None else a for a, b in pairs)
         return out
 
     @property
@@ -144,11 +147,11 @@ class HookRegistry:
             self._assumed(p) for e in self.active for p in e.parameters
         )
 
-    def _assumed(self, place: Site | ParameterSite) -> bool:
+    def _assumed(self, site: Site | ParameterSite) -> bool:
         """Whether a site's tensors are assumed replicated over tensor parallel ranks, for lack of
         information.
         """
-        return self._divided and place.inferred and not place.propagated and place.name not in self._expected
+        return self._divided and site.inferred and not site.propagated and site.name not in self._expected
 
     @property
     def selected(self) -> list[HookEntry]:
@@ -192,8 +195,8 @@ class HookRegistry:
             shared = sorted(entry.names & other.names) if same else []
             if shared:
                 raise HookError(
-                    f"hook ({hook.describe()}) would keep what hook ({other.hook.describe()}) keeps under "
-                    f"the name of {shared[0]}; give one of them a name by keep_as="
+                    f"hook ({hook.describe()}) has the capture name of hook ({other.hook.describe()}), "
+                    f"{shared[0]}; give one of them another name with keep_as="
                 )
 
     def remove(self, hook: HookFunction) -> None:

@@ -7,6 +7,7 @@ Also here: which tensors cannot be hooked, and why.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -122,6 +123,18 @@ class HookFunction:
         captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
             EDITED.
         records: whether the editing function itself captures tensors.
+
+    Raises:
+        HookError: an argument has a value that it cannot have, name and function are swapped, the editing
+            function cannot be called with four arguments, or the hook neither captures nor edits.
+
+    Examples:
+        >>> HookFunction("decoder.layers.*.mlp.linear_fc1")  # captures the output of a module in every layer
+        <HookFunction forward on decoder.layers.*.mlp.linear_fc1>
+        >>> HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), hook_type="forward_pre")
+        <HookFunction forward_pre on decoder.layers.2 editing by scale(2.0)>
+        >>> HookFunction("decoder.layers.2:mid", select=Select(positions=-1), reduce=reduce.norm("h"))
+        <HookFunction forward on decoder.layers.2:mid keeping positions -1, then norm(h)>
     """
 
     def __init__(
@@ -142,6 +155,7 @@ class HookFunction:
         reduce: Reduction | None = None,
         keep_as: str = "",
     ) -> None:
+        check_name(module_name, expected_shape)
         if hook_type not in POINT_OF_TYPE:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINT_OF_TYPE)}")
         if editing_function is not None and not callable(editing_function):
@@ -188,6 +202,10 @@ class HookFunction:
 
         Raises:
             HookError: the editing function cannot be used at a site.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.*", editing_function=edits.zero(positions=0))
+            >>> hook.bind_sites(flex.sites("decoder.layers.*"))
         """
         edit, sites = self.editing_function, list(sites)
         if self.wanted is not None:
@@ -197,12 +215,25 @@ class HookFunction:
             self._at = {s.name: for_site(edit, s) for s in sites}
 
     def editing_at(self, key: Key) -> EditingFunction | None:
-        """The editing function for one pass through a site."""
+        """Return the editing function for one pass through a site; None without one.
+
+        Examples:
+            >>> from megatron_flex.runtime import Key
+            >>> hook = HookFunction("decoder.layers.0", editing_function=edits.zero())
+            >>> hook.editing_at(Key("decoder.layers.0:output", step=0, iteration=0, microbatch=0, call=0))
+            zero()
+        """
         edit = self.editing_of(key.site)
         return edit and for_pass(edit, key)
 
     def editing_of(self, site: str) -> EditingFunction | None:
-        """The editing function at a site, for any pass."""
+        """Return the editing function at a site, for any pass; None without one.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.0", editing_function=edits.zero())
+            >>> hook.editing_of("decoder.layers.0:output")
+            zero()
+        """
         return self._at.get(site.removesuffix(GRADIENT_SUFFIX), self.editing_function)
 
     @property
@@ -233,7 +264,13 @@ class HookFunction:
         return f"<HookFunction {self.describe()}>"
 
     def describe(self) -> str:
-        """Return a text that must be the same for this hook on all ranks."""
+        """Return a text that must be the same for this hook on all ranks.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), run="once")
+            >>> hook.describe()
+            'forward on decoder.layers.2 editing by scale(2.0) once'
+        """
         edit = describe_edit(self.editing_function)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
         place = " once" if self.run == "once" else ""
@@ -250,6 +287,10 @@ class HookFunction:
 
         Raises:
             HookError: the shapes differ.
+
+        Examples:
+            >>> hook = HookFunction("decoder.layers.2", expected_shape=(16, None, 32))
+            >>> hook.check_shape((16, 2, 32))
         """
         want = self.expected_shape
         if want is None:
@@ -296,13 +337,56 @@ def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> N
     if reduce is not None and not isinstance(reduce, Reduction):
         raise HookError(f"reduce={reduce!r} is none of reduce.mean, sum, norm, topk, dot; give such a one")
     if (select or reduce or keep_as) and not save:
-        raise HookError("select, reduce and keep_as say what is kept, and nothing is; leave out save=False")
+        raise HookError("select, reduce and keep_as need a capture; leave out save=False")
     reserved = {n.removeprefix(".") for n in (GRADIENT_SUFFIX, EDITED_SUFFIX, INDICES)}
     if keep_as and (not keep_as.isidentifier() or keep_as in reserved):
         raise HookError(
             f"keep_as={keep_as!r} is no name; take letters, digits and _, and none of "
             + ", ".join(sorted(reserved))
         )
+
+
+def name_function(function: object) -> str:
+    """The name of a function, to be shown in an example of a call."""
+    name = str(getattr(function, "__qualname__", type(function).__name__)).rpartition("<locals>.")[2]
+    return "function" if "<" in name else name
+
+
+def check_name(module_name: object, expected_shape: object) -> None:
+    """Check that the first argument of a HookFunction can name hook points, and the second can be a shape.
+
+    Raises:
+        HookError: name and function are swapped, or the name is a list, a module or something else.
+    """
+    if isinstance(expected_shape, str) or callable(expected_shape):
+        swapped = callable(module_name)
+        name, edit = (expected_shape, module_name) if swapped else (module_name, expected_shape)
+        raise HookError(
+            f"expected_shape={expected_shape!r} is no shape; the name is first, and the function has a "
+            f"keyword: HookFunction({name!r}, editing_function={name_function(edit)})"
+        )
+    if isinstance(module_name, (str, re.Pattern)):
+        return
+    if isinstance(module_name, nn.Module):
+        raise HookError(
+            f"module_name is a {type(module_name).__name__}; give its name, as flex.sites() lists it, such "
+            "as 'decoder.layers.3'"
+        )
+    if not callable(module_name):
+        raise HookError(
+            f"module_name={module_name!r} is no name; give one name or pattern, such as 'decoder.layers.3' "
+            "or 'decoder.layers.*'; several names are several hooks"
+        )
+    try:
+        inspect.signature(module_name).bind(None)
+    except TypeError as error:
+        name = name_function(module_name)
+        raise HookError(
+            f"module_name is the function {name}, which cannot be called with a Site ({error}); an editing "
+            f"function is given as HookFunction('decoder.layers.3', editing_function={name})"
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def check_signature(editing_function: EditingFunction) -> None:

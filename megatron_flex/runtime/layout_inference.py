@@ -33,7 +33,7 @@ TENSORS_DIFFER = (
     "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule says "
     "how they make up the full one; give the full tensor's expected_shape where each rank has a shard, hook "
     "after the reduction where each has a partial sum, or register an adapter with a rule for the layer "
-    "(docs/adapters.md); where each rank has a full tensor of its own, as under dropout, say so by "
+    "(docs/extend.md); where each rank has a full tensor of its own, as under dropout, say so by "
     "expected_shape={local}"
 )
 BLOCK_ENTRIES = 1 << 20  # entries processed together
@@ -157,13 +157,13 @@ class LayoutInference:
             self._editing.guard(hook, key, partial(_raise_hook_error, wrong))
         return not wrong
 
-    def _describe_unlike(self, told: Sequence[Mapping[str, TensorSketch]]) -> str:
+    def _describe_unlike(self, facts: Sequence[Mapping[str, TensorSketch]]) -> str:
         """Describe what differs in tensors of all tensor parallel ranks that should be equal; the same on all
         ranks.
         """
         wrong = ""
-        for place in dict.fromkeys(place for one in told for place in one):
-            first, *others = (one[place] for one in told if place in one)
+        for place in dict.fromkeys(place for one in facts for place in one):
+            first, *others = (one[place] for one in facts if place in one)
             other = next((o for o in others if not first.fits(o, TENSOR_AXIS)), None)
             if other is not None:
                 shapes = {"one": first.shape, "other": other.shape, "local": (None,) * len(first.shape)}
@@ -188,15 +188,24 @@ class LayoutInference:
                 return None
         if full is None or self._size == 1:
             return infer_layout(local.shape, None, 1)
+        found = self.layout_expected(site.name, key, local, backward=False)
+        return found or infer_layout(local.shape, None, 1)
+
+    def layout_expected(self, name: str, key: Key, local: Tensor, backward: bool) -> Layout | None:
+        """The layout of a tensor, or of its gradient, from the shape that hooks expect; None if ranks differ.
+
+        Collective over `tp` if a hook edits the tensor, or for `backward` its gradient.
+        """
+        full, hooks = self._registry.expected(name), self._registry.at(name)
         hook = next((h for h in hooks if h.expected_shape is not None), hooks[0])
         found = self._editing.guard(hook, key, partial(infer_layout, local.shape, full, self._size))
         code = _encode_cuts(found, local)
-        if not any(h.editing_function for h in hooks):
+        if not any(h.editing_function and (h.backward or not backward) for h in hooks):
             self._inferred = zlib.crc32(f"{self._inferred} {key.site} {code}".encode()) & CODE_MASK
         elif self._differ(code):
             self._editing.guard(hook, key, partial(_raise_hook_error, SHAPES_DIFFER))
             found = None
-        return found or infer_layout(local.shape, None, 1)
+        return found
 
     def differ(self, at: str, watch: Callable[[], None]) -> str:
         """Describe what is wrong with the layouts of this step's captures; empty if nothing is.
@@ -212,10 +221,10 @@ class LayoutInference:
         if not self._registry.compares or not max_over_ranks(count, self._samples, at, watch)[0]:
             return ""
         for axis in self._samples:
-            told = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
-            if axis.name == TENSOR_AXIS and (wrong := self._describe_unlike([theirs for _, theirs in told])):
+            facts = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
+            if axis.name == TENSOR_AXIS and (wrong := self._describe_unlike([theirs for _, theirs in facts])):
                 return wrong
-            for theirs, _ in told:
+            for theirs, _ in facts:
                 for one, other in zip(mine, theirs, strict=False):
                     if not one.fits(other, axis.name):
                         return _describe_difference(one, other, axis.name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import Route, Shard, is_leader_for, replica_mesh
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, count_parts, padded_shape
+from megatron_flex.layout import Layout, count_parts, padded_shape, smallest_part
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -74,7 +74,7 @@ class LocalEditPlan:
         bound = mine if self.alone else on_shard(mine, self.shard)
         if bound is None:
             raise HookError(
-                f"{describe_edit(mine)} needs the whole, unlike {describe_edit(edit)}, of which it is a pass"
+                f"{describe_edit(mine)}, of one pass, needs the full tensor; {describe_edit(edit)} does not"
             )
         return bound
 
@@ -82,7 +82,7 @@ class LocalEditPlan:
         """A boolean mask, broadcastable to the shard, of the entries that are not padding."""
         if device not in self._real:
             shape = [
-                n if d.keep else 1 for n, d in zip(self.shard.whole, self.shard.layout.dims, strict=True)
+                n if d.keep else 1 for n, d in zip(self.shard.full_size, self.shard.layout.dims, strict=True)
             ]
             with torch.inference_mode(False):
                 self._real[device] = self.shard.part(torch.ones(shape, dtype=torch.bool, device=device))
@@ -124,7 +124,7 @@ class LocalEditPlanner:
     def __init__(self, mesh: Mesh, trains: Callable[[], bool], version: Callable[[], int]) -> None:
         self._mesh, self._trains, self._version = mesh, trains, version
         self._known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
-        self._told: tuple[int, bool] | None = None
+        self._plans_state: tuple[int, bool] | None = None
 
     def find_plan(
         self, hooks: Sequence[HookFunction], site: str, local: Tensor, layout: Layout, route: Route | None
@@ -135,9 +135,9 @@ class LocalEditPlanner:
         if route is not None:
             return None
         state = self._version(), self._trains()
-        if state != self._told or len(self._known) > MAX_EDIT_PLANS:
+        if state != self._plans_state or len(self._known) > MAX_EDIT_PLANS:
             self._known.clear()
-            self._told = state
+            self._plans_state = state
         edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
         place = (site, local.shape)
         known = self._known.get(place)
@@ -215,8 +215,7 @@ def explain_gather(
     for length, at in zip(shape, order, strict=True):
         dim = layout.dims[at]
         shards = count_parts(dim, mesh.sizes)
-        smallest = 2 * sum(dim.segments)  # zigzag has two pieces of each segment
-        known = -(-length // shards) if isinstance(length, int) else smallest
+        known = -(-length // shards) if isinstance(length, int) else smallest_part(dim)
         local[at] = known
     return plan_local_edits(edits, layout, tuple(local), mesh, trains)[1]
 
@@ -229,13 +228,15 @@ def uses_modules(edit: Any) -> bool:
 
 def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout, mesh: Mesh) -> str:
     if not hasattr(edit, "on_shard"):
-        return f"nothing says that {name} acts on each part by itself, as @mf.local does"
+        return f"{name} is not declared to act on each shard separately, as @mf.local does"
     if shard.summed:
-        return f"each rank has a summand, and {name} is not linear"
+        return f"the tensor is partial, and {name} is not linear"
     names = [layout.dims[i].name or f"dim {i}" for i in (layout.permute or range(len(layout.dims)))]
-    cut = ", ".join(f"{names[i]} is cut over {'/'.join(a.name for a in shard.axes([i]))}" for i in shard.cut)
-    return f"{name} needs the whole: {cut or 'ranks have shares of its gradient'}"
+    cut = ", ".join(
+        f"{names[i]} is sharded over {'/'.join(a.name for a in shard.axes([i]))}" for i in shard.cut
+    )
+    return f"{name} needs the full tensor: {cut or 'its gradient is partial'}"
 
 
 def _has_padding(shard: Shard) -> bool:
-    return padded_shape(shard.layout, shard.shape, shard.mesh.sizes) != shard.whole
+    return padded_shape(shard.layout, shard.shape, shard.mesh.sizes) != shard.full_size

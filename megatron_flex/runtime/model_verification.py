@@ -22,6 +22,7 @@ from megatron_flex.collectives import Route, checksum, find_differing_axes, gath
 from megatron_flex.errors import LayoutError, VerifyError, describe_error
 from megatron_flex.layout import Coords, Layout, Sizes, full_shape
 from megatron_flex.mesh import Mesh
+from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
@@ -180,7 +181,7 @@ class LocalEditCheck:
                             )
             except Exception as error:  # the user's function ran on shards before; no rank may stop here
                 self._note(
-                    key, f"{words} ran on ranks' parts, but fails on the whole: {describe_error(error)}"
+                    key, f"{words} ran on the shards, but fails on the full tensor: {describe_error(error)}"
                 )
                 return
             far, most = measure_difference(got, full)
@@ -371,7 +372,8 @@ class SiteVerifier:
 def make_verify_error(found: Sequence[str], step: int) -> VerifyError:
     """Make the error of the findings; the first findings usually cause the others."""
     more = f"; and {len(found) - MAX_FINDINGS} more" if len(found) > MAX_FINDINGS else ""
-    return VerifyError(f"step {step}: {len(found)} finding(s): {'; '.join(found[:MAX_FINDINGS])}{more}")
+    count = count_words(len(found), "finding")
+    return VerifyError(f"step {step}: {count}: {'; '.join(found[:MAX_FINDINGS])}{more}")
 
 
 def find_replicated_axes(layout: Layout, sizes: Sizes) -> set[str]:

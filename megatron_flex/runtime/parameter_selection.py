@@ -146,7 +146,7 @@ class ParameterSelection:
         known = self.parameter_index.adapter.gradients_reduced(self.parameter_index.called)
         if isinstance(known, str):
             raise FlexError(
-                f"gradients of parameters cannot be had, as it is not known if they are reduced: {known}; "
+                f"gradients of parameters are unavailable, as it is not known if they are reduced: {known}; "
                 "or leave them out"
             )
         if not known:

@@ -114,16 +114,16 @@ class GatheredPass:
     def run(self, local: Tensor, key: Key, module: Any, replay: bool, saved: Saved | None) -> Tensor:
         """Edit a local tensor; with `saved` the full tensor before the edit is captured."""
         editing, plan, linked = self._editing, self._plan, local.requires_grad and torch.is_grad_enabled()
-        whole = gather_planned(local, plan, linked)
-        made = whole
+        full = gather_planned(local, plan, linked)
+        made = full
         try:
             if saved:
                 hooks = [hook for hook, _ in saved]
-                editing.apart(self._name, self._captures.keep_full, hooks, key, whole, self._layout)
-            made = editing.run(self._steps, key, module, whole, replay)
+                editing.apart(self._name, self._captures.keep_full, hooks, key, full, self._layout)
+            made = editing.run(self._steps, key, module, full, replay)
         except Exception as error:  # the package's own error; the code below is collective
             editing.caught(self._name, error)
-        return scatter_planned(made, whole, plan)
+        return scatter_planned(made, full, plan)
 
 
 def gather_planned(local: Tensor, plan: FullTensorPlan, linked: bool) -> Tensor:
@@ -136,8 +136,8 @@ def gather_planned(local: Tensor, plan: FullTensorPlan, linked: bool) -> Tensor:
         if not linked:
             return plan.gather(local)
         # torch does not type `apply`
-        whole: Tensor = _GatheredEntrance.apply(local, plan)  # type: ignore[no-untyped-call]
-        return whole
+        full: Tensor = _GatheredEntrance.apply(local, plan)  # type: ignore[no-untyped-call]
+        return full
     except Exception as error:  # raised under its own name, as other ranks are in the collective
         raise_broken(error)
 
@@ -178,5 +178,5 @@ class _ScatteredExit(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         # Assembled even where the edit's result needs no gradient: if each rank decided by itself, a rank
         # whose edit failed would leave the others waiting.
-        whole = ctx.plan.gather_gradient(grad)
-        return (whole if ctx.needs_input_grad[0] else None), None, None
+        full = ctx.plan.gather_gradient(grad)
+        return (full if ctx.needs_input_grad[0] else None), None, None

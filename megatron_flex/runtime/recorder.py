@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, gather_up_pipeline, is_leader, is_leader_for, open_transports
+from megatron_flex.collectives import PipelineGather, Route, is_leader, is_leader_for, open_transports
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
@@ -30,7 +30,8 @@ class Recorder:
         recorded.
         """
         self.mesh, self.captures, self._watch = mesh, captures, watch
-        self._leader = is_leader(mesh)
+        self._leader, self._alone = is_leader(mesh), mesh["pp"].size == 1
+        self._stages = PipelineGather(mesh)
         self._arrived: list[tuple[Key, Tensor]] = []
         self._transports = open_transports(mesh, watch, setup=False)
         self._prepared = False
@@ -81,12 +82,12 @@ class Recorder:
                 return
         raise AssertionError(f"no transport carries {key}")  # the process group carries everything
 
-    def whole(self, key: Key, whole: Tensor, layout: Layout, finish: Finish | None = None) -> None:
+    def record_full(self, key: Key, full: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a full tensor, in `layout`, that every rank holds; only the receiving rank keeps the
         tensor.
         """
         if is_leader_for(layout, self.mesh):
-            for named, tensor in _finish_capture(key, whole.detach(), finish):
+            for named, tensor in _finish_capture(key, full.detach(), finish):
                 self._arrived.append((named, tensor.to("cpu", copy=True)))
 
     def drop(self, failed: bool = True) -> None:
@@ -124,22 +125,36 @@ class Recorder:
         self._finishes.clear()
         arrived, self._arrived = self._arrived, []
         if self._leader:
-            for key, tensor in gather_up_pipeline(arrived, self.mesh):
+            for key, tensor in arrived if self._alone else self._gather_stages(arrived):
                 self.captures.add(key, tensor)
 
+    def _gather_stages(self, arrived: list[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
+        """The captures of all stages, on the first; keys are sent as they differ from the step's first key,
+        so that each step describes the same.
+        """
+        step, iteration = arrived[0][0][1:3] if arrived else (0, 0)
+        items = [
+            ((k.site, k.step - step, k.iteration - iteration, k.microbatch, k.call), tensor)
+            for k, tensor in arrived
+        ]
+        for base, (site, steps, iterations, microbatch, call), tensor in self._stages.gather(
+            items, (step, iteration)
+        ):
+            yield Key(site, base[0] + steps, base[1] + iterations, microbatch, call), tensor
+
     def _receive(self, arrivals: list[tuple[Key, Tensor]]) -> None:
-        for key, whole in arrivals:
+        for key, full in arrivals:
             finish = self._finishes.get(key) if self._finishes else None
             if finish is None:
-                self._arrived.append((key, whole if whole.is_cpu else whole.cpu()))
+                self._arrived.append((key, full if full.is_cpu else full.cpu()))
             else:
-                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, whole, finish)]
+                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, full, finish)]
 
 
-def _finish_capture(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
+def _finish_capture(key: Key, full: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
     """The captures made from a full tensor, with their keys."""
     if finish is None:
-        yield key, whole
+        yield key, full
     else:
-        for ending, tensor in finish(whole).items():
+        for ending, tensor in finish(full).items():
             yield key._replace(site=key.site + ending), tensor

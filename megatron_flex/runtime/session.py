@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters import Adapter, Undo
+from megatron_flex.adapters import Adapter, ParameterSite, Undo
+from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.collectives import Agreement, gather_objects, is_leader
 from megatron_flex.config import flex_config
 from megatron_flex.errors import HookError
-from megatron_flex.layout import TENSOR_AXIS, shard_over_data
+from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.clock import Clock
@@ -37,7 +38,7 @@ from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
 from megatron_flex.runtime.step_agreement import STEP_END, StepAgreement
 from megatron_flex.runtime.trainable_modules import NO_GRADIENT, TrainableModules
-from megatron_flex.sites import SiteTable, model_order
+from megatron_flex.sites import Site, SiteTable, model_order
 
 CALLED_OUTSIDE_STEP = (
     "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
@@ -73,24 +74,12 @@ class Session:
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
 
     def __init__(self, adapter: Adapter, gather_data_parallel: bool = False) -> None:
-        adapter.check()
         self.adapter, self.mesh = adapter, adapter.mesh
         self.over_data = gather_data_parallel = gather_data_parallel and self.mesh["dp"].size > 1
-        own, parameters = adapter.sites(), adapter.parameters()
-        self._plain = own
-        if gather_data_parallel:
-            own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
-        mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
-        reports = gather_objects(mine, self.mesh, ["pp"])
-        self.sites = SiteTable(sorted((s for sites, _, _ in reports for s in sites), key=model_order))
-        everywhere = [p for _, ps, _ in reports for p in ps]
-        self.registry = HookRegistry(
-            self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
-        )
-        unknown = {name: kind for _, _, names in reports for name, kind in names.items()}
-        self.dry_run = DryRun(adapter, parameters, self.mesh)
-        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown)
-        self.captures = Captures()
+        with shared_walk():
+            adapter.check()
+            own, parameters = self._list_sites(gather_data_parallel)
+        self.captures = Captures(self.sites.own_name)
         self.clock = Clock()
         ranks = self.mesh.ranks
         name = f"session{Session._counts[ranks]}"
@@ -117,6 +106,28 @@ class Session:
         self.verification = VerificationRequest()
         self.delivered: Callable[[], None] | None = None
         self._unwatch: Undo | None = adapter.watch(self)
+
+    def _list_sites(self, over_data: bool) -> tuple[list[Site], list[ParameterSite]]:
+        """Exchange sites and parameters with the other stages, and return those of this rank."""
+        adapter = self.adapter
+        own, parameters, without_layout = adapter.sites(), adapter.parameters(), adapter.without_layout()
+        self._plain = own
+        if over_data:
+            own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
+        # Sites of one stage alone go nowhere, and need no copies that say nothing of this rank's modules.
+        mine = own, parameters, without_layout
+        if self.mesh["pp"].size > 1:
+            mine = [s.remote() for s in own], [p.remote() for p in parameters], without_layout
+        reports = gather_objects(mine, self.mesh, ["pp"])
+        self.sites = SiteTable(sorted((s for sites, _, _ in reports for s in sites), key=model_order))
+        everywhere = [p for _, ps, _ in reports for p in ps]
+        self.registry = HookRegistry(
+            self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
+        )
+        unknown = {name: kind for _, _, names in reports for name, kind in names.items()}
+        self.dry_run = DryRun(adapter, parameters, self.mesh)
+        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown)
+        return own, parameters
 
     @property
     def is_leader(self) -> bool:
@@ -247,7 +258,7 @@ class Session:
                 "frozen part, a fused kernel): hook another point, or remove the hook before the end"
             )
         if unverified:
-            raise HookError("verify() was asked for and no step ran after it; call it before a step")
+            raise HookError("verify() was called and no step ran after it; call it before a step")
 
     def close(self, failed: bool = False) -> None:
         """Remove everything from the model and its schedule.
@@ -351,8 +362,9 @@ class Session:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
         self._objection = why
 
-    def unbatched(self) -> None:
-        """Note packed sequences: the samples of data parallel ranks cannot be concatenated."""
+    def pack_begins(self, pack: PackedSequences) -> None:
+        """Note the packed sequences of this microbatch: data parallel ranks' cannot be concatenated."""
+        self.clock.packs[self.clock.microbatch] = pack
         if self.over_data:
             self.reject_step(PACKED_SEQUENCES)
 
@@ -380,11 +392,24 @@ class Session:
         if self.registry.active or self.verification.on:
             raise HookError(CALLED_OUTSIDE_STEP.format(size=self.mesh["pp"].size))
 
-    def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
+    def in_step(self) -> bool:
+        """Whether a step is open."""
+        return self._in_schedule
+
+    def needs_step(self) -> bool:
+        """Whether a dump or statistics cannot record all that they want in a call outside a step."""
+        return self.sinks.need_step
+
+    def call_begins(
+        self,
+        gradient_factor: Callable[[], float] | None = None,
+        chunk: int = 0,
+        microbatch: int | None = None,
+    ) -> None:
         """Begin a call of the model outside a schedule: a step of its own, or a microbatch of `step()`."""
         if self._in_schedule:
             self.clock.scale(gradient_factor)
-            self.forward_begins(self._calls[chunk], chunk)
+            self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
         self.check_call()

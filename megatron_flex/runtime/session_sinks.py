@@ -56,6 +56,17 @@ class SessionSinks:
         statistics = [s.statistics.groups for s in self.statistics]
         return {group for groups in (*dumps, *statistics) for group in groups}
 
+    @property
+    def need_step(self) -> bool:
+        """Whether any of them cannot record all that it wants in a call of the model outside a step.
+
+        Gradients of parameters exist at the end of a step, and statistics are combined over data parallel
+        ranks there.
+        """
+        return bool(self.statistics) or any(
+            d.dump.gradients and d.chosen.parameters is not None for d in self.dumps
+        )
+
     def add_dump(self, dump: Dump, chosen: DumpSelection, manifest: Manifest) -> DumpSink:
         """Open a dump; the caller adds its hooks. Arguments and errors as for `SessionDumps.add`."""
         return self._dumps.add(dump, chosen, manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_flex.errors import AbsentError, HookError
+from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_runner import EditRunner
 from megatron_flex.runtime.hooks import HookFunction, warn_unhookable
@@ -42,8 +43,8 @@ def raise_no_layout(site: Site, why: str) -> None:
 def raise_absent(site: Site, count: int) -> None:
     """Raise that a call had fewer tensors than the hook's index requires."""
     raise AbsentError(
-        f"unpack_idx={site.index} is out of range: {count} tensor(s) passed there; None and numbers do not "
-        "count"
+        f"unpack_idx={site.index} is out of range: the hook point has {count_words(count, 'tensor')}; None "
+        "and numbers do not count"
     )
 
 

@@ -5,8 +5,10 @@ header of the file.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from hashlib import sha256
 from os.path import realpath
 from typing import Any, NamedTuple
@@ -112,19 +114,36 @@ def _check_countable(local: Tensor, layout: Layout, mesh: Mesh) -> None:
     if local.is_complex():
         raise LayoutError(f"it is of {local.dtype}, which has no order")
     if local.ndim != len(layout.dims):
-        raise LayoutError(f"a tensor of shape {tuple(local.shape)} passed, and {layout.describe()} is known")
+        raise LayoutError(f"a tensor of shape {tuple(local.shape)} does not fit {layout.describe()}")
 
 
 def _find_unpadded(dim: Dim, length: int, mesh: Mesh) -> list[tuple[int, int]] | None:
     """The ranges of entries that are not padding, as starts and lengths; None if all entries are real."""
-    full = length * count_parts(dim, mesh.sizes)
-    if dim.keep is None or dim.keep >= full:
+    if dim.keep is None and (dim.uneven or not dim.sequences):
         return None
-    out, at = [], 0
-    for start, stop in spans(dim, full, mesh.coords, mesh.sizes):
-        out.append((at, max(0, min(stop, dim.keep) - start)))
-        at += stop - start
-    return out
+    at = tuple((c.axis, mesh[c.axis].size, mesh[c.axis].coord) for c in dim.cuts)
+    return _list_unpadded(dim, length, at)
+
+
+@lru_cache(256)
+def _list_unpadded(
+    dim: Dim, length: int, at: tuple[tuple[str, int, int], ...]
+) -> list[tuple[int, int]] | None:
+    """The same of a rank with these coordinates, by axis: size and coordinate. Packs have padding too."""
+    sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
+    full = length * count_parts(dim, sizes)
+    real = dim.sequences or ([(0, dim.keep)] if dim.keep is not None and dim.keep < full else ())
+    if not real or sum(stop - start for start, stop in real) == full:
+        return None
+    out, offset, ends = [], 0, [last for _, last in real]
+    for start, stop in spans(dim, full, coords, sizes):
+        for first, last in real[bisect_right(ends, start) :]:
+            if first >= stop:
+                break
+            low, high = max(start, first), min(stop, last)
+            out.append((offset + low - start, high - low))
+        offset += stop - start
+    return out or [(0, 0)]
 
 
 MAX_NAMES = 8  # bounds the names in one warning
@@ -199,7 +218,7 @@ class StatisticsSink:
         self._failure: tuple[str, BaseException] | None = None  # an error of this rank, sent with its sums
         self._step, self._number = -1, -1
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def sends(self) -> list[int]:
@@ -222,7 +241,7 @@ class StatisticsSink:
         if not torch.is_grad_enabled() or number % self.statistics.every:
             return False
         if called and mesh["dp"].size != self.mesh["dp"].size:
-            self._say(
+            self._warn_once(
                 "called",
                 "calls of the model by themselves are not measured where there are several data parallel "
                 "ranks, which need not call it equally often; make them in `with flex.step():`",
@@ -242,7 +261,7 @@ class StatisticsSink:
     def end_overdue_step(self) -> None:
         """End the previous step if the backward pass that it waited for did not come."""
         if self.active:
-            self._say(
+            self._warn_once(
                 "late",
                 f"the call of iteration {self._number} is measured without gradients: another one began "
                 "before its backward pass; take such calls together in `with flex.step():`",
@@ -295,19 +314,19 @@ class StatisticsSink:
             over = parameters.over(found.site)
             if found.part is not None:
                 over = parameters.apart(over)
-            place = self._place["parameter_gradient", found.name + GRADIENT_SUFFIX]
+            row = self._place["parameter_gradient", found.name + GRADIENT_SUFFIX]
             try:
                 mine = select_counted_part(found.local.detach(), found.part, found.layout, self.mesh, over)
             except FlexError as error:
-                self._unknown.add(place)
-                self._say(found.name, f"the gradient of {found.name} is not measured: {error}")
+                self._unknown.add(row)
+                self._warn_once(found.name, f"the gradient of {found.name} is not measured: {error}")
                 continue
-            self._add(place, mine, 1.0)
+            self._add(row, mine, 1.0)
 
-    def _add(self, place: int, values: Tensor, factor: float) -> None:
-        if place not in self._sums:
-            self._sums[place] = MomentSums(values.device, self.statistics.histogram)
-        self._sums[place].add(values, factor)
+    def _add(self, row: int, values: Tensor, factor: float) -> None:
+        if row not in self._sums:
+            self._sums[row] = MomentSums(values.device, self.statistics.histogram)
+        self._sums[row].add(values, factor)
 
     def _packed(self, failed: float) -> tuple[Tensor, Tensor | None]:
         counts = self.mesh.is_first(a.name for a in self.mesh if a.name != "dp")
@@ -324,8 +343,8 @@ class StatisticsSink:
         ranks = len(self._adding.axis.ranks)
         if vector[HEAD_RANKS] != ranks or vector[HEAD_ITERATION] != ranks * number:
             raise HookError(
-                f"ranks were in different iterations when that of {number} was measured, one of them "
-                "perhaps after an error that it went on from; let all ranks skip a step or none"
+                f"ranks were in different iterations when {number} was measured, perhaps because one of them "
+                "skipped a step after an error; let all ranks skip a step, or none"
             )
         if vector[FAILED]:
             raise_on_all_ranks(failure, self.mesh)
@@ -358,33 +377,33 @@ class StatisticsSink:
         finally:
             self._sink.close()
         if not failed and not self.first:
-            self._tell()
+            self._warn_of_omitted()
 
-    def _tell(self) -> None:
+    def _warn_of_omitted(self) -> None:
         """Warn of the sites that were never measured."""
         absent = [e.name for e, p in zip(self._table.entries, self._passed.tolist(), strict=True) if not p]
-        absent = [n for n in absent if n not in self._said]
+        absent = [n for n in absent if n not in self._warned]
         if absent and self.mesh.is_first(a.name for a in self.mesh):
             more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
             words = ", ".join(absent[:MAX_NAMES]) + more
-            self._say("quiet", f"in the steps that were measured nothing passed at {words}")
+            self._warn_once("quiet", f"in the steps that were measured nothing was recorded at {words}")
 
     # -- recording -------------------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
         """Count this rank's shard of a tensor; see `TensorSink.take`."""
         name = key.site.removesuffix(GRADIENT_SUFFIX)
-        place = self._place["gradient" if key.site.endswith(GRADIENT_SUFFIX) else "value", key.site]
+        row = self._place["gradient" if key.site.endswith(GRADIENT_SUFFIX) else "value", key.site]
         if not self.active or key.step != self._step:
-            self._say(
+            self._warn_once(
                 "late",
                 f"gradients of step {key.step} came when it was over, and are not measured; take calls whose "
                 "backward passes come later, or twice, together in `with flex.step():`",
             )
             return ""
         if why := explain_unmeasurable(local):
-            self._unknown.add(place)
-            self._say(name, f"{name} is left out of the statistics: {why}")
+            self._unknown.add(row)
+            self._warn_once(name, f"{name} is left out of the statistics: {why}")
             return ""
         over = None
         if route is not None:
@@ -394,9 +413,9 @@ class StatisticsSink:
         elif not any(d.name for d in layout.dims):
             layout = name_batch_first(layout)
         try:
-            self._add(place, select_counted(local.detach(), layout, self.mesh, over), factor)
+            self._add(row, select_counted(local.detach(), layout, self.mesh, over), factor)
         except Exception as error:  # other ranks continue, so this rank does too
-            self._unknown.add(place)
+            self._unknown.add(row)
             return "" if self.omits_site(name, describe_error(error)) else describe_error(error)
         return ""
 
@@ -412,13 +431,13 @@ class StatisticsSink:
         """
         if self.first and name in self.wanted.exact:
             return False
-        self._say(name, f"{name} is left out of the statistics: {why}")
+        self._warn_once(name, f"{name} is left out of the statistics: {why}")
         return True
 
-    def _say(self, what: str, text: str) -> None:
+    def _warn_once(self, what: str, text: str) -> None:
         """Warn once."""
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(text, FlexWarning, stacklevel=2)
 
 
@@ -535,16 +554,16 @@ def make_header(
         mesh: the axes of the run.
         sites: the measured sites, in model order.
         parameters: the parameters whose gradients are measured.
-        model: what a comparison needs to know of the model: `dtype`, `hidden_size`, `num_layers`.
+        model: what a comparison needs to know of the model: `dtype`, `hidden_size`, `num_layers`, `layers`.
     """
     s = statistics
-    places: list[Site | ParameterSite] = [*sites, *parameters]
+    measured: list[Site | ParameterSite] = [*sites, *parameters]
     return StatisticsHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=collect_versions(),
         framework=framework,
         axes=dict(mesh.sizes),
-        sites=tuple(MeasuredSite(p.name, layout_to_json(p.layout), tuple(p.shape)) for p in places),
+        sites=tuple(MeasuredSite(p.name, layout_to_json(p.layout), tuple(p.shape)) for p in measured),
         settings={
             "sites": [describe_pattern(p) for p in s.sites],
             "parameters": [describe_pattern(p) for p in s.parameters],

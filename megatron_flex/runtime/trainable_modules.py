@@ -35,7 +35,7 @@ OUTSIDE_SCHEDULE = (
     "{size} pipeline stages has it; compute this loss in an editing function, or add it to the model's"
 )
 NO_GRADIENT = (
-    "rank(s) {ranks} had no gradient of trainable modules within {seconds:g} s: this backward pass ran on "
+    "{ranks} had no gradient of trainable modules within {seconds:g} s: this backward pass ran on "
     "some ranks only; outside the schedule call backward() on every rank, data parallel ones too"
 )
 INTO_THE_MODEL = (

@@ -142,7 +142,7 @@ def _flatten_values(values: Tensor) -> Tensor:
 
 
 class ScratchMemory(threading.local):
-    """Room for what is made of a block: to make it anew each time costs as much as to fill it."""
+    """Buffers for the results of a block: allocating them each time costs as much as filling them."""
 
     def __init__(self) -> None:
         self.values, self.moved, self.square, self.more = (torch.empty(CPU_BLOCK) for _ in range(4))

@@ -51,7 +51,7 @@ class StatisticsFile(Protocol):
         """Write the rows of an iteration, or keep them for the next part. Raises OSError."""
 
     def close(self) -> None:
-        """Write what is kept, and close. Raises OSError."""
+        """Write the buffered rows, and close. Raises OSError."""
 
 
 def create_file(path: Path, form: FileFormat, header: StatisticsHeader) -> StatisticsFile:
@@ -111,9 +111,11 @@ class JsonLinesFile:
         self._file.close()
 
     def _put(self, data: bytes) -> None:
-        whole = b"\n" + data if self._torn else data  # ends what a full disk cut off: it is no line of ours
+        appended = (
+            b"\n" + data if self._torn else data
+        )  # ends what a full disk cut off: it is no line of ours
         self._torn = True
-        rest = memoryview(whole)
+        rest = memoryview(appended)
         while rest:
             rest = rest[self._file.write(rest) or 0 :]
         self._torn = False
@@ -125,7 +127,7 @@ class ParquetFolder:
     def __init__(self, path: Path, header: StatisticsHeader) -> None:
         path.mkdir()
         self.path, self.lost = path, 0
-        self._told = json.dumps(_null_nonfinite(header.to_json()), allow_nan=False)
+        self._header_json = json.dumps(_null_nonfinite(header.to_json()), allow_nan=False)
         try:
             (path / HEADER_NAME).write_bytes(_format_line(header.to_json()))
         except BaseException:
@@ -135,25 +137,25 @@ class ParquetFolder:
         self._iterations = self._parts = 0
 
     def write(self, rows: Sequence[TensorStatistics]) -> None:
-        """Keep the rows of an iteration; write what is kept when that is enough. Raises OSError."""
+        """Buffer the rows of an iteration; write the buffer when it is full. Raises OSError."""
         self._rows += rows
         self._iterations += 1
         if self._iterations >= ITERATIONS_PER_PART:
             self._part()
 
     def close(self) -> None:
-        """Write what is kept. Raises OSError."""
+        """Write the buffered rows. Raises OSError."""
         if self._rows:
             self._part()
 
     def _part(self) -> None:
-        """Write what is kept as a file that is complete once it has its name; it is lost if that fails."""
+        """Write the buffered rows to a file, complete once it has its name; they are lost on failure."""
         rows, self._rows = self._rows, []
         held, self._iterations = self._iterations, 0
         self.lost += held
         arrow = _import_pyarrow()
         columns = {name: [getattr(row, name) for row in rows] for name in FILE_COLUMNS}
-        table = arrow.table(columns, schema=_make_schema(arrow, self._told, digest_of(columns)))
+        table = arrow.table(columns, schema=_make_schema(arrow, self._header_json, digest_of(columns)))
         name = PARQUET_NAME.format(self._parts)
         rough = self.path / f".{name}.{os.getpid()}.tmp"
         try:
@@ -174,9 +176,9 @@ def digest_of(columns: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _make_schema(arrow: Any, record: str, rows: str) -> Any:
-    text, double, whole = arrow.string(), arrow.float64(), arrow.int64()
-    kinds = {"site": text, "kind": text, "histogram": arrow.list_(whole)}
-    kinds |= dict.fromkeys(INTEGER_COLUMNS, whole)
+    text, double, appended = arrow.string(), arrow.float64(), arrow.int64()
+    kinds = {"site": text, "kind": text, "histogram": arrow.list_(appended)}
+    kinds |= dict.fromkeys(INTEGER_COLUMNS, appended)
     return arrow.schema(
         [(n, kinds.get(n, double)) for n in FILE_COLUMNS],
         {PARQUET_KEY: record.encode(), KEY_OF_ROWS: rows.encode()},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_flex.errors import FlexError, FlexWarning, suggest_nearest
+from megatron_flex.gpt_names import GptNames, layer_pattern
 from megatron_flex.notebook_html import (
     BAD_COLOUR,
     WARN_COLOUR,
@@ -26,7 +27,7 @@ from megatron_flex.notebook_html import (
     html_table,
 )
 from megatron_flex.progress import BYTES, ProgressBar, progress
-from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.sites import find_recorded_names
 from megatron_flex.statistics.statistics_files import (
     FILE_COLUMNS,
     FILE_NAME,
@@ -43,6 +44,7 @@ from megatron_flex.statistics.statistics_records import (
     StatisticsKind,
     TensorStatistics,
 )
+from megatron_flex.text_table import format_table, shorten_rows
 
 HISTOGRAM_BINS = 2 * BINS_PER_SIGN + 1
 STATISTICS_KINDS = get_args(StatisticsKind)
@@ -65,11 +67,15 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
         path: the folder that was passed to `Statistics`; or one file in this folder.
         sites: names or patterns of the tensors to read; `*` is any text. None reads all.
 
+    Returns:
+        The statistics: a mapping of names to the statistics of a tensor, iteration by iteration.
+
     Raises:
         FlexError: there are no statistics, or they need pyarrow, or a newer version of this package.
 
-    Example:
-        `open_statistics("stats/run")["decoder.layers.3"].rms`
+    Examples:
+        >>> [round(rms, 3) for rms in open_statistics("stats/run")["decoder.layers.3"].rms]
+        [1.514, 1.514]
     """
     folder = Path(fspath(path))
     words = [sites] if isinstance(sites, str) else sites
@@ -82,6 +88,10 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
         record = f"{folder}: damaged, and left out: {'; '.join(found.damaged[:MAX_NAMED])}{more}"
         warnings.warn(record, FlexWarning, stacklevel=2)
     return found
+
+
+SHOWN_COLUMNS = ("mean", "std", "rms", "absmax", "zeros", "nans", "infinities")  # of a printed series
+MOST_SHOWN_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,16 @@ class StatisticsSeries:
     def __len__(self) -> int:
         return len(self.iterations)
 
+    def __str__(self) -> str:
+        """The first and the last iterations, a row for each."""
+        columns = [getattr(self, name) for name in SHOWN_COLUMNS]
+        rows = [
+            (str(iteration), *(f"{column[n]:.4g}" for column in columns))
+            for n, iteration in enumerate(self.iterations)
+        ]
+        heads = (">iteration", *(f">{name}" for name in SHOWN_COLUMNS))
+        return "\n".join([self.site, *format_table(shorten_rows(rows, MOST_SHOWN_ROWS, len(heads)), heads)])
+
 
 class OpenStatistics:
     """The statistics of a run. If several starts of a run repeat an iteration, the last start is used.
@@ -131,6 +151,13 @@ class OpenStatistics:
         headers: the header of each start, in order.
         incomplete: the number of incomplete lines and files (killed runs, full disks), which are left out.
         damaged: a description of each of these whose checksum is wrong.
+
+    Examples:
+        >>> statistics = open_statistics("stats/run")
+        >>> statistics
+        OpenStatistics(stats/run: 8 tensors, 2 iterations)
+        >>> [round(rms, 3) for rms in statistics["decoder.layers.3"].rms]
+        [1.514, 1.514]
     """
 
     def __init__(
@@ -175,13 +202,28 @@ class OpenStatistics:
         return StatisticsSeries(name, **{n: columns[n] for n in wanted})
 
     def rows(self) -> Iterator[TensorStatistics]:
-        """Return all rows, by iteration, each iteration in model order."""
+        """Return all rows, by iteration, each iteration in model order.
+
+        Examples:
+            >>> for row in open_statistics("stats/run").rows():
+            ...     if row.site == "decoder.layers.3:output":
+            ...         print(row.iteration, row.count, row.nans)
+            0 2048 0
+            1 2048 0
+        """
         for rows in self._rows.values():
             for row in sorted(rows.values(), key=lambda row: row.order):
                 yield expand_histogram(row)
 
     def table(self) -> dict[str, list[Any]]:
-        """Return all rows as columns, for `pandas.DataFrame(...)`; None for missing numbers."""
+        """Return all rows as columns, for `pandas.DataFrame(...)`; None for missing numbers.
+
+        Examples:
+            >>> table = open_statistics("stats/run").table()
+            >>> list(table)
+            ['iteration', 'site', 'kind', 'order', 'stage', 'count', 'mean', 'std', 'rms', 'absmax', 'zeros',
+             'kurtosis', 'norm', 'nans', 'infinities', 'histogram', 'microbatches']
+        """
         rows = list(self.rows())
         return {name: [getattr(row, name) for row in rows] for name in FILE_COLUMNS}
 
@@ -190,6 +232,11 @@ class OpenStatistics:
 
         Raises:
             FlexError: pandas is not installed.
+
+        Examples:
+            >>> frame = open_statistics("stats/run").pandas()
+            >>> frame.groupby("site").rms.max().round(2)["decoder.layers.3:output"]
+            np.float64(1.51)
         """
         try:
             frame = import_module("pandas").DataFrame
@@ -198,24 +245,19 @@ class OpenStatistics:
         return frame(self.table())
 
     def _named(self, name: str) -> str:
-        known = self.sites
-        if name in known:
-            return name
-        module, grad = (
-            name.removesuffix(GRADIENT_SUFFIX),
-            GRADIENT_SUFFIX if name.endswith(GRADIENT_SUFFIX) else "",
-        )
-        points = [
-            n for n in known if n.endswith(GRADIENT_SUFFIX) == bool(grad) and n.partition(":")[0] == module
-        ]
-        chosen = f"{module}:output{grad}"
-        if chosen in points or len(points) == 1:
-            return chosen if chosen in points else points[0]
-        if points:
-            raise FlexError(
-                f"{name!r} was measured at several points ({', '.join(points)}); name one of them"
-            )
-        raise FlexError(f"{self.path} has no {name!r}{suggest_nearest(name, known)}")
+        found = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
+        if not found:
+            raise FlexError(f"{self.path} has no {name!r}{suggest_nearest(name, self.sites)}")
+        if len(found) > 1:
+            raise FlexError(f"{self.path}: {name!r} means {len(found)} tensors; name one, such as {found[0]}")
+        return found[0]
+
+    @property
+    def gpt_names(self) -> GptNames:
+        """The correspondence with the names of a GPTModel."""
+        models = [header.settings.get("model") for header in self.headers]
+        layers = next((m["layers"] for m in models if isinstance(m, dict) and m.get("layers")), "")
+        return GptNames(str(layers) or layer_pattern(self.sites))
 
     @property
     def by_iteration(self) -> RowsByIteration:
@@ -227,7 +269,11 @@ class OpenStatistics:
         return render_statistics(self)
 
     def __repr__(self) -> str:
-        return f"OpenStatistics({self.path}: {len(self.sites)} tensors, {len(self._rows)} iterations)"
+        tensors, iterations = (
+            count_words(len(self.sites), "tensor"),
+            count_words(len(self._rows), "iteration"),
+        )
+        return f"OpenStatistics({self.path}: {tensors}, {iterations})"
 
 
 def _is_wanted(name: str, words: Sequence[str] | None) -> bool:
@@ -426,7 +472,7 @@ STATISTICS_HEADS = (
     ">kurtosis",
     ">not finite",
 )
-TOLD = 8  # damaged lines and files, in one picture
+MAX_DAMAGED = 8  # damaged lines and files, in one picture
 ALL = "found.damaged lists all"
 SITES_HINT = "found.sites lists the names, found['NAME'] has one over iterations, found.pandas() everything"
 
@@ -448,7 +494,9 @@ def render_statistics(found: OpenStatistics) -> Markup:
         )
         notes.append(html_line(texts, WARN_COLOUR))
     notes.append(
-        html_lines([f"not as it was written: {texts}" for texts in found.damaged], ALL, WARN_COLOUR, TOLD)
+        html_lines(
+            [f"not as it was written: {texts}" for texts in found.damaged], ALL, WARN_COLOUR, MAX_DAMAGED
+        )
     )
     marked = {n: BAD_COLOUR for n, row in enumerate(rows) if _count_nonfinite(row)}
     shown = html_table(

@@ -34,8 +34,11 @@ class Statistics:
     Raises:
         FlexError: a setting is invalid.
 
-    Example:
-        `Statistics("stats/run", "decoder.layers.*", every=10, gradients=True)`
+    Examples:
+        >>> with attach(chunks, statistics=Statistics("stats/new", "decoder.layers.*", gradients=True)):
+        ...     train_step(chunks)
+        >>> open_statistics("stats/new")["decoder.layers.3.grad"].iterations
+        [0]
     """
 
     def __init__(
@@ -68,7 +71,12 @@ class Statistics:
         return f"<Statistics of {names} in {self.path}>"
 
     def describe(self) -> str:
-        """Return the settings that must be equal on all ranks, as text."""
+        """Return the settings that must be equal on all ranks, as text.
+
+        Examples:
+            >>> Statistics("stats/new", "decoder.layers.*", every=10).describe()
+            "statistics in stats/new of ['decoder.layers.*'], every=10, gradients=False"
+        """
         names = [describe_pattern(p) for p in (*self.sites, *self.parameters)]
         return f"statistics in {self.path} of {names}, every={self.every}, gradients={self.gradients}"
 

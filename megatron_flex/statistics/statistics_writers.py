@@ -67,7 +67,7 @@ class FrameworkLoggers:
 
     def __init__(self, find: FindWriters) -> None:
         self._find = find
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def wanted(self) -> bool:
@@ -89,8 +89,8 @@ class FrameworkLoggers:
             write(*args)
         except Exception as error:  # a full disk, a service that is away: training goes on whatever it is
             kind = f"{write.__name__} {type(error).__name__}"
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._reported:
+                self._reported.add(kind)
                 content = f"statistics cannot be written {write.__name__.replace('_', ' ')}: {error}"
                 warnings.warn(
                     f"{content}; training continues, and their file has them", FlexWarning, stacklevel=4
@@ -224,7 +224,7 @@ class StatisticsThread:
     def __init__(self, file: StatisticsFile) -> None:
         self.file, self._dropped = file, 0
         self.failures: deque[str] = deque()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._change = threading.Condition()
         self._queue: deque[list[TensorStatistics]] = deque()
         self._busy = self._closing = False
@@ -247,7 +247,7 @@ class StatisticsThread:
                 return
             if not self._until(lambda: len(self._queue) < MOST_QUEUED):
                 self._dropped += 1
-                self._tell("stalled", _describe_stall())
+                self._report_once("stalled", _describe_stall())
                 return
             self._queue.append(rows)
             if self._thread is None or not self._thread.is_alive():
@@ -268,14 +268,14 @@ class StatisticsThread:
             self._change.notify_all()
             if not self._until(lambda: not self._queue and not self._busy):
                 self._dropped += len(self._queue) + 1
-                self._tell("lost", _describe_stall())
+                self._report_once("lost", _describe_stall())
                 return
         self._at_exit.cancel()
         if self._thread is not None:
             self._thread.join()
         self._try(self.file.close)
         if self.lost:
-            self._tell("lost", "the disk did not take them")
+            self._report_once("lost", "the disk did not take them")
 
     def _until(self, ready: Callable[[], bool]) -> bool:
         """Wait; return False if the disk is stalled. The caller holds the lock."""
@@ -305,11 +305,11 @@ class StatisticsThread:
             write()
         except Exception as error:  # a full disk, a library's own: training goes on whatever it is
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._tell(f"{type(error).__name__} {getattr(error, 'errno', '')}", why)
+            self._report_once(f"{type(error).__name__} {getattr(error, 'errno', '')}", why)
 
-    def _tell(self, kind: str, why: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _report_once(self, kind: str, why: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
             self.failures.append(
                 f"{self.file.path} cannot be written: {why}; so far {self.lost} iterations are lost, and "
                 "those that follow are tried again"

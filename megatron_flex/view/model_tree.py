@@ -9,46 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_flex.errors import SiteError
-from megatron_flex.layout import Cut, Dim, Layout, Sizes
+from megatron_flex.layout import Layout, Sizes
 from megatron_flex.sites import Site
-
-EVERY_RANK = "every rank"
 
 
 def describe_layout(layout: Layout, sizes: Sizes) -> str:
-    """`[s, b, f] · s over cp (zigzag) then tp · f over tp`: which dims are sharded, and how.
+    """`Layout.describe`, with the dims in the order of the full tensor: `[s/cp zigzag/tp, b, f/tp]`.
 
     Args:
         layout: the layout.
         sizes: the sizes of the mesh axes; axes with one rank are omitted.
     """
     order = layout.permute or tuple(range(len(layout.dims)))
-    dims = [layout.dims[i] for i in order]
-    names = [d.name or f"d{i}" for i, d in enumerate(dims)]
-    description = [f"[{', '.join(names)}]"]
-    for name, dim in zip(names, dims, strict=True):
-        cuts = [c for c in dim.cuts if sizes.get(c.axis, 1) > 1]
-        if cuts:
-            description.append(
-                f"{name} over {' then '.join(map(_describe_cut, cuts))}{_describe_segments(dim)}"
-            )
-    sums = [a for a in layout.partial if sizes.get(a, 1) > 1]
-    if sums:
-        description.append(f"a sum over {', '.join(sums)}")
-    if len(description) == 1 and any(n > 1 for n in sizes.values()):
-        description.append(EVERY_RANK)
-    return " · ".join(description)
-
-
-def _describe_cut(cut: Cut) -> str:
-    words = cut.axis + (" (zigzag)" if cut.order == "zigzag" else "")
-    if cut.copies > 1:
-        words += f" ({cut.copies} {'summands' if cut.partial else 'copies'} each)"
-    return words
-
-
-def _describe_segments(dim: Dim) -> str:
-    return "" if len(dim.segments) < 2 else ", part by part"
+    return replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None).describe(sizes)
 
 
 def describe_shape(shape: Sequence[int | str]) -> str:

@@ -26,6 +26,7 @@ IMPORT_RUNS = 5
 MODES = {  # with flags of their own
     **{f"--{name}": f"bench_{name}" for name in ("attach", "hooks", "idle", "conversion", "detection")},
     "hook-cost": "bench_hook_cost",
+    "align": "bench_align",
 }
 
 
@@ -37,7 +38,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
         epilog="`scripts/bench --hooks` measures what a hook adds in all ways over sizes and draws it, "
         "`scripts/bench --idle` counts instructions of a step, `scripts/bench hook-cost` those of one hook, "
-        "`scripts/bench --conversion` loads weights, `scripts/bench --detection` plants bugs for `compare`, "
+        "`scripts/bench --conversion` loads weights, `scripts/bench align` compares with Hugging Face, "
+        "`scripts/bench --detection` plants bugs for `compare`, "
         "`scripts/bench --attach` attaches to large models; these have flags of their own: see their --help.",
     )
     add = parser.add_argument

@@ -12,8 +12,10 @@ import argparse
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -47,6 +49,7 @@ class Shape:
 
 SHAPES = {
     "128 layers of 128 experts": Shape(128, 1024, 512, 16, 4, 32000, experts=128),
+    "2 layers of 64 experts": Shape(2, 64, 32, 4, 2, 128, experts=64),  # a test counts its calls
     "70B, TP8 x PP8": Shape(80, 8192, 28672, 64, 8, 128256, tp=8, pp=8),
 }
 
@@ -116,34 +119,36 @@ def count_calls(function: Any) -> int:
     return calls
 
 
-def measure(name: str, rank: int, places: int) -> dict[str, Any]:
-    """Attach on one rank. The ranks of other stages report nothing, as no other process is there.
+def measure(name: str, rank: int, repeats: int, folder: str) -> dict[str, Any]:
+    """Attach on one rank, show the hook points, register hooks, and estimate what they cost.
 
     Args:
         name: of the shape.
         rank: which rank of the run this process is.
-        places: how often to attach; the least time counts.
+        repeats: how often to attach; the least time counts.
+        folder: with what the stages tell each other, as `tell` writes it.
     """
     import megatron_flex as mf
-    from megatron_flex import cpu
     from megatron_flex.runtime import session
 
-    logging_off()
-    cpu.enable(force=True)
-    shape = SHAPES[name]
-    began = process_time()
-    model = build(shape, rank)
-    built = process_time() - began
-    if dist.get_world_size() > 1:  # the other ranks of a fake group never answer
-        session.gather_objects = lambda mine, *args: [mine]  # type: ignore[assignment]
+    model, built = _be(name, rank)
+    stages = SHAPES[name].pp
+    if stages > 1:  # the other ranks of a fake group never answer: this is what they would have sent
+        sent = [pickle.loads((Path(folder) / f"{stage}").read_bytes()) for stage in range(stages)]
+        stage = rank // SHAPES[name].tp
+        # mypy refuses to assign to a function of a module; the collective itself cannot run in one process.
+        session.gather_objects = lambda mine, *args: [  # type: ignore[assignment]
+            mine if number == stage else one for number, one in enumerate(sent)
+        ]
     gc.collect()
-    before, times, found = getrusage(RUSAGE_SELF).ru_maxrss, [], 0
-    for _ in range(places):
+    before, times, found = _peak(), [], 0
+    for _ in range(repeats):
         began = process_time()
         flex = mf.attach(model)
         times.append(process_time() - began)
         found = len(flex.sites())
         flex.session.close(failed=True)  # without a meeting of the ranks
+    memory = _peak() - before
     calls = count_calls(lambda: mf.attach(model).session.close(failed=True))
     return {
         "rank": rank,
@@ -153,9 +158,73 @@ def measure(name: str, rank: int, places: int) -> dict[str, Any]:
         "attach_s": min(times),
         "us_per_site": min(times) / found * 1e6,
         "calls_per_site": calls / found,
-        "memory_mib": (getrusage(RUSAGE_SELF).ru_maxrss - before) / 1024,
-        "peak_mib": getrusage(RUSAGE_SELF).ru_maxrss / 1024,
+        "memory_mib": memory,
+        "peak_mib": _peak(),
+        **(_plan(mf.attach(model)) if stages > 1 else {}),
     }
+
+
+def _plan(flex: Any) -> dict[str, float]:
+    """The CPU time and memory of what a person does before a run: look, register hooks, and estimate."""
+    import megatron_flex as mf
+
+    out: dict[str, float] = {}
+
+    def timed(what: str, function: Any) -> Any:
+        before, began = _peak(), process_time()
+        result = function()
+        out[f"{what}_s"] = process_time() - began
+        out[f"{what}_mib"] = _peak() - before
+        return result
+
+    timed("show", lambda: str(flex.sites()))
+    timed("register", lambda: _register(flex, mf))
+    found = timed(
+        "estimate", lambda: flex.estimate(sequence_length=8192, micro_batch_size=1, microbatches=64)
+    )
+    out["estimated"] = len(found.hooks)
+    timed("table", lambda: str(found))
+    return out
+
+
+def _register(flex: Any, mf: Any) -> None:
+    """A read of every residual stream, MLP and attention, and an edit of every MLP that gathers."""
+    for pattern in ("decoder.layers.*", "decoder.layers.*.mlp", "decoder.layers.*.self_attention"):
+        flex.register_forward_hook(mf.HookFunction(pattern))
+    flex.register_forward_hook(
+        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", editing_function=lambda x, *rest: x.softmax(-1))
+    )
+
+
+def tell(name: str, rank: int, folder: str) -> dict[str, Any]:
+    """Write what the stage of a rank tells the other stages when a model is attached."""
+    import megatron_flex as mf
+    from megatron_flex.runtime import session
+
+    model, _ = _be(name, rank)
+
+    def write(mine: Any, *args: Any) -> list[Any]:
+        (Path(folder) / str(rank // SHAPES[name].tp)).write_bytes(pickle.dumps(mine))
+        return [mine]
+
+    session.gather_objects = write  # type: ignore[assignment]  # a module's function, as above
+    mf.attach(model).session.close(failed=True)
+    return {}
+
+
+def _be(name: str, rank: int) -> tuple[Any, float]:
+    """The part of a rank of a shape's model, and the CPU time that building it took."""
+    from megatron_flex import cpu
+
+    logging_off()
+    cpu.enable(force=True)
+    began = process_time()
+    return build(SHAPES[name], rank), process_time() - began
+
+
+def _peak() -> float:
+    """The most memory that this process has had, in MiB."""
+    return getrusage(RUSAGE_SELF).ru_maxrss / 1024
 
 
 def logging_off() -> None:
@@ -167,18 +236,32 @@ def logging_off() -> None:
     warnings.simplefilter("ignore")
 
 
-def run(places: int) -> list[dict[str, Any]]:
-    """Measure every shape, each in a process of its own."""
+def run(repeats: int) -> list[dict[str, Any]]:
+    """Measure every shape, each rank in a process of its own."""
     out = []
-    for name, shape in SHAPES.items():
-        for stage in sorted({0, shape.pp - 1}):
-            words = [sys.executable, __file__, name, str(stage * shape.tp), str(places)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{name}, stage {stage}:\n{done.stderr[-2000:]}")
-            out.append({"model": name, "stage": stage, **json.loads(done.stdout.splitlines()[-1])})
+    with tempfile.TemporaryDirectory() as folder:
+        for name, shape in SHAPES.items():
+            for stage in range(shape.pp) if shape.pp > 1 else ():
+                run_part("tell", name, str(stage * shape.tp), folder)
+            for stage in sorted({0, shape.pp - 1}):
+                found = run_part("measure", name, str(stage * shape.tp), str(repeats), folder)
+                out.append({"model": name, "stage": stage, **found})
     return out
+
+
+def run_part(*words: str) -> dict[str, Any]:
+    """Call `tell` or `measure` in a process of its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 COLUMNS = {
@@ -191,6 +274,10 @@ COLUMNS = {
     "calls_per_site": "{:.0f}",
     "memory_mib": "{:.0f}",
     "peak_mib": "{:.0f}",
+    "show_s": "{:.3f}",
+    "register_s": "{:.3f}",
+    "estimate_s": "{:.3f}",
+    "estimate_mib": "{:.1f}",
 }
 
 
@@ -203,10 +290,18 @@ def main(words: list[str]) -> None:
     found = run(args.repeats)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for row in found:
-        print("| " + " | ".join(form.format(row[name]) for name, form in COLUMNS.items()) + " |")
+        print(
+            "| "
+            + " | ".join(form.format(row[name]) if name in row else "" for name, form in COLUMNS.items())
+            + " |"
+        )
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    part, name, rank, *rest = sys.argv[1:]
+    if part == "tell":
+        print(json.dumps(tell(name, int(rank), *rest)))
+    else:
+        print(json.dumps(measure(name, int(rank), int(rest[0]), *rest[1:])))

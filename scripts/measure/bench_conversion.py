@@ -7,11 +7,8 @@ its part of every tensor. Files are in the page cache. Memory is anonymous: page
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from bench_results import add_result_flags, check_page, command_line, publish
 from torch import Tensor
 
 SECTION = "conversion"
@@ -54,8 +52,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed of each (default %(default)s)")
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256 (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="an even number (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write each round there")
-    parser.add_argument("--write", metavar="PAGE", help="put the table between the page's comments")
+    add_result_flags(parser)
     args = parser.parse_args(words)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
@@ -218,20 +215,10 @@ def slowest(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     args = flags(words)
-    from bench_hooks_report import put
-
-    if args.write:
-        page = Path(args.write)
-        put(page.read_text(encoding="utf-8"), SECTION, "")
+    check_page(args, SECTION)
     found = run(args)
-    command = shlex.join(["scripts/bench", *sys.argv[1:]])
-    if args.json:
-        Path(args.json).write_text(
-            json.dumps({"command": command, **found}, indent=1) + "\n", encoding="utf-8"
-        )
-    said = f"`{command}`, {date.today().isoformat()}, medians of {args.rounds} rounds.\n\n{table(found)}"
-    print(said)
-    if args.write:
-        page.write_text(put(page.read_text(encoding="utf-8"), SECTION, said), encoding="utf-8")
+    command = command_line()
+    text = f"`{command}`, {date.today().isoformat()}, medians of {args.rounds} rounds.\n\n{table(found)}"
+    publish(args, SECTION, {"command": command, **found}, text)

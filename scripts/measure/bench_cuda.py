@@ -96,7 +96,7 @@ def measure(settings: Any, device: str = "cuda") -> dict[str, Any]:
         device: `cuda`, or `cpu`.
 
     Returns:
-        `ms`, until what was read is there; `host`, until the host has enqueued the step; `sent`.
+        `ms`, until the captures have arrived; `host`, until the host has enqueued the step; `sent`.
     """
     from bench_hooks_rank import HEAD, _counted, check
     from bench_hooks_report import sent_by

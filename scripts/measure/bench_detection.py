@@ -1,14 +1,16 @@
 """`scripts/bench --detection`: what `compare` detects of planted bugs, and what it says of right runs.
 
-Right runs of many layouts are compared with one process over steps of Adam. Of each bug of
+Right runs of many layouts are compared with one process over steps of Adam: with the seeds on which bounds
+were set, and with seeds that were held out, on which nothing may be set. Of each bug of
 `tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything
-is kept in one JSON file, which a run goes on with where it was stopped; `--write docs/detection.md` puts its
+is kept in one JSON file, which an interrupted run resumes from; `--write docs/detection.md` puts its
 tables into the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -40,6 +42,9 @@ LAYOUTS = [
     replace(DENSE, name="tp2 sp pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, layers=4),
 ]
 SEEDS, STEPS = 5, 20
+HELD_OUT = 100  # the first of the seeds that no bound was set on
+RIGHT = ("right", "held-out")
+PARTS = [*RIGHT, "bug", "size"]
 FINENESS = {"fp32": 2.0, "bf16": 2.0, "fp16": 4.0, "fp8": 4.0}  # of the bisection, in powers of two
 LEAST = {
     "fp32": -30.0,
@@ -48,7 +53,9 @@ LEAST = {
     "fp8": -17.0,
 }  # magnitudes that are tried, powers of two
 MOST_SAID = 200  # characters of hints that are kept
-KEPT = Path(__file__).resolve().parents[2] / "docs" / "detection.json"
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "docs" / "detection.json"
+COMPARER = ROOT / "megatron_flex" / "compare"
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Task:
     @property
     def key(self) -> str:
         """Where its result stands in the file."""
-        return f"{self.kind}/{self.precision}/{self.name}" + (f"/{self.seed}" if self.kind == "right" else "")
+        return f"{self.kind}/{self.precision}/{self.name}" + (f"/{self.seed}" if self.kind in RIGHT else "")
 
     @property
     def topology(self) -> str:
@@ -87,27 +94,38 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--bugs", default="", metavar="WORDS", help="only bugs with these words in their names")
     add("--seeds", type=int, default=SEEDS, help=f"of right pairs; {len(LAYOUTS)} layouts each (%(default)s)")
     add("--steps", type=int, default=STEPS, help="of Adam in right pairs (default %(default)s)")
-    add("--only", choices=["right", "bug", "size"], nargs="+", default=["right", "bug", "size"], help="parts")
+    add("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (default: all)")
     add("--mib", type=int, default=2048, help="of each of two dumps whose comparison is timed (%(default)s)")
     add("--minutes", type=float, default=600, help="begin nothing after so many (default %(default)s)")
+    add("--renew", action="store_true", help="measure anew what another version of the comparer measured")
     add("--folder", help="where dumps are written, kept and used again (default: a temporary folder)")
     add("--write", type=Path, metavar="PAGE", help="put the tables into this page too (docs/detection.md)")
     return parser.parse_args(words)
 
 
+def digest_comparer() -> str:
+    """The version of the comparer: a digest of its source."""
+    found = hashlib.sha256()
+    for path in sorted(COMPARER.glob("*.py")):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:8]
+
+
 def tasks(args: argparse.Namespace) -> list[Task]:
-    """What is asked for, in an order in which pools are used again."""
+    """The requested cases, in an order in which pools are used again."""
     out = []
     for precision in args.precisions:
-        if "right" in args.only:
+        for kind, start in zip(RIGHT, (0, HELD_OUT), strict=True):
             out += [
-                Task("right", case.name, precision, seed, args.steps)
+                Task(kind, case.name, precision, seed, args.steps)
                 for case in LAYOUTS
-                for seed in range(args.seeds)
+                for seed in range(start, start + args.seeds)
+                if kind in args.only
             ]
         if "bug" in args.only:
             out += [Task("bug", b.name, precision) for b in BUGS if args.bugs in b.name]
-    return sorted(out, key=lambda t: (t.precision != "fp32", t.topology, t.precision, t.kind, t.seed))
+    # A sweep that is cut off has all precisions and layouts of the first seeds.
+    return sorted(out, key=lambda t: (t.seed, t.precision != "fp32", t.topology, t.precision, t.kind))
 
 
 def perform(task: Task, folder: str, keep: bool) -> dict[str, Any]:
@@ -116,7 +134,7 @@ def perform(task: Task, folder: str, keep: bool) -> dict[str, Any]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder, prefix="detection-") as own:
         bench = Bench(Path(folder if keep else own))
-        found = right(bench, task) if task.kind == "right" else sweep(bench, task)
+        found = right(bench, task) if task.kind in RIGHT else sweep(bench, task)
     return {**found, "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -220,7 +238,7 @@ def size(mib: int, folder: str) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(done.stderr)
-        verdict, wall, cpu, before, after = done.stdout.split()
+        verdict, wall, cpu, before, after = done.stdout.rsplit(maxsplit=4)
     return {
         "mib": round(held / 2**20),
         "verdict": verdict,
@@ -263,21 +281,29 @@ def main(words: list[str]) -> None:
     """Measure what the file lacks."""
     import detection_page
     from bench import machine
-    from bench_hooks_report import put
+    from bench_results import put
 
     args = flags(words)
     kept: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
     kept.setdefault("results", {})
     kept["machine"] = machine()
     kept["bugs"] = {b.name: {"group": b.group, "sweep": b.sweep, "measure": b.measure} for b in BUGS}
-    todo = [t for t in tasks(args) if t.key not in kept["results"] or "error" in kept["results"][t.key]]
+    kept["comparer"] = digest_comparer()
+    old: dict[str, Any] = kept["results"]
+    todo = [
+        t
+        for t in tasks(args)
+        if t.key not in old
+        or "error" in old[t.key]
+        or (args.renew and old[t.key].get("comparer") != kept["comparer"])
+    ]
     with tempfile.TemporaryDirectory(prefix="detection-") as temporary:
         folder = args.folder or temporary
         if "size" in args.only and kept.get("size", {}).get("asked") != args.mib:
             kept["size"] = {"asked": args.mib, **size(args.mib, folder)}
             _keep(args.json, kept)
         for number, (task, found) in enumerate(results(args, todo, folder), 1):
-            kept["results"][task.key] = found
+            kept["results"][task.key] = {**found, "comparer": kept["comparer"]}
             _keep(args.json, kept)
             print(f"{number}/{len(todo)} {task.key}: {_say(found)}", flush=True)
     _keep(args.json, kept)

@@ -92,7 +92,7 @@ def bare(subject: Subject) -> Iterator[Standing]:
 
 @contextmanager
 def by_hand(subject: Subject) -> Iterator[Standing]:
-    """(h) What a person writes: gather, put in order, edit, take the own part; likewise backward."""
+    """(h) Hand-written: gather, put in order, edit, take the own part; likewise backward."""
 
     def change(local: Tensor) -> Tensor:
         return _Scatter.apply(edit(None, _Gather.apply(local, subject.group), None, None), subject.group)
@@ -141,7 +141,7 @@ def predecessor(subject: Subject) -> Iterator[Standing]:
 
 
 def _watched(call: Callable[..., Tensor]) -> Standing:
-    """A variant of which the model's output is what was read."""
+    """A variant whose result is the model's output."""
     last: dict[str, Tensor] = {}
 
     def model(**batch: Any) -> Tensor:

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench_results import check_page, command_line, publish
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE.parents[1] / "docs" / "hook_cost.json"
@@ -162,27 +163,19 @@ def _beside(figures: Figures, before: Figures | None, layers: int, way: str, kin
 
 
 def main(words: list[str]) -> None:
-    """Count, print, and write what was asked for."""
+    """Count, print, and write the requested files."""
     args = flags(words)
-    from bench_hooks_report import put
-
-    if args.write:
-        page = Path(args.write)
-        put(page.read_text(encoding="utf-8"), SECTION, "")
+    check_page(args, SECTION)
     if args.source:
         result: dict[str, Any] = json.loads(Path(args.source).read_text(encoding="utf-8"))
     else:
         from bench import machine
 
-        command = shlex.join(["scripts/bench", *sys.argv[1:]])
+        command = command_line()
         result = {"command": command, **machine(), "figures": count(args.timeout, not args.calls_only)}
     before = json.loads(Path(args.before).read_text(encoding="utf-8"))["figures"] if args.before else None
     text = table(result["figures"], before)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if args.write:
-        page.write_text(put(page.read_text(encoding="utf-8"), SECTION, text), encoding="utf-8")
+    publish(args, SECTION, result, text)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--tp", type=int, nargs="+", default=[2, 4], help="ranks, one run each (default 2 4)")
-    add(
-        "--mib", type=float, nargs="+", default=[1, 8, 64, 256], help="sizes of the whole tensor (1 8 64 256)"
-    )
+    add("--mib", type=float, nargs="+", default=[1, 8, 64, 256], help="sizes of the full tensor (1 8 64 256)")
     add("--rounds", type=int, default=9, help="in which each way is visited once (default %(default)s)")
     add("--warmup", type=int, default=1, help="rounds before those (default %(default)s)")
     add("--repeats", type=int, default=5, help="timed steps of a visit, fewer of large sizes (%(default)s)")
@@ -176,9 +174,10 @@ def _told(model: dict[str, int]) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Measure, or take what was measured; print, and write what was asked for."""
+    """Measure, or load an earlier result; print, and write the requested files."""
     args = flags(words)
-    from bench_hooks_report import head, put, report, section
+    from bench_hooks_report import head, report, section
+    from bench_results import check_page, put
 
     if args.device == "cuda":
         import bench_cuda
@@ -188,9 +187,7 @@ def main(words: list[str]) -> None:
     for path in (args.json, args.plot):
         if path and not args.source:
             Path(path).touch()  # a place that cannot be written to is told now, not after minutes
-    if args.write:
-        page = Path(args.write)
-        put(page.read_text(encoding="utf-8"), SECTION, "")
+    check_page(args, SECTION)
 
     def keep(result: dict[str, Any]) -> None:
         if args.json:
@@ -202,6 +199,7 @@ def main(words: list[str]) -> None:
     print(report(result))
     plots = [Path(args.plot)] if args.plot else []
     if args.write:
+        page = Path(args.write)
         plots.append(page.with_name(f"{SECTION}.png"))
         said = f"{head(result)}\n\n![Added time of a hook over size]({SECTION}.png)\n\n{section(result)}"
         page.write_text(put(page.read_text(encoding="utf-8"), SECTION, said), encoding="utf-8")

@@ -105,7 +105,7 @@ def _rounds(chosen: Standings, step: Step, subject: Subject, settings: Settings)
 def _visit(
     way: Callable[[], AbstractContextManager[Standing]], step: Step, subject: Subject, repeats: int
 ) -> list[Timed]:
-    """Put it in place, run a step that settles it, time some; a step is over when what was read is there."""
+    """Put it in place, run a step that settles it, time some; a step ends with its captures there."""
     with way() as standing:
 
         def to_the_end(call: Callable[..., Tensor]) -> None:

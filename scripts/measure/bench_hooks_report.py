@@ -21,13 +21,13 @@ LABELS = {
     "local by hand": "by hand: edit of the shard",
     "local in place": "by hand: edit of the shard, in place",
     "local": "local edit, `scale`",
-    "linear": "linear edit, `project_out`",
+    "linear": "edit with a reduction, `project_out`",
     "all-gather": "by hand: all-gather, edit, own part",
-    "general": "general edit, a function",
+    "general": "gathered edit, a function",
     "flex-model edit": "flex-model 0.1.0 edits, forward only",
     "statistics": "statistics",
     "dump": "dump",
-    "trainable": "trained module, rank 8",
+    "trainable": "trainable module, rank 8",
 }
 TARGETS = [  # way, its yardstick, how many times as much it may add
     ("read", "clone", 1.5),
@@ -82,7 +82,7 @@ def added(run: dict[str, Any], name: str, kind: str = "ms") -> list[float]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Everything a person wants to know of a run."""
+    """The report of a run."""
     return "\n".join([head(result), "", section(result)])
 
 
@@ -187,9 +187,9 @@ def judged(run: dict[str, Any], name: str, yardstick: str, bound: float, kind: s
 
 
 def _short(verdict: str) -> str:
-    """A verdict for a cell: a question mark where the noise would allow either."""
+    """A verdict for a cell: undecided where the interval allows either."""
     said, *doubt = verdict.split(", ")
-    return f"{said}?" if doubt else said
+    return "undecided" if doubt else said
 
 
 def steps_table(run: dict[str, Any]) -> str:
@@ -208,19 +208,3 @@ def steps_table(run: dict[str, Any]) -> str:
         said = "met within noise" if within else _short(_verdict(ratio, bound))
         table.append([*cells, _interval(ratio, 3), f"{bound:.2f}: {said}"])
     return _markdown(table)
-
-
-def put(page: str, name: str, text: str) -> str:
-    """A page with the text between the two comments of that name replaced.
-
-    Raises:
-        ValueError: the page does not have them.
-    """
-    begin, end = f"<!-- {name}: written by scripts/bench -->\n", f"<!-- {name}: end -->"
-    before, found, rest = page.partition(begin)
-    _, closed, behind = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(
-            f"the page has no lines {begin.strip()!r} and {end!r}; put them where the text shall be"
-        )
-    return f"{before}{begin}{text}\n{end}{behind}"

@@ -6,10 +6,8 @@ Counted by valgrind's callgrind in one process: unlike times, counts do not depe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -17,7 +15,8 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
-from typing import Any
+
+from bench_results import add_result_flags, check_page, command_line, publish
 
 HERE = Path(__file__).resolve().parent
 SECTION = "idle"
@@ -37,8 +36,7 @@ def flags(words: list[str]) -> argparse.Namespace:
         description="Count the instructions of a step of a Megatron GPT by valgrind (about four minutes).",
     )
     parser.add_argument("--steps", type=int, default=7, help="counted of each way (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write each step's count there")
-    parser.add_argument("--write", metavar="PAGE", help="put the table between the page's comments")
+    add_result_flags(parser, "each step's count")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds (default %(default)s)")
     args = parser.parse_args(words)
     if args.steps < 1:
@@ -101,24 +99,15 @@ def table(instructions: dict[str, list[int]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Count, print, and write what was asked for."""
+    """Count, print, and write the requested files."""
     args = flags(words)
-    from bench_hooks_report import put
-
-    if args.write:
-        page = Path(args.write)
-        put(page.read_text(encoding="utf-8"), SECTION, "")
+    check_page(args, SECTION)
     instructions = count(args.steps, args.timeout)
-    command = shlex.join(["scripts/bench", *sys.argv[1:]])
-    result: dict[str, Any] = {"command": command, "instructions": instructions}
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    said = (
+    command = command_line()
+    text = (
         f"`{command}`, {date.today().isoformat()}, {args.steps} steps of each way.\n\n{table(instructions)}"
     )
-    print(said)
-    if args.write:
-        page.write_text(put(page.read_text(encoding="utf-8"), SECTION, said), encoding="utf-8")
+    publish(args, SECTION, {"command": command, "instructions": instructions}, text)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ VARIANTS = {  # label, our flags; OUT is a folder of the run
     ),
     "e": ("an edit on shards: scale=1.01 at fc1", f"--flex-edit {FC1} scale=1.01"),
     "g": (
-        "an edit on whole tensors: a function at fc1",
+        "an edit on full tensors: a function at fc1",
         f"--flex-edit {FC1} {HERE / 'bench_edits.py'}:edit",
     ),
     "d": ("a dump of fc1 and fc2", f"--flex-sites {FC1} {FC2} --flex-dump OUT"),
@@ -206,7 +206,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report(result: dict[str, Any], args: argparse.Namespace) -> str:
-    """Everything a person wants to know of a run."""
+    """The report of a run."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     before, after = result["load"]
     lines = [

@@ -55,7 +55,7 @@ def summary(ms: dict[str, list[float]], cpu_ms: dict[str, list[float]]) -> dict[
 
 
 def report(result: dict[str, Any]) -> str:
-    """Everything a person wants to know of a run."""
+    """The report of a run."""
     rows = result["summary"]
     lines = [_head(result), "", _table(rows), "", *_targets(rows), ""]
     lines += [f"note: {note}" for note in result["notes"]]

@@ -59,7 +59,7 @@ def ours(options: dict[str, Any], subject: Subject) -> Iterator[Standing]:
 
 @contextmanager
 def by_hand(subject: Subject) -> Iterator[Standing]:
-    """(t) What a person writes first: a forward hook that asks torch for the same numbers of this shard.
+    """(t) Hand-written: a forward hook that asks torch for the same numbers of this shard.
 
     Each rank has other numbers then, and nobody the whole's; there is no histogram.
     """

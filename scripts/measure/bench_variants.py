@@ -67,7 +67,7 @@ def idle(subject: Subject) -> Iterator[Standing]:
 
 @contextmanager
 def ours(subject: Subject) -> Iterator[Standing]:
-    """(c) megatron_flex reads whole tensors to rank 0."""
+    """(c) megatron_flex reads full tensors to rank 0."""
     import megatron_flex
 
     hooks = [megatron_flex.HookFunction(name.format("*")) for name in (FC1, FC2)]
@@ -91,7 +91,7 @@ def local_clone(subject: Subject) -> Iterator[Standing]:
 
 @contextmanager
 def by_hand(subject: Subject) -> Iterator[Standing]:
-    """(f) What a person writes: gather fc1 to rank 0 in the hook, put [gate|up] in order; clone fc2 there."""
+    """(f) Hand-written: gather fc1 to rank 0 in the hook, put [gate|up] in order; clone fc2 there."""
     kept: dict[str, Tensor] = {}
     world, first = dist.get_world_size(subject.group), dist.get_rank() == 0
 

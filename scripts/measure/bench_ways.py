@@ -1,6 +1,6 @@
 """The ways that scripts/bench --hooks compares at the output of each layer's fc1, cut over all ranks.
 
-Each stands while its context is entered. By hand: what a person writes into a PyTorch hook, and the floor.
+Each is active while its context is entered. By hand: a PyTorch hook without this package, and the floor.
 """
 
 from __future__ import annotations

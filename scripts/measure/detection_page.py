@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-NOT_MEASURED = ""
+NOT_MEASURED, EARLIER = "", " °"  # a mark of cells
+COMPARERS = {True: "present", False: "earlier"}
+SEEDS = {"right": "of calibration", "held-out": "held out"}
 
 
 def sections(kept: Mapping[str, Any]) -> dict[str, str]:
     """The text of each section of the page, by its name."""
     return {
+        "comparer": comparer(kept),
         "right pairs": right_pairs(kept),
         "detected": summary(kept),
         "bugs": bugs(kept),
@@ -25,34 +28,49 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def is_present(kept: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether the present comparer measured a result."""
+    return found.get("comparer") == kept.get("comparer")
+
+
+def comparer(kept: Mapping[str, Any]) -> str:
+    """How many results the present comparer measured, of each part and precision."""
+    rows = []
+    for kind, name in {**{k: f"right runs, seeds {s}" for k, s in SEEDS.items()}, "bug": "bugs"}.items():
+        for precision in PRECISIONS:
+            start = f"{kind}/{precision}/"
+            found = [r for k, r in kept["results"].items() if k.startswith(start) and "error" not in r]
+            present = sum(is_present(kept, r) for r in found)
+            if found:
+                rows.append([name, precision, str(present), str(len(found) - present)])
+    version = kept.get("comparer", "unknown")
+    return table(["part", "precision", f"comparer {version}", "an earlier comparer"], rows)
+
+
 def right_pairs(kept: Mapping[str, Any]) -> str:
-    """Alarms of right runs, by precision, and how near they came to one."""
+    """Alarms of right runs, by precision, seeds and comparer, and how near they came to one."""
     rows = []
     for precision in PRECISIONS:
-        found = [
-            r
-            for key, r in kept["results"].items()
-            if key.startswith(f"right/{precision}/") and "error" not in r
-        ]
-        if not found:
-            continue
-        alarms = [r for r in found if r["status"]]
-        steps = sorted({r["steps"] for r in found})
-        closest = max(r["closest"] for r in found)
-        tensors = sum(r["tensors"] for r in found)
-        rows.append(
-            [
-                precision,
-                str(len(found)),
-                ", ".join(map(str, steps)),
-                f"{tensors:,}",
-                str(len(alarms)),
-                f"{closest:.2f}",
-            ]
-        )
-    return table(
-        ["precision", "pairs", "steps each", "tensors", "false alarms", "largest error / tolerance"], rows
-    )
+        for kind, seeds in SEEDS.items():
+            start = f"{kind}/{precision}/"
+            every = [r for k, r in kept["results"].items() if k.startswith(start) and "error" not in r]
+            for present, name in COMPARERS.items():
+                found = [r for r in every if is_present(kept, r) == present]
+                if found:
+                    rows.append([precision, seeds, name, *right_row(found)])
+    heads = ["pairs", "steps each", "tensors", "false alarms", "largest error / tolerance"]
+    return table(["precision", "seeds", "comparer", *heads], rows)
+
+
+def right_row(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cells of a row of right pairs."""
+    return [
+        str(len(found)),
+        ", ".join(map(str, sorted({r["steps"] for r in found}))),
+        f"{sum(r['tensors'] for r in found):,}",
+        str(sum(r["status"] != 0 for r in found)),
+        f"{max(r['closest'] for r in found):.2f}",
+    ]
 
 
 def of(kept: Mapping[str, Any], name: str, precision: str) -> Mapping[str, Any] | None:
@@ -106,6 +124,8 @@ def bugs(kept: Mapping[str, Any]) -> str:
     for name, about in kept["bugs"].items():
         found = {p: of(kept, name, p) for p in PRECISIONS}
         cells = [cell(found[p], about["sweep"]) for p in PRECISIONS]
+        for at, known in enumerate(found.values()):
+            cells[at] += "" if known is None or is_present(kept, known) else EARLIER
         named = [f["probes"][0][3] for f in found.values() if f is not None and f["probes"][0][1]]
         hints = "" if None in named or not named else f"{sum(map(bool, named))} of {len(named)}"
         rows.append([about["group"], name, about["measure"] if about["sweep"] else "", *cells, hints])
@@ -121,6 +141,7 @@ def size(kept: Mapping[str, Any]) -> str:
     return (
         f"Two dumps of {found['mib']:,} MiB each, one rank each, fp32: {found['seconds']} s "
         f"({found['cpu_seconds']} s of CPU), and {more:,} MiB of memory more than the process had after its "
-        f"imports (peak {found['mib_most']:,} MiB). At most a few blocks of one tensor are in memory at a "
-        "time."
+        f"imports (peak {found['mib_most']:,} MiB). The peak counts pages of the mapped files, up to "
+        f"{2 * found['mib']:,} MiB, which the system takes back when it needs them; a few blocks of one "
+        "tensor are in memory besides. Other processes ran on the two cores at the same time."
     )

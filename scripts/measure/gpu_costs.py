@@ -44,7 +44,7 @@ def hooks(device: str) -> Findings:
     findings = Findings(
         notes=[
             "What a hook adds is a step with it less the step without, of the same round, over the number of "
-            "hooks: the median, and its 95% interval. A step is over when what was read is on the host.",
+            "hooks: the median, and its 95% interval. A step is over when its captures are on the host.",
             "Before timing, ways that read are compared bit for bit, those that edit by the model's output.",
         ]
     )
@@ -113,7 +113,7 @@ def _most(way: Any, step: Any, subject: Any, device: str) -> int | None:
 
 
 def _held(device: str) -> int:
-    """Bytes of the device, or on a CPU the number of tensors, that somebody holds."""
+    """Bytes of the device, or on a CPU the number of tensors, that are referenced."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()

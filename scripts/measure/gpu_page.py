@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN = 20  # failing checks of a part
-NONE = "**No GPU has run this yet.** Whoever has one: run `scripts/gpu`, before anything else."
+NONE = "**No GPU has run this yet.** If you have one, run `scripts/gpu` first."
 OF_A_CPU = (
-    "**These figures are of a CPU.** They show that the command works, and say nothing of a GPU: no GPU has "
+    "**These figures are of a CPU.** They show that the command works, and nothing about a GPU: no GPU has "
     "run this."
 )
 OF_A_GPU = "Run on one {name}."
@@ -20,7 +20,7 @@ UNVERIFIED = (
         "Transformer Engine, flash-attn",
     ),
     ("Grouped experts (`--moe-grouped-gemm`)", "Transformer Engine or grouped_gemm"),
-    ("Collectives of reads, edits and gradients over NCCL", "NCCL, which wants a GPU for each rank"),
+    ("Collectives of reads, edits and gradients over NCCL", "NCCL, which needs a GPU for each rank"),
     (
         "Tensor, sequence, context, pipeline, expert and data parallel ranks on GPUs of their own",
         "several GPUs",
@@ -42,16 +42,16 @@ def page(result: Mapping[str, Any], parts: Mapping[str, str]) -> str:
         parts: what each part shows, in order.
     """
     machine, found = result["machine"], result["parts"]
-    lines = ["# On a GPU", "", _top(machine, found), ""]
+    lines = ["# GPU status", "", _top(machine, found), ""]
     lines += [
-        "`scripts/gpu` proves the package on one GPU and writes this page; raw figures are in `gpu.json` "
-        "beside it. Each part is a process of its own, which is ended at its time limit; what has finished "
-        "is not run again.",
+        "`scripts/gpu` tests the package on one GPU and writes this page, and the raw figures to `gpu.json`. "
+        "Each part is a process of its own with a time limit; a part that has finished is not run again. "
+        "What hooks do on a GPU, and which settings matter: [GPU notes](gpu-notes.md).",
         "",
         "```bash",
-        "scripts/gpu                     # everything; again, to go on after an interruption",
+        "scripts/gpu                     # everything; run it again to resume",
         "scripts/gpu --part values bf16  # some parts",
-        "scripts/gpu --carry wheels      # for a machine without network, here: gather what it lacks",
+        "scripts/gpu --carry wheels      # for a machine without network, here: collect what it lacks",
         "scripts/gpu --wheels wheels     # and there: with the torch that it has",
         "```",
         "",

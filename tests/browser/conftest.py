@@ -99,6 +99,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
             return Made(page, (dump,))
         if name == "large":
             return Made(paged.viewed(page, "--world-size", paged.LARGE_RANKS, "--", *paged.LARGE))
+        if name in paged.MESHES:
+            return Made(paged.of_mesh(page, paged.MESHES[name]))
+        if name == "broken":
+            dump = paged.broken(folder / "dump")
+            return Made(paged.viewed(page, dump), (dump,))
+        if name == "empty":
+            return Made(paged.empty(page))
         if name == "hostile":
             dump = paged.hostile(folder / "dump")
             return Made(paged.viewed(page, dump), (dump,))

@@ -9,6 +9,7 @@ import pytest
 from megatron_flex import open_dump
 from tests.browser.conftest import Make, Open
 from tests.support import paged
+from tests.support.browsing import SIZE
 from tests.support.pictures import AGAIN, kept
 
 KINDS = ("quick", "large", "diverged", "damaged", "hostile")
@@ -51,7 +52,11 @@ def test_help_can_be_read_in_both_themes(show: Open, made: Make) -> None:
     [
         ("quick-light", "quick", "light", FC1),
         ("quick-dark", "quick", "dark", FC1),
-        ("quick-nothing-chosen", "quick", "light", None),
+        ("quick-opened", "quick", "light", None),
+        ("quick-nothing-chosen", "quick", "light", ""),
+        ("quick-phone", "quick", "dark", FC1),
+        ("pp16-dp128", "pp16 dp128", "light", "decoder.layers.1.mlp.linear_fc1:output"),
+        ("broken", "broken", "light", "decoder.layers.2:output"),
         ("large", "large", "light", "decoder.layers.57.mlp.linear_fc1:output"),
         ("diverged", "diverged", "light", None),
         ("damaged", "damaged", "light", FC1),
@@ -61,9 +66,12 @@ def test_help_can_be_read_in_both_themes(show: Open, made: Make) -> None:
 def test_a_page_looks_as_it_is_kept(
     show: Open, made: Make, tmp_path: Path, name: str, kind: str, theme: str, site: str | None
 ) -> None:
-    window = show(made(kind).page, theme=theme)
-    if site is not None:
+    window = show(made(kind).page, theme=theme, size=(390, 844) if name.endswith("phone") else SIZE)
+    if site == "":
+        window.page.keyboard.press("Escape")
+    elif site is not None:
         window.pick("site", site)
+    window.page.evaluate("() => scrollTo(0, 0)")
     kept(name, window.picture(), tmp_path, fonts=window.fonts())
 
 

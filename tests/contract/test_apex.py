@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex import cpu
+from tests.distributed import test_pipelining
 from tests.support import llama, proof
 from tests.support import llama_apex as parallel
 from tests.support.pool import run_alone as run
@@ -57,6 +59,8 @@ def test_names_that_the_adapter_uses() -> None:
 
 
 def test_the_wrapper_that_is_refused() -> None:
+    if importlib.util.find_spec("apex.parallel") is None:
+        pytest.skip("this apex has no apex.parallel (last in apex 25.05)")
     from apex.parallel import DistributedDataParallel
 
     from megatron_flex.adapters.detection import UNSUPPORTED
@@ -137,6 +141,87 @@ def _plain(name: str) -> str:
     return name.replace(".inner", "")
 
 
+# -- schedules ---------------------------------------------------------------------------------------------
+
+
+def staged(
+    pp: int, chunks: int, tp: int, microbatches: int, samples: int, sequence: bool = False
+) -> proof.Built:
+    """A model that apex's schedules run; with several chunks on a rank, the interleaved one."""
+    from apex.transformer import parallel_state
+    from apex.transformer.enums import ModelType
+    from apex.transformer.pipeline_parallel import get_forward_backward_func, utils
+
+    cpu.enable()  # the schedules ask for the current CUDA device, and synchronize it
+    virtual = chunks if chunks > 1 else None
+    parallel.initialize(tp, pp, virtual)
+    replicas = dist.get_world_size() // (tp * pp)
+    utils._reconfigure_microbatch_calculator(
+        dist.get_rank(), None, samples * replicas, samples // microbatches, replicas
+    )
+    coord, group = parallel_state.get_pipeline_model_parallel_rank(), None
+    models: list[Any] = []
+    for turn in range(chunks):
+        whole = parallel.model(kind=parallel.Stage, sequence=sequence)
+        models.append(test_pipelining.stage_of(whole, turn * pp + coord, pp * chunks))
+        models[-1].model_type = ModelType.encoder_or_decoder
+    group = parallel_state.get_pipeline_model_parallel_group()
+
+    def loss_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if sequence:
+            from apex.transformer.tensor_parallel import mappings
+
+            logits = mappings.gather_from_tensor_model_parallel_region(logits)
+        loss = llama.loss_of(logits, labels)
+        return loss, loss.detach()
+
+    def forward_step(batch: list[Tensor], model: Any) -> Any:
+        tokens, labels = batch
+        return model(tokens), partial(loss_of, labels=labels)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        schedule = get_forward_backward_func(virtual, pp)
+        losses = schedule(
+            forward_step,
+            [tokens, labels],
+            models,
+            forward_only=False,
+            tensor_shape=(samples // microbatches, llama.TOKENS, llama.HIDDEN),
+            dtype=torch.float32,
+            sequence_parallel_enabled=sequence,
+            batch_p2p_comm=False,  # of NCCL's only
+        )
+        loss = torch.stack(losses).mean() if losses else torch.zeros(())
+        if pp > 1:
+            dist.all_reduce(loss, group=group)
+        return loss
+
+    def name(site: str) -> str:
+        return site.replace("tok_embeddings", "tok_embeddings.inner") if sequence else site
+
+    return proof.Built(
+        models, step, name=name, microbatches=microbatches, samples=samples, gradient_scale="loss"
+    )
+
+
+SCHEDULES: dict[str, tuple[Any, ...]] = {  # stages, chunks, shards, microbatches, samples, sequence
+    "no pipelining, tp2": (1, 1, 2, 2, 2, False),
+    "pp2": (2, 1, 1, 2, 2, False),
+    "tp2 pp2": (2, 1, 2, 2, 2, False),
+    "tp2 pp2, sequence parallel": (2, 1, 2, 1, 2, True),
+    "pp3 interleaved (vpp2)": (3, 2, 1, 3, 3, False),
+    "pp3 interleaved (vpp2), six microbatches": (3, 2, 1, 6, 6, False),
+    "tp2 pp3 interleaved (vpp2)": (3, 2, 2, 3, 3, False),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_schedules(case: str, cells: list[Any]) -> None:
+    pp, chunks, tp, *more = SCHEDULES[case]
+    found = proof.compare("apex", case, pp * tp, staged, pp, chunks, tp, *more, parameter=_plain, alone=True)
+    proof.judge(found, cells)
+
+
 INNER = {
     "tok_embeddings:output": "tok_embeddings:partial",
     "layers.0.attention.wq:input": "layers.0.attention.wq:gemm_input",
@@ -204,5 +289,5 @@ def test_bias_beside_and_stride() -> None:
     assert "stride=2" in hidden
     sizes, chunks, groups = refused
     assert "tp=4 (found 2)" in sizes
-    assert "2 virtual chunks" in chunks
+    assert "both have a" in chunks
     assert "initialize_model_parallel" in groups

@@ -43,13 +43,14 @@ def check_agreement(found: Any, family: str, bound: float | None) -> None:
 
 
 def all_families(dtype: torch.dtype) -> dict[str, Any]:
-    return {family: aligned.aligned(family, ONE, dtype) for family in hugging_face.FAMILIES}
+    return {family: aligned.aligned(family, ONE, dtype, isolate=True) for family in hugging_face.FAMILIES}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_false_alarm_on_one_rank(dtype: torch.dtype) -> None:
     (found,) = run(1, all_families, dtype)
     for family, alignment in found.items():
+        assert alignment.runs == 2
         check_agreement(alignment, family, BOUND if dtype == torch.float32 else None)
 
 
@@ -66,6 +67,17 @@ def test_every_mapped_site_is_equal_in_layouts(case: Case) -> None:
         check_agreement(ranks[0][family], family, BOUND)
         one = {s.site for s in run(1, in_layout, ONE, [family])[0][family].sites}
         assert {s.site for s in ranks[0][family].sites} == one, "a layout hides no site"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_hybrid_model_is_aligned_by_the_names_of_a_gpt_model(family: str) -> None:
+    pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")
+    case = Case("hybrid tp2 sp pp2", tp=2, sp=True, pp=2, microbatches=1, hybrid=True)
+    first, *others = (found[family] for found in run(case.world, in_layout, case, [family]))
+    assert {str(found) for found in others} == {str(first)}
+    check_agreement(first, family, BOUND)
+    one = {s.site for s in run(1, in_layout, ONE, [family])[0][family].sites}
+    assert {s.site for s in first.sites} == one, "every site of a GPTModel is compared"
 
 
 def find_all(names: list[str], case: Case) -> dict[str, Any]:
@@ -97,6 +109,35 @@ def test_an_error_does_not_carry_over_when_isolated() -> None:
     assert not layers["3"].isolated, "which computes as it should"
     assert layers["logits"].accumulated
     assert not layers["logits"].isolated
+
+
+def counted_runs(case: Case, fault: str = "", isolate: bool = False) -> tuple[Any, int]:
+    """What `align` finds, and how often the model of this rank was called."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    calls, forward = [], GPTModel.forward
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setattr(GPTModel, "forward", count)
+        find = alignment_faults.find(fault, case, isolate=isolate) if fault else None
+        return find or aligned.aligned("llama", case, isolate=isolate), len(calls)
+
+
+def test_a_second_run_only_where_layers_may_differ() -> None:
+    for found, calls in run(PIPELINE.world, counted_runs, PIPELINE):
+        assert (found.runs, calls, found.agrees) == (1, 1, True)
+        assert all(s.isolated == s.accumulated for s in found.sites)
+        assert all(s.isolated.error <= s.isolated_tolerance for s in found.sites)
+    for found, calls in run(1, counted_runs, ONE, "", True):
+        assert (found.runs, calls, found.agrees) == (2, 2, True)
+        inputs = [s for s in found.sites if s.site == "decoder.layers.2:input"]
+        assert inputs[0].isolated.error == 0 < inputs[0].accumulated.error
+    for found, calls in run(1, counted_runs, ONE, "weight rounded to bf16"):
+        assert (found.runs, calls, found.agrees) == (2, 2, False)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import (
     PendingShard,
+    PipelineGather,
     gather_full,
     gather_objects,
     gather_to_leader,
@@ -22,6 +23,7 @@ from megatron_flex.collectives import (
     takes_part,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
+from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
@@ -214,6 +216,63 @@ def up_the_pipeline() -> Any:
     items = [((rank, i), torch.full((rank, i + 1), rank, dtype=torch.bfloat16)) for i in range(rank + 1)]
     flags = max_over_ranks([rank == 2, 0], mesh)
     return gather_up_pipeline(items, mesh), flags, gather_objects(rank, mesh, ["pp"])
+
+
+def steps_of_a_transport() -> Any:
+    mesh, transport = make_mesh(1), ProcessGroupTransport(make_mesh(1))
+    layouts, out = (
+        [LAYOUTS["contiguous"], LAYOUTS["replicated"], Layout((Dim("s"), Dim("f", (Cut("tp"),))))],
+        [],
+    )
+    for step, dtype in enumerate([torch.float32, torch.float32, torch.float64, torch.float32]):
+        wholes = [torch.arange(256.0).view(SHAPE).to(dtype) + step for _ in layouts]
+        for number, (layout, whole) in enumerate(zip(layouts, wholes, strict=True)):
+            assert transport.submit(number, extract(layout, whole, mesh.coords, mesh.sizes), layout)
+        got = transport.finish(False)
+        right = [torch.equal(tensor, wholes[number]) and tensor.dtype == dtype for number, tensor in got]
+        out.append((right, len({t.untyped_storage().data_ptr() for _, t in got})))
+    return out
+
+
+def test_a_step_like_the_last_and_one_of_another_dtype() -> None:
+    leader, other = run(2, steps_of_a_transport)
+    assert leader == [([True] * 3, 3)] * 4
+    assert other == [([], 0)] * 4
+
+
+LARGE = (1 << 14) + 1  # entries of fp32 that are more than one message packs
+STEPS = ([2, 3], [2, 3], [2, 4], [2, LARGE], [])  # the lengths of the tensors of each step
+
+
+def steps_up_the_pipeline() -> Any:
+    rank = dist.get_rank()
+    gather = PipelineGather(Mesh((Axis("pp", 2, rank, dist.group.WORLD, (0, 1)),)))
+    counts: dict[str, int] = {}
+    for name in ("gather", "isend"):
+        changes.setattr(dist, name, _counted(getattr(dist, name), name, counts))
+
+    def step(number: int, lengths: list[int]) -> Any:
+        counts.clear()
+        tensors = [torch.full((n,), number + rank / 2) for n in lengths] + [torch.zeros(0, 3)]
+        items = [((f"site{i}", i), t) for i, t in enumerate(tensors)]
+        came = gather.gather(items, (number, 10 * number + rank))
+        return [(b, tag, tuple(t.shape), t.tolist()) for b, tag, t in came], dict(counts)
+
+    return [step(number, lengths) for number, lengths in enumerate(STEPS)]
+
+
+def test_up_the_pipeline_what_is_unchanged_is_not_described_again() -> None:
+    first, second = run(2, steps_up_the_pipeline)
+    for number, lengths in enumerate(STEPS):
+        want: list[Any] = []
+        for rank in range(2):
+            base = number, 10 * number + rank
+            values = [((n,), [number + rank / 2] * n) for n in lengths] + [((0, 3), [])]
+            want += [(base, (f"site{i}", i), *value) for i, value in enumerate(values)]
+        assert first[number][0] == want, number
+    # One header each; then the description, where it is new, one message of small tensors, and the large one.
+    assert [count.get("isend", 0) for _, count in second] == [2, 1, 2, 3, 1]
+    assert all(count["gather"] == 1 for _, count in second)
 
 
 def test_up_the_pipeline() -> None:

@@ -73,7 +73,7 @@ def constructed(case: Case) -> dict[str, Any]:
 def test_the_constructor_and_the_names_of_parameters(case: Case) -> None:
     for found in run(2, constructed, case):
         assert "sizes given contradict the framework's mesh" in found.pop("wrong")
-        assert "process_group has 1 ranks, and the model runs on 2" in found.pop("group")
+        assert "process_group has 1 rank, and the model runs on 2" in found.pop("group")
         assert found.pop("fmps") == (case.tp, case.pp)
         assert all(found.values()), found
 
@@ -164,7 +164,7 @@ def test_names_with_the_prefixes_of_wrappers(ddp: bool) -> None:
     if not ddp:
         each[FC1] *= 2  # by two hooks
     assert first["read"] == each
-    assert second["read"] == {}
+    assert second["read"] == each
     if ddp:
         assert first["alike"] == [3] * PP2.microbatches
         assert all(first["values"])
@@ -261,17 +261,80 @@ def through_save_ctx(case: Case, state: dict[str, Tensor] | None) -> Any:
     flex.register_forward_hook(HookFunction("decoder.layers.0", editing_function=keep))
     flex.register_forward_pre_hook(HookFunction("decoder.final_layernorm", editing_function=add))
     mesh = flex._flex.session.mesh
+    flex.save_ctx.stream = torch.zeros(())  # of an earlier step: that of this microbatch counts
     losses = gpt.step(case, chunks, 0)
     gradients = matrix._gradients(flex._flex, chunks)
     return {"coords": mesh.coords, "sizes": mesh.sizes, "dp": 0, "edited": {"it": (losses, gradients)}}
 
 
-def test_save_ctx_between_layers_equals_one_process() -> None:
-    ((state, losses, gradients),) = run(1, through_save_ctx, TP2.single(), None)
-    answers = run(2, through_save_ctx, TP2, state)
+ACROSS = (
+    TP2,
+    PP2,
+    Case("tp2 pp2", tp=2, pp=2, layers=2),
+    Case("pp2 vpp2", pp=2, vpp=2, layers=4),
+    Case("pp2 recompute", pp=2, layers=2, recompute=("full",)),
+)
+
+
+@pytest.mark.parametrize("case", ACROSS, ids=lambda c: c.name)
+def test_save_ctx_between_layers_equals_one_process(case: Case) -> None:
+    ((state, losses, gradients),) = run(1, through_save_ctx, case.single(), None)
+    answers = run(case.tp * case.pp, through_save_ctx, case, state)
     found = matrix.whole_gradients(answers, lambda a: a["edited"]["it"][1])
-    assert torch.allclose(torch.tensor(answers[0]["edited"]["it"][0]), torch.tensor(losses))
+    (got,) = {tuple(a["edited"]["it"][0]) for a in answers} - {()}
+    assert torch.allclose(torch.tensor(got), torch.tensor(losses))
     assert max(matrix.relative(found[n], gradients[n]) for n in gradients) <= matrix.BOUND
+
+
+def passed_on(case: Case) -> dict[str, Any]:
+    """Functions at three layers append to a list, count, and read in the backward pass what they saved."""
+    from megatron_flex.compat import HookFunction
+
+    chunks = compat.start(case)
+    flex = compat.wrap(case, chunks, {})
+    out: dict[str, list[Any]] = {"forward": [], "backward": [], "after": [], "log": []}
+
+    def note(name: str, module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        if name == "first":
+            save_ctx.log.append(name)  # a list that was there before
+            save_ctx.seen, save_ctx.count, save_ctx.gone = [], 0, name
+        elif hasattr(save_ctx, "gone"):
+            del save_ctx.gone
+        save_ctx.seen.append(name)  # changed in place
+        save_ctx.count += 1
+        out["forward"].append((name, list(save_ctx.seen), save_ctx.count, hasattr(save_ctx, "gone")))
+        out["log"].append(len(save_ctx.log))
+        return inputs
+
+    def look(module: Any, grad: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        out["backward"].append((list(save_ctx.seen), save_ctx.count))
+        return grad
+
+    for name, place in (("first", "decoder.layers.0"), ("second", "decoder.layers.1"), ("third", LATER)):
+        flex.register_forward_hook(HookFunction(place, editing_function=partial(note, name)))
+    flex.register_full_backward_pre_hook(HookFunction("decoder.layers.0.mlp", editing_function=look))
+    flex.save_ctx.log = []
+    gpt.step(case, chunks, 0)
+    out["after"] = [flex.save_ctx.seen]
+    flex.restore()
+    return out
+
+
+def test_save_ctx_of_a_microbatch_is_passed_from_stage_to_stage() -> None:
+    first, second = run(2, passed_on, PP2)
+    count = PP2.microbatches
+    assert first["forward"] == [("first", ["first"], 1, True)] * count
+    assert (
+        second["forward"]
+        == [
+            ("second", ["first", "second"], 2, False),
+            ("third", ["first", "second", "third"], 3, False),
+        ]
+        * count
+    )
+    assert first["backward"] == [(["first", "second", "third"], 3)] * count
+    assert second["after"] == [["first", "second", "third"]]
+    assert second["log"] == [n for n in range(1, count + 1) for _ in ("second", "third")]
 
 
 # -- trainable modules -------------------------------------------------------------------------------
@@ -414,37 +477,40 @@ def dropped(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     flex = compat.wrap(case, chunks, output)
     flex.register_forward_hook(HookFunction(FC1, editing_function=compat.edit))
     seen = [weakref.ref(flex), weakref.ref(flex._flex)]
-    del flex
-    gc.collect()
     answer["compat"] = gpt.step(case, chunks, 0)
     answer["read"] = len(output.get(FC1, ()))
+    del flex
+    gc.collect()
+    answer["plain"] = gpt.step(case, chunks, 0)
     native = mf.FlexModel(chunks)
     native.register_forward_hook(
         mf.HookFunction(LATER, editing_function=lambda m, x, c, t: oracle.edit(x), save=False)
     )
-    answer["both"] = gpt.step(case, chunks, 0)
+    answer["native"] = gpt.step(case, chunks, 0)
     seen.append(weakref.ref(native))
     del native
     gc.collect()
     answer["dropped"] = gpt.step(case, chunks, 0)
+    answer["after"] = len(output.get(FC1, ()))
     answer["collected"] = all(s() is None for s in seen)
     answer["class"] = isinstance(chunks[0], FlexModel)
     return answer
 
 
 @pytest.mark.parametrize("case", [TP2, PP2], ids=lambda c: c.name)
-def test_hooks_of_a_collected_model_stay_and_others_work_beside_them(case: Case) -> None:
+def test_hooks_of_a_collected_compatible_model_go_and_native_ones_stay(case: Case) -> None:
     single = truths.of(case.single(), [f"{FC1}:output"], [f"{FC1}:output"])
     one, _ = single["edited"][f"{FC1}:output"]
     microbatches = len(one)
-    for rank, found in enumerate(run(2, dropped, case, single["state"])):
+    for found in run(2, dropped, case, single["state"]):
         assert found["collected"]
         assert not found["class"]
         if found["compat"]:  # the last stage
             assert close(torch.tensor(found["compat"]), torch.tensor(one))
-            assert not close(torch.tensor(found["both"]), torch.tensor(one))
-            assert found["dropped"] == found["both"]
-        assert found["read"] == (microbatches if rank == 0 else 0)
+            assert close(torch.tensor(found["plain"]), torch.tensor(single["losses"]))
+            assert not close(torch.tensor(found["native"]), torch.tensor(single["losses"]))
+            assert found["dropped"] == found["native"]
+        assert found["read"] == found["after"] == microbatches
 
 
 # -- what is kept, and where -------------------------------------------------------------------------
@@ -525,15 +591,15 @@ def test_an_offload_strategy_of_ones_own() -> None:
     assert [name for name, _ in first] == [FC1]
     assert empty == {}
     assert made
-    assert second == []
+    assert second == first
 
 
-def divided(case: Case, divide: bool, editing: bool) -> Any:
-    from megatron_flex.compat import HookFunction
+def divided(case: Case, settings: dict[str, bool], editing: bool) -> Any:
+    from megatron_flex.compat import FlexModel, HookFunction
 
     chunks = compat.start(case)
     output: dict[str, list[Tensor]] = {}
-    flex = compat.wrap(case, chunks, output, divide_gradients_by_dp=divide)
+    flex = FlexModel(chunks[0], output, case.tp, case.pp, case.dp, **settings)
     seen: list[Tensor] = []
 
     def look(module: Any, grad: Tensor, save_ctx: Any, modules: Any) -> Tensor:
@@ -549,7 +615,8 @@ def divided(case: Case, divide: bool, editing: bool) -> Any:
 
 @pytest.mark.parametrize("editing", [False, True])
 def test_gradients_divided_by_the_data_parallel_size(editing: bool) -> None:
-    whole, half = run(2, divided, DP2, False, editing), run(2, divided, DP2, True, editing)
+    whole = run(2, divided, DP2, {"divide_gradients_by_dp": False}, editing)
+    half = run(2, divided, DP2, {}, editing)
     assert len(whole[0][0]) == DP2.microbatches
     assert all(torch.equal(w / 2, h) for w, h in zip(whole[0][0], half[0][0], strict=True))
     assert all(torch.equal(w / 2, h) for w, h in zip(whole[1][1], half[1][1], strict=True))
@@ -600,8 +667,8 @@ def test_virtual_pipeline_chunks() -> None:
     case = Case("pp2 vpp2", pp=2, vpp=2)
     found = truths.of(case.single(), [f"{FC1}:output", "decoder.layers.3:output"], [])
     first, second = run(2, chunked, case, found["state"])
-    assert second == {}
-    for name, got in first.items():
+    assert second.keys() == first.keys()
+    for name, got in [*first.items(), *second.items()]:
         wanted = found["values"][f"{name}:output"]
         assert all(close(g, w) for g, w in zip(got, wanted, strict=True))
     assert len(first) == 2
@@ -632,7 +699,7 @@ def test_hooks_at_one_place_see_what_those_before_made() -> None:
     entered, *left = first["decoder.layers.0"]
     assert entered.shape == STREAM
     assert [float((t / left[0]).nanmedian()) for t in left] == [1.0, 1.0, 2.0, 4.0]
-    assert second == {}
+    assert all(map(torch.equal, second["decoder.layers.0"], first["decoder.layers.0"]))
     assert not torch.equal(entered, left[0])
 
 

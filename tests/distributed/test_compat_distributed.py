@@ -239,4 +239,4 @@ def test_batch_isend_irecv_pipeline_parallel() -> None:
     for rank, ((small, large), said) in enumerate(run(2, exchanged)):
         assert small.tolist() == [1.0 - rank] * 2
         assert large.tolist() == [[11.0 - rank] * 3] * 2
-        assert "2 tensors for 1 ranks" in said
+        assert "2 tensors for 1 rank;" in said

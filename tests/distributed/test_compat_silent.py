@@ -111,7 +111,7 @@ def test_megatrons_layers_which_are_called_by_keyword() -> None:
     for name, point in zip(first, points, strict=True):
         for got, want in zip(first[name], truth["values"][point], strict=True):
             assert matrix.relative(got, want) <= matrix.BOUND
-    assert second == {}
+    assert all(map(torch.equal, second["decoder.layers.1"], first["decoder.layers.1"]))
 
 
 # -- recomputation -----------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def traffic(case: Case) -> dict[str, Any]:
     original = PipelineRelay.send
 
     def send(self: Any, package: Tensor, stage: int, message: Any) -> None:
-        sent.append((message.place, message.backward, package.numel()))
+        sent.append((message.virtual_stage, message.backward, package.numel()))
         original(self, package, stage, message)
 
     changes.setattr(PipelineRelay, "send", send)

@@ -129,7 +129,7 @@ def over_some() -> dict[str, Any]:
 def test_a_wrapper_over_some_ranks() -> None:
     for rank, told in enumerate(run(4, over_some)):
         assert f"over ranks {[rank % 2, rank % 2 + 2]} of 4" in told["nothing"]
-        assert "say tensor_parallel_size" in told["nothing"]
+        assert "pass tensor_parallel_size" in told["nothing"]
         assert "wrap the model over those" in told["others"]
         assert told["said"] == "dp=2 x tp=2"
         assert told["group"] == "dp=2"

@@ -54,7 +54,7 @@ def planned(
         hook = mf.HookFunction(place, editing_function=half, run=run_on, hook_type=kind, save=False)
         with mf.attach(chunks, [hook]) as flex:
             flex.debug()
-            flex.session.tracer.say = lambda line: None
+            flex.session.tracer.write = lambda line: None
             gpt.step(case, chunks, 0)
             (site,) = flex.sites(place)
             mesh, backward = flex.session.mesh, kind == "tensor"
@@ -110,7 +110,7 @@ def counted(case: Case) -> tuple[int, int, int]:
     with mf.attach(chunks, hooks) as flex:
         gpt.step(case, chunks, rank)
         flex.debug()
-        flex.session.tracer.say = told.append
+        flex.session.tracer.write = told.append
         with ranks.counting() as counts:
             gpt.step(case, chunks, rank)
         asked = sum(a.size > 1 for a in flex.session.mesh)  # at the end of a step, whether a hook failed

@@ -19,7 +19,19 @@ import torch
 
 import megatron_flex as mf
 from tests.distributed import test_pipelining
-from tests.support import distribution, fairscaled, gpt, handmade, llama, moe, ranks
+from tests.support import (
+    distribution,
+    fairscaled,
+    families,
+    gpt,
+    handmade,
+    llama,
+    moe,
+    oracle,
+    packed,
+    ranks,
+    truths,
+)
 from tests.support.gpt import Case
 from tests.support.pages import mine as blocks
 from tests.support.pool import run_alone as run  # as a person runs them
@@ -43,11 +55,24 @@ def execute(code: str, case: Case = CASE) -> list[str]:
     return printed
 
 
-@pytest.mark.versions
+# One process with the weights of the README's example; raises if the ranks have another result.
+README_TRUTH = """
+torch.manual_seed(0)
+plain = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+given = torch.randn(4, 8)
+wide = plain[0](given)
+plain[2](plain[1](wide - wide.mean(-1, keepdim=True))).square().mean().backward()
+for name, parameter in model.named_parameters():
+    truth = plain.get_parameter(name).grad
+    torch.testing.assert_close(parameter.grad.full_tensor(), truth, rtol=1e-5, atol=1e-7)
+for tensors in flex.output_dict.values():
+    torch.testing.assert_close(tensors[0], wide.detach(), rtol=1e-5, atol=1e-6)
+"""
+
+
 def test_the_readme_runs(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
     (code,) = blocks(ROOT / "README.md")
-    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    (tmp_path / "example.py").write_text(code + README_TRUTH, encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run"]
     done = subprocess.run(
         [*launcher, "--standalone", "--nproc-per-node", "2", "example.py"],
@@ -58,8 +83,38 @@ def test_the_readme_runs(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    wanted = [f"decoder.layers.{n}.mlp.linear_fc1:output (32, 2, 256)" for n in range(4)]
-    assert sorted(done.stdout.splitlines()) == wanted
+    assert done.stdout == "{'0:output': (4, 32)}\n"
+    assert "`{'0:output': (4, 32)}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+PACKED = Case("packed cp2 tp2 sp", cp=2, tp=2, sp=True, packed="flat", padded=True, layers=2)
+
+
+def test_the_page_on_packed_sequences_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    capture, read = blocks(ROOT / "docs" / "packed.md")
+    code = f"folder = {str(tmp_path / 'dump')!r}\n{capture}"
+    (printed, *others) = run(4, execute, code, PACKED)
+    residual, hidden = "decoder.layers.1:output", gpt.HIDDEN
+    row, lengths = packed.length(True), (5, 11, 7, 9)
+    assert sorted(printed) == sorted(
+        [
+            f"{residual} ({row}, 1, {hidden})",
+            f"{residual}.ends (2, 1, {hidden})",
+            f"decoder.layers.1.self_attention.core_attention:q (7, {gpt.HEADS}, {hidden // gpt.HEADS})",
+            *(f"{residual}.mean.sequence{n} (1, {hidden})" for n in range(4)),
+            f"{lengths} {[(n, 1, hidden) for n in lengths]}",
+        ]
+    )
+    assert others == [[], [], []]
+    lines: list[str] = []
+
+    def keep(*words: object) -> None:
+        lines.append(" ".join(map(str, words)))
+
+    exec(f"import megatron_flex as mf\n{read}", {"folder": str(tmp_path / "dump"), "print": keep})
+    both = [(m, n) for m in range(2) for n in lengths]
+    assert lines == [f"{i} {m} {list(range(n))} (1, {n}, {hidden})" for i, (m, n) in enumerate(both)]
 
 
 @pytest.mark.versions
@@ -97,6 +152,54 @@ def test_the_page_on_sites_runs() -> None:
         "an expert's own rows are those of the slots with its number"
     )
     assert others == [[], [], []]
+
+
+HYBRID = Case("tp2 sp pp2", tp=2, sp=True, pp=2, hybrid=True)
+EFFECT = """
+with mf.FlexModel(chunks) as flex:
+    for name, weight in weights.items():
+        moved = flex.get_module_parameter(f"gpt:{name}", everywhere=True)
+        print(name, torch.equal(moved, weight))
+print(type(build(config, "*-*-").decoder).__name__)
+"""
+
+
+def execute_migration(code: str, weights: dict[str, Any]) -> list[str]:
+    """The page on a HybridModel; its last block builds one, which needs a configuration of one process."""
+    single = gpt.config(Case("one", layers=2, hybrid=True))
+    given = {"chunks": ranks.start(HYBRID), "train_step": lambda c: gpt.step(HYBRID, c, 0)}
+    printed: list[str] = []
+    names = {**given, "torch": torch, "weights": weights, "config": single}
+    exec(code, names | {"print": lambda *words: printed.append(" ".join(map(str, words)))})
+    return printed
+
+
+def test_the_page_on_hybrid_models_runs() -> None:
+    pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")
+    page = ROOT / "docs" / "hybrid.md"
+    state = truths.of(Case("tp2").single(), oracle.sites_of(Case("tp2").single()), [])["state"]
+    first, *others = run(4, execute_migration, "\n".join([*blocks(page), EFFECT]), state)
+    shown = "".join(blocks(page, "text")).splitlines()
+    assert first[: len(shown)] == shown
+    assert others[0][0] == shown[-1], "flex.sites() is the same on every rank"
+    lens, unchanged, *moved, stack = first[len(shown) :]
+    assert lens == f"({gpt.BATCH}, 16, {gpt.HIDDEN}) ({gpt.BATCH}, {gpt.HEADS}, 16, 16)"
+    assert unchanged == "False", "the edit changes the logits"
+    assert moved == [f"{name} True" for name in state]
+    assert stack == "HybridStack"
+
+
+def test_the_page_on_models_that_hold_others_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "holders.md")
+    case = Case("value head tp2 sp", tp=2, sp=True, layers=2, family=families.VALUE)
+    shapes = {
+        "policy.decoder.layers.1.mlp.linear_fc1:output": (gpt.SEQUENCE, gpt.BATCH, 2 * gpt.FFN),
+        "v_head.1:output": (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN // 2),
+    }
+    first, second = run(2, execute, code, case)
+    assert sorted(first) == sorted(f"{name} {shape}" for name, shape in shapes.items())
+    assert second == []
 
 
 def test_the_page_on_dumps_runs(tmp_path: Path) -> None:
@@ -156,7 +259,7 @@ def test_the_page_on_the_compatible_interface_runs() -> None:
     stream = f"decoder.layers.1 {CASE.microbatches} ({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
     assert sorted(first[:-1]) == sorted([*wanted, stream])
     assert first[-1] == "decoder.layers.1"
-    assert others == [[""]] * 3
+    assert all(sorted(other) == sorted(first) for other in others), "on every rank"
 
 
 @pytest.mark.versions
@@ -180,7 +283,8 @@ def test_the_page_on_selecting_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_runs() -> None:
     pytest.importorskip("megatron.core")
-    ready, patching, marked = blocks(ROOT / "docs" / "edits.md")
+    own, ready, patching, marked = blocks(ROOT / "docs" / "edits.md")
+    assert run(4, execute, own) == [["forward on decoder.layers.2 editing by center"]] * 4
     assert run(4, execute, ready) == [["swap(0, 1) | clamp(-2.0, 2.0)"]] * 4
     assert run(4, execute, marked) == [["True"]] * 4
     assert run(4, execute, patching) == [["forward on decoder.layers.2"]] * 4
@@ -258,15 +362,15 @@ def test_the_page_on_shared_values_runs() -> None:
 
 
 def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "adapters.md"
-    detect, toy, adapter, use = blocks(page)
+    reference, page = ROOT / "docs" / "adapters.md", ROOT / "docs" / "extend.md"
+    (detect,), (toy, adapter, use) = blocks(reference), blocks(page)
     assert len(adapter.splitlines()) < 100
     (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
     distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
     (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
     (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path))
     assert again == first
-    (shown,) = blocks(page, "text")
+    (shown,) = blocks(reference, "text")
     told = set(shown.splitlines())
     for text in (first, *others):
         assert {line for line in text.splitlines() if not line.startswith("  not ")} < told
@@ -278,6 +382,13 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
         "2:partial (4, 8)",
         "2.weight.grad (8, 16)",
     }
+
+
+@pytest.mark.versions
+def test_the_page_on_extending_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "extend.md")
+    assert run(4, execute, code) == [["soften(2.0, positions=-1) True"]] * 4
 
 
 def _run_adapter(code: str, detect: str, folder: str) -> list[str]:
@@ -323,9 +434,9 @@ def test_the_page_on_comparing_runs(tmp_path: Path) -> None:
     assert "decoder.layers.3.mlp:output.grad gradient 0 True" in printed
 
 
-def test_the_page_on_words_runs(tmp_path: Path) -> None:
+def test_the_page_on_concepts_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    page = ROOT / "docs" / "words.md"
+    page = ROOT / "docs" / "concepts.md"
     layout, site, hook = blocks(page)
     printed: list[str] = []
     names: dict[str, Any] = {"print": printed.append}
@@ -459,6 +570,14 @@ def _run_pipelined(code: str) -> list[str]:
 
 def _run_plainly(code: str) -> None:
     exec(code, {})
+
+
+def test_the_page_on_moving_runs() -> None:
+    pytest.importorskip("megatron.core")
+    code = "\n".join(blocks(ROOT / "docs" / "moving.md"))
+    b, s, h = gpt.BATCH, gpt.SEQUENCE, gpt.HIDDEN
+    heads = (b, s, gpt.HEADS, h // gpt.HEADS)
+    assert run(4, execute, code) == [[f"{heads} True", f"{(b, s, h)}"]] * 4
 
 
 @pytest.mark.versions

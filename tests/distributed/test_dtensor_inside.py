@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -271,3 +272,46 @@ def _beside(size: int) -> Tensor:
 def test_the_gradient_of_a_replicated_one_used_with_a_cut_one() -> None:
     (want,) = run(1, _beside, 1)
     torch.testing.assert_close(run(2, _beside, 2)[0], want, atol=1e-5, rtol=1e-5)
+
+
+def _one_without_a_rule() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Module()
+    whole = {"plain": torch.arange(8.0), "packed": torch.arange(16.0).view(8, 2), "odd": torch.arange(6.0)}
+    rank = torch.distributed.get_rank()
+    halves = _StridedShard(0, split_factor=2)  # as of `[gate | up]`: each half is cut by itself
+    parts = {
+        "plain": (whole["plain"].chunk(2)[rank], Shard(0)),
+        "packed": (torch.cat([t.chunk(2)[rank] for t in whole["packed"].chunk(2)]), halves),
+        "odd": (whole["odd"].chunk(2)[rank], halves),  # of three rows each
+    }
+    for name, (part, placement) in parts.items():
+        shape, stride = whole[name].shape, whole[name].stride()
+        made = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        model.register_parameter(name, nn.Parameter(made))
+    out: dict[str, Any] = {}
+    with mf.FlexModel(model, tensor_parallel_size=2) as flex:
+        out["without"] = flex.parameters_without_layout()
+        for name in ("plain", "packed"):
+            got = flex.get_module_parameter(name, everywhere=True)
+            out[name] = torch.equal(got, whole[name])
+        try:
+            flex.get_module_parameter("odd", everywhere=True)
+        except mf.FlexError as error:
+            out["refused"] = str(error)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            out["named"] = sorted(n for n, _ in flex.named_full_parameters(everywhere=True))
+        out["warned"] = [str(w.message) for w in warned]
+    return out
+
+
+def test_a_parameter_without_a_rule_refuses_only_itself() -> None:
+    for found in run(2, _one_without_a_rule):
+        assert found["plain"]
+        assert found["packed"]
+        assert list(found["without"]) == ["odd"]
+        assert "odd belongs to a DTensor placed as" in found["refused"]
+        assert "equal parts" in found["refused"]
+        assert found["named"] == ["packed", "plain"]
+        assert any("odd (DTensor placed as" in text for text in found["warned"])

@@ -167,5 +167,5 @@ def test_a_folder_that_will_not_do_is_an_error_on_all_ranks(tmp_path: Path, kind
     assert {
         "file": "File exists",
         "full": "is no dump, and not empty",
-        "unshared": "was made by rank 0, and rank(s) [1, 2] does not see it: name a folder",
+        "unshared": "was made by rank 0, and ranks 1, 2 cannot see it: name a folder",
     }[kind] in told[0]

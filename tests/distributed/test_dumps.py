@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.matrix import BOUND, judge
-from tests.support import dumped, oracle
+from tests.support import dumped, families, gpt, oracle
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -70,6 +70,21 @@ def test_a_dump_of_sixteen_ranks(cells: list[Any], tmp_path: Path) -> None:
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
 def test_a_dump_of_a_hybrid_model(cells: list[Any], tmp_path: Path) -> None:
     check(HYBRID, cells, tmp_path)
+
+
+PLAINLY: dict[str, Any] = {"gated": False, "rms": False, "rope": False, "bias": True, "layers": 2}
+FAMILIES = [
+    Case("value head tp2 sp", tp=2, sp=True, layers=2, family=families.VALUE),
+    Case("t5 tp2 sp", tp=2, sp=True, groups=gpt.HEADS, family=families.T5, **PLAINLY),
+    Case("llava tp2 pp2", tp=2, pp=2, layers=2, family=families.LLAVA),
+    Case("mimo tp2 sp", tp=2, sp=True, layers=2, family=families.MIMO),
+]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason=families.NEED)
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda c: c.name)
+def test_a_dump_of_a_model_that_holds_others(case: Case, cells: list[Any], tmp_path: Path) -> None:
+    check(case, cells, tmp_path)
 
 
 BITWISE = [

@@ -90,12 +90,12 @@ def test_bad_input_is_told_at_once_on_all_ranks() -> None:
         "no site": ["decoder.layer.3.mlp.linear_fc1", "matches no site", "decoder.layers.3.mlp.linear_fc1"],
         "no match": ["encoder.*", "matches no site"],
         "no point": ["partial", "gemm_input, input, output"],
-        "beyond the last": ["decoder.layers.9", "decoder.layers.3"],
+        "beyond the last": ["decoder.layers.9", "there are 0-3"],
         "twice": ["registered already"],
         "not there": ["not registered"],
         "sizes": ["tp=4", "found 2", "tp=2 x pp=2".replace("tp=2 x pp=2", "pp=2 x tp=2")],
         "framework": ["Linear", "no known framework", "give one module"],
-        "parallel layers": ["TransformerBlock holds a", "GPTModel", "say tensor_parallel_size"],
+        "parallel layers": ["TransformerBlock holds a", "GPTModel", "pass tensor_parallel_size"],
         "kind": ["sideways", "forward_pre"],
         "callable": ["3", "callable"],
         "leaf": [
@@ -233,8 +233,8 @@ def on_some(case: Case, when: str) -> tuple[str, float]:
 def test_a_hook_on_some_ranks_only(when: str) -> None:
     for text, seconds in run(2, on_some, TP2, when):
         assert "hooks differ between ranks" in text
-        assert f"rank(s) 0: forward on {LAYER}" in text
-        assert "rank(s) 1: no hook" in text
+        assert f"rank 0: forward on {LAYER}" in text
+        assert "rank 1: no hook" in text
         assert seconds < 20
 
 
@@ -275,15 +275,15 @@ def alone() -> str:
 
 def test_a_rank_that_never_compares_is_named() -> None:
     text, _ = run(2, alone)
-    assert "rank(s) 1 did not compare hooks within 1 s" in text
+    assert "rank 1 did not compare hooks within 1 s" in text
 
 
-def packed(case: Case) -> str:
+def packed(case: Case, **pack: Any) -> str:
     import megatron_flex as mf
 
     chunks = ranks.start(case)
     flex = mf.attach(chunks, [mf.HookFunction("decoder:output")])
-    batch = SimpleNamespace(qkv_format="thd")
+    batch = SimpleNamespace(qkv_format="thd", **{"cu_seqlens_q": torch.tensor([0, 6, 16]), **pack})
 
     def pack(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "packed_seq_params": batch}
@@ -296,11 +296,27 @@ def packed(case: Case) -> str:
     return ranks.step_says(case, chunks, flex)
 
 
-def test_packed_sequences_under_context_parallelism() -> None:
+def packs(case: Case, several: list[dict[str, Any]]) -> list[str]:
+    return [packed(case, **pack) for pack in several]
+
+
+def test_packed_sequences_that_no_layout_describes() -> None:
     """Every rank raises, those of later stages too, and none before its peers have what they wait for."""
-    said = run(4, packed, Case("cp2 pp2", cp=2, pp=2, layers=2))
-    assert all("do not pack" in s for s in said), said
-    assert run(1, packed, Case("cp1", layers=2)) == [""]
+    refused = {
+        "packed sequences of [6, 10] tokens, of which number 0 has 6: context_parallel_size=2 shards each "
+        "sequence into 4 equal chunks; pad each to a multiple of 4 and pass": {},
+        "of which number 1 has 10": {"cu_seqlens_q_padded": torch.tensor([0, 8, 18])},
+        "its": {"local_cp_size": 1},
+        "pass cu_seqlens_q, or remove the hooks": {"cu_seqlens_q": None},
+        "cu_seqlens_q=[0, 9, 3] must begin with 0": {"cu_seqlens_q": torch.tensor([0, 9, 3])},
+        "do not fit into [4, 12]": {"cu_seqlens_q_padded": torch.tensor([0, 4, 16])},
+        "cu_seqlens_q_padded of 2": {"cu_seqlens_q_padded": torch.tensor([0, 16])},
+    }
+    refused["their context parallel group changes from batch to batch"] = refused.pop("its")
+    for said in run(4, packs, Case("cp2 pp2", cp=2, pp=2, layers=2), list(refused.values())):
+        assert [text for text, words in zip(said, refused, strict=True) if words not in text] == []
+    padded = {"cu_seqlens_q_padded": torch.tensor([0, 8, 20])}
+    assert run(1, packs, Case("cp1", layers=2), [{}, padded]) == [["", ""]]
 
 
 # -- edits without a file, and errors without a text --------------------------------------------------

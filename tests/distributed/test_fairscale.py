@@ -19,7 +19,7 @@ from tests.support.pool import run
 pytest.importorskip("fairscale")
 
 
-def build(tp: int, wrapped: bool = False, switches: dict[str, bool] | None = None) -> proof.Built:
+def build(tp: int, wrapped: bool = False, switches: dict[str, Any] | None = None) -> proof.Built:
     parallel.initialize(tp)
     model: Any = parallel.model(**switches or {})
     if wrapped:
@@ -55,6 +55,20 @@ def test_matrix(case: str, cells: list[Any]) -> None:
     tp, dp, wrapped, switches = CASES[case]
     sites = (*llama.SITES, *INPUTS)
     found = proof.compare("fairscale", case, tp * dp, build, tp, wrapped, switches, sites=sites)
+    proof.judge(found, cells)
+
+
+@pytest.mark.parametrize("attention", ["meta", "cached"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_attention_as_meta_writes_it(tp: int, attention: str, cells: list[Any]) -> None:
+    """With 4 heads of keys and values on 4 ranks each has one; a cache is changed in place."""
+    places = ("wq:output", "wk:output", "wv:output", "wo:input")
+    sites = [f"layers.{n}.attention.{place}" for n in range(llama.LAYERS) for place in places]
+    edits = [f"layers.1.attention.{place}" for place in places]
+    case = f"mp{tp}, attention {attention}"
+    found = proof.compare(
+        "fairscale", case, tp, build, tp, False, {"attention": attention}, sites=sites, edits=edits
+    )
     proof.judge(found, cells)
 
 

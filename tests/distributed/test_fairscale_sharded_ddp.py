@@ -481,7 +481,7 @@ def test_a_pipe_in_it(checkpoint: str) -> None:
         (model(test_fairscale_pipe.batch() * (1 + replica)).pow(2).sum() / 2).backward()
     for told in run(2, piped, checkpoint, alone=True):
         if checkpoint != "never":
-            assert "say checkpoint='never'" in told["said"]
+            assert "set checkpoint='never'" in told["said"]
             continue
         assert told["gradients"].keys() == dict(model.named_parameters()).keys()
         for name, parameter in model.named_parameters():

@@ -83,6 +83,7 @@ def record(case: Case, state: dict[str, Tensor], folder: str, parameters: list[s
             "lens": cache.logit_lens(cache.accumulated_resid()),
             "patterns": cache.stack_activation("pattern"),
             "norms": figures.norms(cache),
+            "token norms": figures.norms(cache, tokens=True),
             "attention": figures.attention(cache, 2, sample=1),
             "logit lens": figures.logit_lens(cache, sample=3),
             "own lens": figures.logit_lens(own, sample=3, positions=[-1]),
@@ -140,12 +141,12 @@ def test_norms(runs: Runs) -> None:
     with mf.open_dump(runs.spread / "dump") as dump:
         read = [[float(dump[site].torch()[n].double().norm()) for site in STREAM] for n in (0, 1)]
         np.testing.assert_allclose(figures.norms(dump).values, read, rtol=1e-6)
-    assert "decoder.layers.*:output · iterations 0-1 · [s, b, h] · s over tp" in spread.caption
+    assert "decoder.layers.*:output · iterations 0-1 · [s/tp, b, h]" in spread.caption
     assert measured.caption == spread.caption
     for cache in runs.caches:
         assert cache["norms"].sites == tuple(STREAM)
         np.testing.assert_allclose(cache["norms"].values, [wanted], **CLOSE)
-        assert cache["norms"].caption == "norm of decoder.layers.*:output · [s, b, h] · s over tp"
+        assert cache["norms"].caption == "norm of decoder.layers.*:output · [s/tp, b, h]"
 
 
 def test_histograms_are_those_of_statistics(runs: Runs) -> None:
@@ -181,10 +182,26 @@ def test_attention(runs: Runs, layer: int) -> None:
             np.testing.assert_allclose(found.values, wanted[sample], **CLOSE)
             np.testing.assert_allclose(found.values.sum(-1), 1.0, **CLOSE)
             assert found.queries == found.keys == tuple(range(gpt.SEQUENCE))
-    assert spread.caption == f"{PROBS[layer]} · iteration 1 · sample 3 · [b, n, s, s] · n over tp"
+    assert spread.caption == f"{PROBS[layer]} · iteration 1 · sample 3 · [b, n/tp, s, s]"
     for cache in runs.caches if layer == 2 else ():
         for name in ("attention", "own attention"):
             np.testing.assert_allclose(cache[name].values, wanted[1], **CLOSE)
+
+
+def test_norms_of_tokens(runs: Runs) -> None:
+    each = [of_truth(runs, site).double().norm(dim=-1).flatten() for site in STREAM]
+    wanted = [
+        [float(e.mean()) for e in each],
+        [float(np.percentile(e, 10)) for e in each],
+        [float(np.percentile(e, 90)) for e in each],
+    ]
+    found = figures.norms(runs.spread / "dump", tokens=True).token_norms
+    assert found is not None
+    np.testing.assert_allclose(found, np.array(wanted)[:, None].repeat(2, 1), **CLOSE)
+    for cache in runs.caches:
+        np.testing.assert_allclose(cache["token norms"].token_norms[:, 0], wanted, **CLOSE)
+    assert figures.norms(runs.spread / "statistics", tokens=True).token_norms is None
+    assert figures.norms(runs.spread / "dump").token_norms is None
 
 
 def lens_by_hand(runs: Runs, sample: int) -> Tensor:
@@ -224,7 +241,7 @@ def test_logit_lens(runs: Runs) -> None:
         few = figures.logit_lens(dump, 0, 3, 2, positions=slice(-4, None))
     check_lens(few, wanted[:, -4:], 2)
     assert few.tokens == (12, 13, 14, 15)
-    assert "iteration 0 · sample 3 · [s, b, h] · s over tp" in few.caption
+    assert "iteration 0 · sample 3 · [s/tp, b, h]" in few.caption
     for cache in runs.caches:
         check_lens(cache["logit lens"], wanted, 5)
         check_lens(cache["logit lens"], cache["lens"][:, 3].softmax(-1), 5)
@@ -233,6 +250,31 @@ def test_logit_lens(runs: Runs) -> None:
         own = cache["own lens"]
         assert (own.layers, own.tokens) == ((1, 2, 3, 4), (15,))
         np.testing.assert_allclose(own.probabilities, cache["logit lens"].probabilities[1:, -1:], **CLOSE)
+
+
+def test_entropies_and_ranks_of_the_logit_lens(runs: Runs) -> None:
+    wanted = lens_by_hand(runs, 3)
+    answers = wanted[-1].argmax(-1)
+    following = list(range(gpt.SEQUENCE))
+    found = figures.logit_lens(runs.spread / "dump", sample=3)
+    chosen = figures.logit_lens(runs.spread / "dump", sample=3, targets=following)
+    entropies = -(wanted * wanted.log()).sum(-1)
+    np.testing.assert_allclose(found.entropies, entropies, rtol=1e-4)
+    np.testing.assert_allclose(runs.caches[0]["logit lens"].entropies, entropies, rtol=1e-4)
+    for lens, targets in ((found, answers), (chosen, torch.tensor(following))):
+        assert lens.targets is not None
+        assert lens.targets.tolist() == targets.tolist()
+        own = wanted.gather(-1, targets.expand(len(wanted), -1)[..., None])
+        ranks = 1 + (wanted > own).sum(-1)
+        assert float((torch.tensor(lens.ranks) == ranks).double().mean()) > 0.97, "but for ties in round-off"
+    assert found.ranks is not None
+    assert (found.ranks[-1] == 1).all()
+    assert chosen.ranks is not None
+    assert chosen.ranks.max() > 10
+    with pytest.raises(figures.FigureError, match="targets has 2 tokens, and there are 16 positions"):
+        figures.logit_lens(runs.spread / "dump", targets=[1, 2])
+    with pytest.raises(figures.FigureError, match=r"targets has token 9999; the vocabulary has 0 to \d+"):
+        figures.logit_lens(runs.spread / "dump", targets=[9999] * gpt.SEQUENCE)
 
 
 def test_heat(runs: Runs) -> None:
@@ -342,12 +384,10 @@ def test_the_page_on_plots_runs(tmp_path: Path) -> None:
     names = {"print": lambda *words: printed.append(" ".join(map(str, words)))}
     exec(folder + drawn, names)
     exec(folder + numbers, names)
-    caption = "norm of decoder.layers.*:output · iterations 0-1 · [s, b, h] · s over tp"
+    caption = "norm of decoder.layers.*:output · iterations 0-1 · [s/tp, b, h]"
     lens = f"(0, 1, 2, 3, 4) {(5, gpt.SEQUENCE, 3)}"
     assert printed == [caption, f"{tuple(STREAM)} (0, 1) (2, 4)", lens]
     answers = run(4, execute, folder + cached, alone=True)  # matplotlib keeps its fonts open
-    assert all(
-        "mean over 2 samples · [b, n, s, s] · n over tp" in answer[0].replace("\n", " ") for answer in answers
-    )
+    assert all("mean over 2 samples · [b, n/tp, s, s]" in answer[0].replace("\n", " ") for answer in answers)
     pictures = ("attention", "lens", "histograms", "heat", "divergence", "induction")
     assert all((tmp_path / "dump" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)

@@ -169,19 +169,19 @@ WRONG: dict[str, tuple[str, Callable[[int, Any], Any]]] = {
 }
 
 
-def attached(how: str, case: Case, chunks: list[Any], function: Any) -> Any:
-    """A FlexModel with an editing function, and its native session."""
+def attached(how: str, case: Case, chunks: list[Any], function: Any) -> tuple[Any, Any]:
+    """A FlexModel with an editing function, and its session; a collected FlexModel has no hooks."""
     if how == "compat":
         from megatron_flex.compat import HookFunction
 
         flex = compat.wrap(case, chunks, {})
         flex.register_forward_hook(HookFunction(PLACE, editing_function=function))
-        return flex._flex.session
+        return flex, flex._flex.session
     import megatron_flex as mf
 
     native = mf.FlexModel(chunks, gather_data_parallel=False)
     native.register_forward_hook(mf.HookFunction(PLACE, editing_function=function, save=False))
-    return native.session
+    return native, native.session
 
 
 def steps(case: Case, how: str) -> dict[str, Any]:
@@ -196,13 +196,14 @@ def steps(case: Case, how: str) -> dict[str, Any]:
         error = ""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            session = attached(how, case, chunks, make(rank, chunks[0]))
+            flex, session = attached(how, case, chunks, make(rank, chunks[0]))
             try:
                 for _ in range(1 if name.startswith("same") else 2):
                     gpt.step(case, chunks, 0)
             except HookError as raised:
                 error = str(raised)
             session.close(failed=True)
+            del flex  # not before: its hooks go with it
         out[name] = error, [str(w.message) for w in caught if issubclass(w.category, FlexWarning)]
     return out
 

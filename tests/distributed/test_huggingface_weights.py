@@ -376,13 +376,20 @@ def run_page(case: Case, code: str, names: dict[str, str]) -> list[str]:
     return printed
 
 
+WRITE_AGAIN = "mf.to_hf(chunks, hybrid_folder, config=folder)"
+
+
 def test_the_page_runs(truths: dict[str, Truth], tmp_path: Path) -> None:
-    there_and_back_again, own = mine(PAGE)
+    pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")
+    there_and_back_again, hybrid, own = mine(PAGE)
     folder = truths["llama"].folder
     names = {"folder": folder, "other_folder": str(tmp_path / "a"), "fused_folder": str(tmp_path / "b")}
-    first, second = run(2, run_page, case("tp2", tp=2), f"{there_and_back_again}\n{own}", names)
+    names["hybrid_folder"] = str(tmp_path / "c")
+    code = "\n".join([there_and_back_again, own, hybrid, WRITE_AGAIN])
+    first, second = run(2, run_page, case("tp2", tp=2), code, names)
     assert first == second == [f"{6 * hugging_face.LAYERS + 3} () ()"]
     assert same_files(folder, str(tmp_path / "a"))
+    assert same_files(folder, str(tmp_path / "c")), "the HybridModel has them all"
     from safetensors.torch import load_file
 
     separate, fused = (load_file(Path(f) / "model.safetensors") for f in (folder, names["fused_folder"]))

@@ -46,7 +46,7 @@ KEEPS = {
         "EditRunner.caught",
         "EditRunner.guard",
         "EditRunner._failed",
-        "EditRunner._told",
+        "EditRunner._describe_failure",
         "EditRunner.note",
     ),
     *("EditDispatcher._report_backward", "Session._await_backward", "EditDispatcher.edit_full"),

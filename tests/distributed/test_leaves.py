@@ -98,4 +98,4 @@ def test_biases_beside_outputs_equal_those_of_one_process(case: Case) -> None:
     assert len(cells) == 2 + 2 * len(PLACES)
     assert not [c for c in cells if not c.good], [c for c in cells if not c.good]
     assert len({a["none"] for a in answers}) == 1
-    assert "unpack_idx=1 is out of range: 1 tensor(s) passed there" in answers[0]["none"]
+    assert "unpack_idx=1 is out of range: the hook point has 1 tensor" in answers[0]["none"]

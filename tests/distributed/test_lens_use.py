@@ -63,7 +63,7 @@ def names_of(case: Case) -> list[list[str]]:
     assert "resid_mid1" in cache
     assert repr(cache).startswith("ActivationCache with keys ['decoder.layers.0.mlp")
     assert cache.to("cpu") is cache
-    assert "not in this cache; nearest: blocks.1" in said(lambda: cache["resid_mid", 0])
+    assert "not in this cache; of blocks there is only 1" in said(lambda: cache["resid_mid", 0])
     _, cache = flex.interp.run_with_cache(tokens()[:1], MID)
     assert cache.remove_batch_dim()[MID].shape == (S, H)
     flex.restore()
@@ -337,17 +337,17 @@ def test_errors_are_raised_on_all_ranks_and_leave_nothing() -> None:
         "raises": "at decoder.layers.1:mid, iteration",
         "shape": f"{MID} has shape (2, 16, 32); the function returned shape (2, 15, 32)",
         "type": "the function returned int",
-        "no function": "is 3; give fn(tensor, hook)",
+        "no function": "3), which is no pair of a name and a function",
         "fixed": "can be read and not edited: it is computed from the norm's input",
         "layer": "hook_embed is in no layer",
-        "silent": "nothing passed at loss:output",
+        "silent": "nothing was captured at loss:output",
         "length": "a sequence of 5 cannot be cut into 2 equal parts",
         "kind": "give integers [batch, sequence]",
         "vocabulary": "are not all in the vocabulary of 64",
         "size": "microbatch_size=3 must divide the batch of 4",
         "different": "different tokens",
         "inside": "a step is in progress",
-        "empty trace": "nothing passed at decoder.layers.0:output",
+        "empty trace": "nothing was captured at decoder.layers.0:output",
         "late": "this trace is over",
         "unknown": "'decoder.layers.0.mpl:output' matches no site; nearest: decoder.layers.0.mlp:output",
         "several": "means 2 hook points",

@@ -85,7 +85,7 @@ def rows() -> dict[str, Row]:
             lambda: e.project(heads) | e.scale(2.0, features=[0, -1]),
             lambda x: put(through(x, heads), (..., [0, -1]), 2 * through(x, heads)),
             2,
-            "nd",
+            "n*d",
         ),
         "low rank": Row(
             f"{FC2}:input", lambda: e.linear_map(down, up, add=True), lambda x: x + x @ down @ up, 2, "f"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_matrix import GPT, check
-from tests.support import gpt, oracle, ranks, ssm
+from tests.support import families, gpt, oracle, ranks, ssm
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -72,6 +71,28 @@ def test_bert(case: Case, cells: list[Any]) -> None:
     check(case, cells, among=[*GPT, *ENCODERS])
 
 
+PLAINLY: dict[str, Any] = {"gated": False, "rms": False, "rope": False, "bias": True, "layers": 2}
+FAMILIES = [
+    Case("value head tp2 sp", tp=2, sp=True, layers=2, family=families.VALUE),
+    Case("value head tp2 pp2", tp=2, pp=2, layers=2, family=families.VALUE),
+    Case("reward head tp2 sp", tp=2, sp=True, layers=2, family=families.REWARD),
+    Case("reward head tp2 pp2", tp=2, pp=2, layers=2, family=families.REWARD),
+    Case("t5 tp2 sp", tp=2, sp=True, groups=gpt.HEADS, family=families.T5, **PLAINLY),
+    Case("t5 tp2 dp2", tp=2, dp=2, groups=gpt.HEADS, family=families.T5, tied=True, **PLAINLY),
+    Case("clip tp2", tp=2, groups=gpt.HEADS, family=families.CLIP, **PLAINLY),
+    Case("radio tp2", tp=2, groups=gpt.HEADS, family=families.RADIO, **PLAINLY),
+    Case("llava tp2", tp=2, layers=2, family=families.LLAVA),
+    Case("llava tp2 pp2", tp=2, pp=2, layers=2, family=families.LLAVA),
+    Case("mimo tp2 sp", tp=2, sp=True, layers=2, family=families.MIMO),
+]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason=families.NEED)
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda c: c.name)
+def test_families(case: Case, cells: list[Any]) -> None:
+    check(case, cells, among=[*GPT, *ENCODERS, *FAMILIES])
+
+
 @pytest.mark.versions
 @pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
 @pytest.mark.skipif(
@@ -115,35 +136,11 @@ def names_of(case: Case) -> list[str]:
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
-@pytest.mark.parametrize("case", [PREDICTING[1], MAMBA[1], *HYBRID[3:], ENCODERS[1]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [PREDICTING[1], MAMBA[1], *HYBRID[3:], ENCODERS[1], *FAMILIES], ids=lambda c: c.name
+)
 def test_every_site_is_compared(case: Case) -> None:
     assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
-
-
-def t5(case: Case) -> str:
-    import megatron_flex as mf
-    from megatron_flex import cpu
-
-    cpu.enable()
-    gpt.initialize(case)
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-
-    config = gpt.config(case)
-    specs = t5_spec.get_t5_encoder_with_local_block_spec(1), t5_spec.get_t5_decoder_with_local_block_spec(1)
-    try:
-        flex = mf.FlexModel(T5Model(config, config, *specs, gpt.VOCABULARY, gpt.SEQUENCE))
-    except mf.FlexError as error:
-        return str(error)
-    return flex.sites("decoder.layers.0:output")[0].name
-
-
-def test_an_unknown_model_is_refused_by_its_name_where_it_is_sharded() -> None:
-    case = Case("t5", layers=1, groups=gpt.HEADS)
-    for told in run(2, t5, replace(case, tp=2)):
-        assert told.startswith("T5Model")
-        assert "BertModel" in told
-    assert run(1, t5, case) == ["decoder.layers.0:output"], "on one process every module is a plain one"
 
 
 def shared_embedding(case: Case) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
 from tests.distributed.test_matrix import GPT, check
-from tests.support import gpt, measuring, oracle, ranks, truths
+from tests.support import gpt, measuring, oracle, packed, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -37,6 +39,17 @@ PACKED = [
         layers=2,
     ),
 ]
+CONTEXT = [
+    Case("packed cp2", cp=2, packed="flat", padded=True, layers=2),
+    Case("packed cp4, learned positions", cp=4, packed="kept", padded=True, layers=2, rope=False),
+    Case("packed cp2 tp2 sp", cp=2, tp=2, sp=True, packed="flat", padded=True, layers=2),
+    Case("packed cp2 pp2, all recomputed", cp=2, pp=2, packed="heads", padded=True, recompute=("full",)),
+]
+EXPERTS = [
+    Case("packed experts tp2 sp ep2 etp1", tp=2, sp=True, ep=2, packed="flat", layers=2, experts=4),
+    Case("packed experts dp2 ep2", dp=2, ep=2, packed="flat", layers=2, experts=4, microbatches=1),
+    Case("packed experts cp2 ep2", cp=2, ep=2, packed="flat", padded=True, layers=2, experts=4),
+]
 CORE = "decoder.layers.1.self_attention.core_attention"
 SITES = [f"{CORE}:q", f"{CORE}:k", f"{CORE}:output", "decoder.layers.1:output"]
 MEASURED = [SITES[0], *SITES[2:]]  # of copies of heads, each rank's gradient is a part of a sum
@@ -49,6 +62,17 @@ USED = [
 @pytest.mark.parametrize("case", PACKED, ids=lambda c: c.name)
 def test_packed_sequences(case: Case, cells: list[Any]) -> None:
     check(case, cells, among=[*GPT, *PACKED])
+
+
+@pytest.mark.parametrize("case", CONTEXT, ids=lambda c: c.name)
+def test_context_parallel(case: Case, cells: list[Any]) -> None:
+    """Each sequence of the pack is sharded in a zigzag of its own, and padded so that it can be."""
+    check(case, cells, among=[*GPT, *PACKED, *CONTEXT])
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda c: c.name)
+def test_experts(case: Case, cells: list[Any]) -> None:
+    check(case, cells, among=[*GPT, *PACKED, *CONTEXT, *EXPERTS])
 
 
 # -- selections, presets, dumps, statistics ------------------------------------------------------------
@@ -169,6 +193,89 @@ def test_selections_presets_dumps_and_statistics(case: Case, tmp_path: Path) -> 
     assert SITES[0] in answers[0]["samples"]
 
 
+# -- sequences one by one ----------------------------------------------------------------------------
+
+APART = [CONTEXT[2], Case("packed tp2 sp pp2", tp=2, sp=True, pp=2, packed="heads", layers=2)]
+APART_SITES = [f"{CORE}:q", "decoder.layers.1:output", "decoder.layers.1.mlp.linear_fc2:partial"]
+
+
+def sequences_read(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    gpt.load(chunks, state)
+    select, each = mf.Select, mf.Select(sequences="each")
+    hooks = [
+        mf.HookFunction(APART_SITES[0], select=select(sequences=[2, 0], positions=[0, -1], heads=1)),
+        mf.HookFunction(APART_SITES[0], select=each, keep_as="each"),
+        mf.HookFunction(APART_SITES[1], select=select(sequences=slice(1, None))),
+        mf.HookFunction(APART_SITES[1], select=each, reduce=mf.reduce.norm("h"), keep_as="norm"),
+        mf.HookFunction(APART_SITES[1], hook_type="tensor", select=each, reduce=mf.reduce.mean("s")),
+        mf.HookFunction(APART_SITES[2], select=select(sequences=-1)),
+    ]
+    with mf.attach(chunks, hooks) as flex:
+        gpt.step(case, chunks, 0)
+        packs = flex.packed_sequences
+        return {"read": {n: list(r) for n, r in flex.output_dict.items()}, "packs": packs}
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda c: c.name)
+def test_sequences_one_by_one(case: Case) -> None:
+    """Selections and statistics of each sequence, without padding, are those of one process."""
+    from megatron_flex import PackedSequences
+
+    truth = truths.of(case.single(), APART_SITES, [])
+    answers = run(case.world, sequences_read, case, truth["state"], timeout=100)
+    room = packed.ROOM if case.padded else packed.ENDS
+    spans = [(a, a + n - m) for a, m, n in zip(room, packed.ENDS, packed.ENDS[1:], strict=False)]
+    pack = PackedSequences.of(packed.ENDS, room)
+    assert all(a["packs"] == {0: pack, 1: pack} for a in answers)
+    assert pack.spans == tuple(spans)
+    q, out, partial = (truth["values"][s] for s in APART_SITES)
+    back = [g * case.cp for g in truth["gradients"][APART_SITES[1]]]  # as Megatron multiplies the loss
+    parts = [[t[a:b] for a, b in spans] for t in out]
+    want = {
+        APART_SITES[0]: [t[[spans[2][0], spans[2][1] - 1, 0, spans[0][1] - 1]][:, [1]] for t in q],
+        APART_SITES[1]: [torch.cat(p[1:]) for p in parts],
+        APART_SITES[2]: [t[slice(*spans[3])] for t in partial],
+    }
+    for n, (a, b) in enumerate(spans):
+        want[f"{APART_SITES[0]}.each.sequence{n}"] = [t[a:b] for t in q]
+        want[f"{APART_SITES[1]}.norm.sequence{n}"] = [p[n].norm(dim=-1) for p in parts]
+        want[f"{APART_SITES[1]}.grad.sequence{n}"] = [g[a:b].mean(0) for g in back]
+    read = answers[0]["read"]
+    assert set(read) == set(want)
+    wrong = [(s, m) for s in want for m, t in enumerate(want[s]) if relative(read[s][m], t) > BOUND]
+    assert not wrong
+
+
+def sequences_missing(case: Case, several: list[Any]) -> list[str]:
+    import megatron_flex as mf
+
+    chunks, out = ranks.start(case), []
+    for select in several:
+        flex = mf.attach(chunks, [mf.HookFunction("decoder.layers.1:output", select=select)])
+        out.append(ranks.step_says(case, chunks, flex))
+    return out
+
+
+def test_sequences_that_are_not_there() -> None:
+    import megatron_flex as mf
+
+    case = CONTEXT[0]
+    several = [mf.Select(sequences=4), mf.Select(sequences=0, positions=5), mf.Select(sequences=slice(7, 9))]
+    words = [
+        "sequences: 4 is beyond a pack of 4",
+        "positions: 5 is beyond sequence 0 of 5 tokens",
+        "chooses none",
+    ]
+    for said in run(2, sequences_missing, case, several):
+        assert [text for text, w in zip(said, words, strict=True) if w not in text] == []
+    plain = Case("tp2", tp=2, layers=2)
+    for said in run(2, sequences_missing, plain, [mf.Select(sequences=0), mf.Select(sequences="each")]):
+        assert all("microbatch that is not packed; select samples" in text for text in said), said
+
+
 # -- what stays refused --------------------------------------------------------------------------------
 
 
@@ -185,3 +292,131 @@ def test_data_parallel_ranks_together(site: str) -> None:
     case = Case("packed dp2 pp2", dp=2, pp=2, packed="flat", layers=2, microbatches=1)
     assert all("attach without it" in s for s in run(4, refused, case, site, True))
     assert run(4, refused, case, site, False) == [""] * 4
+
+
+# -- packed and unpacked runs of the same sequences --------------------------------------------------
+
+EXPERT = "decoder.layers.1.mlp.experts"
+RUNS = [
+    CONTEXT[2],
+    Case("packed pp2", pp=2, packed="heads", layers=2),
+    Case("packed experts cp2 ep2", cp=2, ep=2, packed="flat", padded=True, layers=2, experts=4),
+]
+
+
+def dumped_sites(case: Case) -> list[str]:
+    """All sites but scores, which a pack has between its sequences too."""
+    return [s for s in oracle.sites_of(case) if not s.endswith((":scores", ":probs"))]
+
+
+def one_by_one(case: Case) -> list[dict[str, Tensor]]:
+    """The sequences of the packs of a case: tokens and labels, each a batch of one."""
+    ends = packed.ENDS
+    return [
+        {k: t.reshape(1, -1)[:, a:b] for k, t in batch.items()}
+        for batch in gpt.data(case.microbatches)
+        for a, b in pairwise(ends)
+    ]
+
+
+def unpacked_step(chunks: list[Any], batches: list[dict[str, Tensor]]) -> None:
+    """Megatron's schedule over these batches; the loss of a token counts as in the packed run."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        length = batch["tokens"].shape[1]
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
+        places = torch.arange(length).expand_as(batch["tokens"])
+        output = model(batch["tokens"], places, mask, labels=batch["labels"])
+        real = batch.get("real", torch.ones_like(output))
+        return output, lambda out: ((out * real).sum() / (gpt.BATCH * gpt.SEQUENCE), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=chunks[0],
+        num_microbatches=len(batches),
+        seq_length=gpt.SEQUENCE,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def dump_unpacked(case: Case, state: dict[str, Tensor], path: str, sites: list[str]) -> None:
+    """Dumps of one process without packs: each sequence by itself; those of a pack padded to one length; and
+    each by itself with another token in the last one."""
+    import megatron_flex as mf
+    from megatron_flex.statistics import Statistics
+
+    case = dataclasses.replace(case.single(), packed="", padded=False)
+    single = one_by_one(case)
+    longest = max(b["tokens"].shape[1] for b in single)
+    count = len(packed.ENDS) - 1
+
+    def pad(several: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        out = {
+            k: torch.cat(
+                [torch.nn.functional.pad(b[k], (0, longest - b[k].shape[1]), value=1) for b in several]
+            )
+            for k in several[0]
+        }
+        lengths = torch.tensor([b["tokens"].shape[1] for b in several])
+        return {**out, "real": (torch.arange(longest)[None] < lengths[:, None]).float()}
+
+    padded = [pad(single[i : i + count]) for i in range(0, len(single), count)]
+    other = [*single[:-1], {k: (t + (torch.arange(t.shape[1]) == 3)) % 64 for k, t in single[-1].items()}]
+    for name, batches in (("apart", single), ("padded", padded), ("other", other)):
+        chunks = ranks.start(case)
+        gpt.load(chunks, state)
+        with mf.attach(chunks, dumps=[mf.Dump(f"{path}/{name}", sites, gradients=True)]) as flex:
+            if name == "apart":
+                flex.register_statistics(Statistics(f"{path}/statistics", MEASURED[-1:], gradients=True))
+            unpacked_step(chunks, batches)
+
+
+def dump_packed(case: Case, state: dict[str, Tensor], path: str, sites: list[str]) -> None:
+    import megatron_flex as mf
+    from megatron_flex.statistics import Statistics
+
+    chunks = ranks.start(case)
+    gpt.load(chunks, state)
+    with mf.attach(chunks, dumps=[mf.Dump(f"{path}/packed", sites, gradients=True)]) as flex:
+        flex.register_statistics(Statistics(f"{path}/packed-statistics", MEASURED[-1:], gradients=True))
+        gpt.step(case, chunks, 0)
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda c: c.name)
+def test_a_packed_dump_reads_as_an_unpacked_one(case: Case, tmp_path: Path) -> None:
+    """Sequence by sequence, whatever the layout, the padding and the microbatches of the two runs."""
+    import megatron_flex as mf
+    from megatron_flex.compare import compare
+
+    sites = dumped_sites(case)
+    state = truths.of(case.single(), sites[:1], [])["state"]
+    run(1, dump_unpacked, case, state, str(tmp_path), sites, timeout=100)
+    run(case.world, dump_packed, case, state, str(tmp_path), sites, timeout=100)
+    for name in ("apart", "padded"):
+        found = compare(tmp_path / name, tmp_path / "packed", tolerance=BOUND)
+        assert found.first is None, str(found.first)
+        assert compare(tmp_path / name, tmp_path / "packed").first is None, "not distinguishable"
+        assert not found.missing, found.missing
+        names = {r.name for r in found.rows}
+        assert {*sites} <= names
+        assert len(names) > len(sites) * 1.5, "gradients too"
+    lengths = [b["tokens"].shape[1] for b in one_by_one(case)]
+    with mf.open_dump(tmp_path / "packed") as ours, mf.open_dump(tmp_path / "apart") as theirs:
+        for site in sites:
+            both = [list(dump[site].sequence_arrays()) for dump in (ours, theirs)]
+            assert [ours[site].packed, theirs[site].packed] == [True, False]
+            assert [s.sequence for s in both[0]] == [s.sequence for s in both[1]] == list(range(len(lengths)))
+            assert [len(s.positions) for s in both[0]] == lengths
+            for one, two in zip(*both, strict=True):
+                assert one.positions.tolist() == two.positions.tolist()
+                assert relative(one.array.torch(), two.array.torch()) < BOUND, site
+    wrong = compare(tmp_path / "other", tmp_path / "packed", tolerance=BOUND).first
+    assert wrong is not None
+    assert wrong.name.startswith("embedding")
+    assert (wrong.worst.sample, wrong.worst.token) == (len(lengths) - 1, 3)
+    assert compare(tmp_path / "statistics", tmp_path / "packed-statistics").first is None
+    assert compare(tmp_path / "statistics", tmp_path / "packed").first is None

@@ -46,7 +46,7 @@ def where(names: list[str]) -> list[tuple[str, bool]]:
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     """Ranks that import patched copies."""
-    from patches.command import main
+    from megatron_flex_patches.command import main
 
     folder = tmp_path_factory.mktemp("patched")
     packages = [p for p in LAYERS if importlib.util.find_spec(p)]

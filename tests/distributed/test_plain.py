@@ -254,7 +254,7 @@ def test_shapes_that_do_not_fit_are_told_on_all_ranks() -> None:
         "ratio": ["(3, 4, 8)", "(None, None, 24)", "dim 2", "a 2th", "up:output", "on ranks 0-1"],
         "dims": ["(3, 4, 8)", "(None, 16)", "which has 2 dims"],
         "two dims": ["cut one dim, not 2"],
-        "leaf": ["unpack_idx=1 is out of range: 1 tensor(s)"],
+        "leaf": ["unpack_idx=1 is out of range: the hook point has 1 tensor"],
         "parameter": ["(8, 6)", "(16, 5)"],
         "get": ["up.weight", "(8, 6)", "(17, 6)"],
         "set": ["up.weight", "(8, 6)", "(3, 6)"],

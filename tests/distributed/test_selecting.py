@@ -297,4 +297,4 @@ def test_beside_edits_and_wholes_and_how_much_is_kept() -> None:
     assert "topk(17, s): 17 of 16 entries" in says["top"]
     assert "samples: 2 is beyond a dim of 2" in says["gradient"]
     assert "samples: 2 is beyond a dim of 2" in says["edit"]
-    assert "give one of them a name by keep_as=" in says["two"]
+    assert "give one of them another name with keep_as=" in says["two"]

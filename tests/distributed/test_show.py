@@ -61,13 +61,13 @@ def test_a_model_shows_the_hooks_of_all_stages_on_every_rank_that_asks() -> None
     assert len({everything for everything, *_ in told}) == 1
     everything, group, names, errors, narrow = told[0]
     kept(f"flex-show-{WIDTH}", narrow)
-    head = f"pp=2 x tp=2 x edp=2: {len(names)} sites, 0 of them hidden; 3 hook(s)"
+    head = f"pp=2 x tp=2 x edp=2: {len(names)} sites, 0 of them hidden; 3 hooks"
     assert everything.splitlines()[0] == head
     assert "decoder" in everything
     assert "0-3 x 4" in everything
     (fc1,) = [line for line in everything.splitlines() if "[probe]" in line]
     assert "● :output" in fc1
-    assert "gate|up over tp, part by part" in fc1
+    assert "gate|up/tp in 2 segments" in fc1
     assert " at " not in fc1
     assert "edits by scale(0.5) [steer] at 3" in everything
     assert "reads gradient at 1, off" in everything
@@ -97,7 +97,7 @@ def test_a_notebook_has_the_tree_on_the_leader_and_elsewhere_where_it_is() -> No
     assert told.pieces[0].startswith("FlexModel · pp=2 x tp=2 x edp=2: ")
     assert any("0-3 x 4" in s for s in told.summaries)
     assert "reads [<b>probe</b>]" in told.text
-    assert "gate|up over tp, part by part" in told.text
+    assert "gate|up/tp in 2 segments" in told.text
     for number, html in enumerate(others, 1):
         told = Shown(html)
         assert f"pp {number // 2}" in told.text

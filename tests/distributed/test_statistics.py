@@ -86,7 +86,7 @@ def troubles(case: Case) -> dict[str, Any]:
             except mf.FlexError as error:
                 out[name] = str(error)
 
-        says("summand", "decoder.layers.0.mlp.linear_fc2:partial")
+        says("partial", "decoder.layers.0.mlp.linear_fc2:partial")
         says("gradient", "decoder.layers.0.mlp.linear_fc1:gemm_input", gradients=True)
         says("site", "decoder.layers.7")
         other = "decoder.layers.0" if torch.distributed.get_rank() == 0 else "decoder.layers.1"
@@ -133,8 +133,8 @@ def broken(*_: Any) -> None:
 
 def test_errors_resting_and_steps_that_fail() -> None:
     for answer in run(2, troubles, Case("tp2 sp", tp=2, sp=True, layers=2, microbatches=1)):
-        assert "linear_fc2:partial: ranks along tp hold summands" in answer["summand"]
-        assert "linear_fc1:gemm_input cannot be measured: ranks hold summands" in answer["gradient"]
+        assert "linear_fc2:partial: the tensor is partial over tp" in answer["partial"]
+        assert "linear_fc1:gemm_input cannot be measured: it is partial" in answer["gradient"]
         assert "decoder.layers.7" in answer["site"]
         assert "hooks differ between ranks" in answer["other"]
         assert "already" in answer["twice"]

@@ -385,7 +385,7 @@ def test_what_is_refused() -> None:
         assert "'none' is a int; pass an nn.Module" in said["none"]
         assert "complex parameters" in said["complex"]
         assert "a part of the wrapped model" in said["part"]
-        assert "differ between ranks (rank(s) 0: trainable module other" in said["differs"]
+        assert "differ between ranks (rank 0: trainable module other" in said["differs"]
         assert "trainable_modules.lens.weight differs between ranks along tp" in said["loaded"]
         assert "lens.bias" in said["loaded"]
 
@@ -480,5 +480,5 @@ def test_gradients_outside_the_schedule() -> None:
     said = run(2, outside, Case("pp2", pp=2, layers=2))
     assert all("outside the schedule" in text for text in said)
     first, second = run(2, alone_outside, Case("tp2", tp=2, layers=2))
-    assert "rank(s) 1 had no gradient of trainable modules within 2 s" in first
+    assert "rank 1 had no gradient of trainable modules within 2 s" in first
     assert second == "absent1"

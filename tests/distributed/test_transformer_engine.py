@@ -119,3 +119,38 @@ LATENT = [
 def test_latent_attention_with_duplicated_projections(case: Case, cells: list[Any]) -> None:
     """With projections down that every rank has whole, and sequence parallel, upstream is right as it is."""
     check(case, cells)
+
+
+def modules_called(case: Case) -> tuple[list[str], list[str]]:
+    """Modules in the order in which a step calls hooks at their inputs; and in the order of a page."""
+    import megatron_flex as mf
+    from megatron_flex.page import Page, grid_of_mesh
+
+    gpt.runtime(case)
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    called: list[str] = []
+
+    def at(module: str) -> mf.HookFunction:
+        def note(current_module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:
+            called.append(module)
+            return inputs
+
+        return mf.HookFunction(f"{module}:input", editing_function=note, save=False)
+
+    with mf.attach(chunks) as flex:
+        page = Page("", grid_of_mesh(flex.session.mesh), flex.sites())
+    shown = [s.module for s in page.sites if s.point == "input" and not s.hidden and not s.read_only_reason]
+    shown = [m for m in shown if ".layers." in m]
+    with mf.attach(chunks, [at(module) for module in reversed(shown)]):
+        gpt.step(case, chunks, 0)
+    return list(dict.fromkeys(called)), shown
+
+
+def test_a_page_has_modules_in_the_order_in_which_a_step_calls_them() -> None:
+    case = Case("TE stand-ins, tp2 sp, one microbatch", tp=2, sp=True, te=True, layers=2, microbatches=1)
+    for called, shown in run(2, modules_called, case):
+        norm, mlp = (f"decoder.layers.1.{n}" for n in ("pre_mlp_layernorm", "mlp"))
+        assert called.index(f"{norm}") < called.index(mlp)
+        assert called.index("decoder.layers.1.self_attention.linear_proj") < called.index(norm)
+        assert shown == called

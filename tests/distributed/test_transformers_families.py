@@ -58,8 +58,8 @@ def step(model: nn.Module) -> float:
     return loss.item()
 
 
-def alone(folder: str) -> dict[str, dict[str, Tensor]]:
-    """Each family on one process: its gradients. The models are written, as `from_pretrained` reads them."""
+def alone(folder: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Each family on one process: its parameters and gradients. The models are written, as they are read."""
     import transformers
 
     out = {}
@@ -72,7 +72,9 @@ def alone(folder: str) -> dict[str, dict[str, Tensor]]:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + float(parameter.dim() == 1))
         step(model)
         model.save_pretrained(f"{folder}/{family}")
-        out[family] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        named = dict(model.named_parameters())
+        values = {n: p.detach() for n, p in named.items()}
+        out[family] = values, {n: p.grad for n, p in named.items() if p.grad is not None}
     return out
 
 
@@ -89,6 +91,7 @@ def gradients(family: str, attention: str, folder: str) -> dict[str, dict[str, T
         return {n: t.clone() for n, t in flex.named_full_parameters(gradients=True, everywhere=True)}
 
     with mf.FlexModel(model) as flex:
+        out["values"] = {n: t.clone() for n, t in flex.named_full_parameters(everywhere=True)}
         step(model)
         out["without hooks"] = named(flex)
     model.zero_grad()
@@ -128,8 +131,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_gradients_of_parameters(family: str, attention: str, found: Any, cells: list[Any]) -> None:
-    truth, ways = found[0][family], found[1][family, attention]
-    compared = []
+    (values, truth), ways = found[0][family], found[1][family, attention]
+    read = ways.pop("values")
+    assert read.keys() == values.keys()
+    compared = [
+        Cell(f"{family} {attention}", n, "parameter", relative(t, values[n]), model="Hugging Face")
+        for n, t in read.items()
+    ]
     for way, got in ways.items():
         if way != "hooks":
             assert got.keys() == truth.keys(), way

@@ -82,12 +82,12 @@ def told(how: str, what: str) -> list[str]:
 
 WORDS = {
     "all": (
-        "4 finding(s): ",
+        "4 findings: ",
         *(f"parameter {n} is not the same on all ranks along dp" for n in ("fc.weight", "norm.bias")),
         "(rank 0 and rank 1 and rank 2 differ)",
     ),
-    "one": ("1 finding(s): parameter fc.bias", "along dp (ranks 0-1 and rank 2 differ)"),
-    "buffer": ("1 finding(s): buffer table", "along dp (ranks 0-1 and rank 2 differ)"),
+    "one": ("1 finding: parameter fc.bias", "along dp (ranks 0-1 and rank 2 differ)"),
+    "buffer": ("1 finding: buffer table", "along dp (ranks 0-1 and rank 2 differ)"),
 }
 
 
@@ -156,7 +156,7 @@ def cut() -> str:
 
 def test_shards_are_compared_with_those_of_the_same_place() -> None:
     for said in run(4, cut):
-        assert "1 finding(s): parameter up.weight is not the same on all ranks along dp" in said
+        assert "1 finding: parameter up.weight is not the same on all ranks along dp" in said
         assert said.endswith("(rank 1 and rank 3 differ)")
 
 
@@ -222,7 +222,7 @@ def test_buffers_of_stages(spoiled: bool) -> None:
         assert second == ""
         assert bool(first) is spoiled, first
         if spoiled:
-            assert f"1 finding(s): buffer {name} is not the same on all ranks along dp" in first
+            assert f"1 finding: buffer {name} is not the same on all ranks along dp" in first
             assert "(rank 2 and rank 3 differ)" in first
 
 
@@ -254,5 +254,5 @@ def test_biases_of_routers(ep: int, spoiled: bool) -> None:
         assert bool(first) is spoiled, first
         if spoiled:
             name = "decoder.layers.1.mlp.router.expert_bias"
-            assert f"1 finding(s): buffer {name} is not the same on all ranks along dp" in first
+            assert f"1 finding: buffer {name} is not the same on all ranks along dp" in first
             assert "(rank 0 and rank 1 differ)" in first

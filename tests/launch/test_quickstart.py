@@ -51,12 +51,12 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.timeout(600)
 def test_training_is_dumped(run: tuple[str, Path]) -> None:
     output, folder = run
-    assert "dumped 18 tensors of each of these iterations: 0\n" in output
-    shape = "[iteration 1, sample 32, token 128, h 128], bfloat16"
+    assert "dumped 30 tensors of each of these iterations: 0\n" in output
+    shape = "[iteration 1, sample 8, token 128, h 128], bfloat16"
     assert f"decoder.layers.0 in the dump: {shape}\n" in output
     with open_dump(folder / "dump") as dump:
         loss = dump["loss"].torch().float()
-        assert loss.shape == (1, 32, 128)
+        assert loss.shape == (1, 8, 128)
         assert 4 < loss.mean() < 7  # of 256 bytes, untrained: their logarithm is 5.5
         assert dump["decoder.layers.3:output.grad"].torch().abs().sum() > 0
 
@@ -67,6 +67,24 @@ def test_a_page_is_written_and_named(run: tuple[str, Path]) -> None:
     assert output.endswith(f"to look at, in a browser: {folder / 'page.html'}\n")
     page = (folder / "page.html").read_text(encoding="utf-8")
     assert "decoder.layers.3.mlp.linear_fc1:output" in page
+
+
+@pytest.mark.timeout(600)
+def test_no_pane_of_its_page_is_empty_and_a_recorded_site_is_chosen(
+    run: tuple[str, Path], show: Open
+) -> None:
+    _, folder = run
+    window = show(folder / "page.html")
+    (site,) = window.chosen("site")
+    assert "recorded" in window.text("#chosen")
+    assert "experts" not in window.text("#about"), "it has none"
+    with open_dump(folder / "dump") as dump:
+        assert site in dump.sites
+    for tab in ("site", "norms", "attention", "lens", "parameters"):
+        window.page.locator(f"#data-tab-{tab}").click()
+        assert window.page.locator("#data-body .data-lacks").count() == 0, window.text("#data-body")
+        drawn = window.page.locator("#data-body").locator("canvas, svg.data-chart, table.data-lens")
+        assert drawn.count() >= 1, tab
 
 
 @pytest.mark.timeout(600)
@@ -94,8 +112,26 @@ def test_every_site_and_loss_agrees(run: tuple[str, Path]) -> None:
     assert sorted(table) == sorted(SITES)
     for label in LOSSES:
         assert any(line.startswith(label) for line in output.splitlines()), label
-    (shown,) = pages.mine(SCRIPTS.parent / "docs" / "start.md", "text")
+    (shown,) = pages.mine(SCRIPTS.parent / "docs" / "install.md", "text")
     assert f"{shown.strip()}" in output
+
+
+@pytest.mark.timeout(600)
+def test_a_hybrid_model_is_trained_and_compared_likewise(tmp_path: Path) -> None:
+    if not has_pretrain():
+        pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
+    flags = ["--model", "hybrid", "--iterations", "1", "--keep", str(tmp_path)]
+    command = [sys.executable, str(SCRIPTS / "quickstart.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training a HybridModel of 4 attention and 4 MLP layers" in done.stdout
+    mlps = [f"decoder.layers.{n}" for n in (1, 3, 5, 7)]
+    sites = [f"{layer}{module}:output" for layer in mlps for module in ("", ".mlp.linear_fc1")]
+    table = [line.split()[0] for line in done.stdout.splitlines() if " × " in line]
+    assert sorted(table) == sorted([*sites, "output_layer:output", "loss:output"])
+    assert "all 10 sites and 3 losses agree to 1e-05 relative" in done.stdout
+    with open_dump(tmp_path / "dump") as dump:
+        assert dump["gpt:decoder.layers.3:output.grad"].torch().abs().sum() > 0
 
 
 @pytest.mark.timeout(600)

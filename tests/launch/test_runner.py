@@ -283,7 +283,7 @@ def test_flags_in_the_scripts_own_parser(server: Server, plain: Path, tmp_path: 
 def test_flags_that_a_codemod_put_into_the_script(server: Server, plain: Path, tmp_path: Path):
     """Two lines more in a copy of the script, and it takes them; without flags it does what it did."""
     pytest.importorskip("libcst")
-    from patches.command import main
+    from megatron_flex_patches.command import main
 
     copy = tmp_path / "pretrain_copy.py"
     copy.write_bytes(SCRIPT.read_bytes())

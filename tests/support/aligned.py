@@ -54,6 +54,7 @@ def aligned(
     dtype: torch.dtype = torch.float32,
     batch: Any = None,
     gradients: bool = False,
+    isolate: bool = False,
     **more: Any,
 ) -> Any:
     """What `align` finds."""
@@ -62,4 +63,5 @@ def aligned(
 
     hf_model, chunks = rank_models(family, case, dtype, **more)
     with FlexModel(chunks) as flex:
-        return align(hf_model, flex, hugging_face.tokens() if batch is None else batch, gradients=gradients)
+        tokens = hugging_face.tokens() if batch is None else batch
+        return align(hf_model, flex, tokens, gradients=gradients, isolate=isolate)

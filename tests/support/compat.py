@@ -29,9 +29,10 @@ def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
 
 
 def wrap(case: Case, chunks: list[Any], output_ptr: dict[str, list[Tensor]], **settings: Any) -> Any:
-    """A compatible FlexModel of a case's model."""
+    """A compatible FlexModel of a case's model, with gradients on the scale of the backward pass."""
     from megatron_flex.compat import FlexModel
 
+    settings.setdefault("divide_gradients_by_dp", False)
     module = chunks if len(chunks) > 1 else chunks[0]
     return FlexModel(module, output_ptr, case.tp, case.pp, case.dp, **settings)
 

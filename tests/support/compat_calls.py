@@ -98,14 +98,74 @@ ADVERTISED = {
     "distributed.broadcast_data_parallel": f"{_SENT}test_broadcast",
     "distributed.gather_pipeline_parallel_tensor_dicts": f"{_SENT}test_gather_pipeline_parallel_tensor_dicts",
     "distributed.batch_isend_irecv_pipeline_parallel": f"{_SENT}test_batch_isend_irecv_pipeline_parallel",
+    "distributed.unity": f"{_TREES}test_names_of_the_original_modules",
     # trees
     "traverse.flatten": f"{_TREES}test_flatten_and_unflatten",
     "traverse.unflatten": f"{_TREES}test_flatten_and_unflatten",
     "traverse.nodes": f"{_TREES}test_register_internal_node_type",
     "traverse.InternalNode": f"{_TREES}test_register_internal_node_type",
     "traverse.LeafNode": f"{_TREES}test_register_leaf_node_type",
+    "traverse.InternalObject": f"{_TREES}test_names_of_the_original_modules",
+    "traverse.LeafObject": f"{_TREES}test_names_of_the_original_modules",
+    "traverse.ScalarObject": f"{_TREES}test_names_of_the_original_modules",
+    "traverse.ScalarNode": f"{_TREES}test_names_of_the_original_modules",
     "traverse.register_internal_node_type": f"{_TREES}test_register_internal_node_type",
     "traverse.register_leaf_node_type": f"{_TREES}test_register_leaf_node_type",
+}
+
+# The tests of FlexModel that cannot pass: why, mostly as they call internals, and our tests of the same.
+INTERNALS = {
+    "core/test_hook_function_group_manager.py": (
+        "all call the private _HookFunctionGroupManager",
+        f"{_GROUPS}test_update_hook_groups",
+        f"{_GROUPS}test_remove_hook_groups",
+        f"{_GROUPS}test_create_hook_group_with_every_hook_type",
+        f"{_GROUPS}test_groups_all_and_complement_of_a_call",
+    ),
+    "distributed/test_initialize.py": (
+        "calls the private _BaseGPUDeviceMesh",
+        f"{_SENT}test_initialize_distributed_state",
+    ),
+    "core/test_wrapper.py::test_FlexModel_group_creation": (
+        "compares lists by torch.allclose, which raises as soon as a hook is created; in FlexModel none was",
+        f"{_GROUPS}test_groups_all_and_complement_of_a_call",
+    ),
+    **dict.fromkeys(
+        (
+            "multi_gpu/core/test_fairscale_mpu_vs_ddp.py::test_full_backward_hooks_fairscale",
+            "multi_gpu/core/test_fairscale_mpu_vs_ddp.py::test_full_backward_pre_hooks_fairscale",
+        ),
+        (
+            "expects the output's shape of the input's gradient, which was gathered as if sharded; it is an "
+            "error here",
+            f"{_MEGATRON}test_registered_hooks_edit_the_whole",
+            f"{_PLAIN}test_expected_shape_is_checked",
+        ),
+    ),
+    "multi_gpu/distributed/test_initialize.py": (
+        "imports the private _global_state_is_initialized",
+        f"{_SENT}test_initialize_distributed_state",
+    ),
+}
+
+# Public names of its modules that are not here, and why.
+LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "distributed.strategies.BaseRoutingStrategy",
+            "distributed.strategies.ParameterTensorParallelRoutingStrategy",
+            "distributed.strategies.ActivationTensorAllToAllRoutingStrategy",
+        ),
+        "how a hook gathers follows from the layout of its tensor",
+    ),
+    **dict.fromkeys(
+        (
+            "distributed.strategies.BaseFunctionStrategy",
+            "distributed.strategies.NonValidatedFunctionStrategy",
+        ),
+        "an editing function is called by the session",
+    ),
+    "package_info": "it describes the package flex-model",
 }
 
 # What failed silently, and the test that shows the right result or the error.

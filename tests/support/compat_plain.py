@@ -85,7 +85,8 @@ def hooked(kind: str, name: str, function: Any, wrapper: str, sizes: tuple[int, 
     if wrapper == "ddp":
         root = nn.parallel.DistributedDataParallel(root)
     output: dict[str, list[Tensor]] = {}
-    flex = FlexModel(root, output, data_parallel_size=len(sizes))
+    # The losses of the replicas are summed: gradients have one device's scale without a division.
+    flex = FlexModel(root, output, data_parallel_size=len(sizes), divide_gradients_by_dp=False)
     called = f"module.{name}" if wrapper else name
     getattr(flex, REGISTER[kind])(HookFunction(called, editing_function=function))
     out = flex(mine)

@@ -39,23 +39,28 @@ def total(loss: Tensor) -> Tensor:
     return loss
 
 
-class _Gather(torch.autograd.Function):
-    """The whole sequence, in order, of which each rank has its part; backward sums what all ranks want."""
+class Gather(torch.autograd.Function):
+    """The whole sequence, in order, of which each rank has its part; backward sums what all ranks want.
+
+    `order` says where the ranks' entries, one after the other, belong.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
         size, ctx.group = dist.get_world_size(group), group
-        ctx.order = torch.cat([places(part.shape[0] * size, size, r) for r in range(size)])
+        if order is None:
+            order = torch.cat([places(part.shape[0] * size, size, r) for r in range(size)])
+        ctx.order = order
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
         dist.all_gather(parts, part.contiguous(), group=group)
         whole = torch.cat(parts)
         return torch.empty_like(whole).index_copy_(0, ctx.order, whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return total[ctx.order].chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+        return total[ctx.order].chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None, None
 
 
 def attention() -> type:
@@ -72,7 +77,7 @@ def attention() -> type:
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Tensor:
             group = parallel_state.get_context_parallel_group()
-            key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+            key, value = Gather.apply(key, group), Gather.apply(value, group)
             length = key.shape[0]
             mask = torch.arange(length)[None, None, None, :] > here(length)[None, None, :, None]
             return super().forward(query, key, value, mask, **kwargs)

@@ -74,8 +74,15 @@ def bitwise(site: Any) -> bool:
     return not site.name.endswith(("input_layernorm:input", "pre_mlp_layernorm:input"))
 
 
-def as_written(tensor: Tensor, dims: Sequence[str]) -> Tensor:
-    """A microbatch's whole tensor as an array of a dump has it: `[sample, token, ...]`."""
+def as_written(tensor: Tensor, dims: Sequence[str], inferred: bool = False) -> Tensor:
+    """A microbatch's full tensor as an array of a dump has it: `[sample, token, ...]`.
+
+    Of a module with no declared layout the first dim counts as samples. Mimo's projector has no batch dim.
+    """
+    if inferred:
+        return tensor
+    if tensor.ndim == len(dims) - 1:
+        dims = [n for n in dims if n != "b"]
     front = [dims.index(n) for n in ("b", "s") if n in dims]
     out = tensor.permute(*front, *(i for i in range(tensor.ndim) if i not in front))
     return out if "b" in dims else out[None]
@@ -101,7 +108,8 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
                     continue
                 # at a microbatch's own loss, of which one process makes the mean over all microbatches
                 scale = len(truth["losses"]) if check != "dump" else 1
-                written = [as_written(w * scale if scale > 1 else w, dims) for w in wanted]
+                inferred = places[site].inferred
+                written = [as_written(w * scale if scale > 1 else w, dims, inferred) for w in wanted]
                 calls = max(1, len(written) // len(truth["losses"]))  # in a microbatch
                 for call in range(calls):
                     got = (dump[name, call] if calls > 1 else dump[name]).torch()[0]
@@ -119,10 +127,21 @@ def against_twin(case: gpt.Case, path: str | Path, twin: str | Path) -> list[Cel
     healthy(twin)
     with mf.open_dump(path) as dump, mf.open_dump(twin) as single:
         assert dump.sites == single.sites
+        calls = calls_of(twin)
         for name in dump.sites:
-            error = relative(dump[name].torch(), single[name].torch())
-            found.append(Cell(case.name, name, "dump and tp1's dump", error, model=case.model))
+            several = len(calls[name]) > 1
+            for key in [(name, call) for call in sorted(calls[name])] if several else [name]:
+                error = relative(dump[key].torch(), single[key].torch())
+                found.append(Cell(case.name, name, "dump and tp1's dump", error, model=case.model))
     return found
+
+
+def calls_of(path: str | Path) -> dict[str, set[int]]:
+    """The calls in a microbatch of each array of a dump."""
+    out: dict[str, set[int]] = {}
+    for written in entries(Path(path)):
+        out.setdefault(written.name, set()).add(written.entry.call)
+    return out
 
 
 def truth_of(case: gpt.Case) -> dict[str, Any]:

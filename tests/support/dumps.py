@@ -84,6 +84,7 @@ def write(
     absent: Sequence[int] = (),
     passes: int = 1,
     versions: Mapping[str, str] | None = None,
+    model: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Manifest:
     """Write a run of a dump, rank by rank, with the real writer.
@@ -99,6 +100,7 @@ def write(
         absent: ranks that were killed before they wrote anything.
         passes: runs of the schedule in each iteration; further ones have the value times their number + 1.
         versions: of packages, for the manifest.
+        model: the model's config, for the manifest.
         settings: of `Dump`: tokens, samples, reduce, dtype, microbatches_kept (its `microbatches`), ...
 
     Returns:
@@ -112,7 +114,12 @@ def write(
     settings = {"gradients": graded, **settings}
     dump = Dump(path, list(sites) or (), parameters=list(parameters), **settings)
     places = [dict(zip(sizes, at, strict=True)) for at in product(*(range(n) for n in sizes.values()))]
-    manifest = create_run(Path(path), _manifest(dump, sizes, places, sites, parameters, dict(versions or {})))
+    manifest = create_run(
+        Path(path),
+        replace(
+            _manifest(dump, sizes, places, sites, parameters, dict(versions or {})), model=dict(model or {})
+        ),
+    )
     given = next(iter([*sites.values(), *parameters.values()]))
     numbers = list(range(len(given.value)) if iterations is None else iterations)
     for rank, coords in enumerate(places):

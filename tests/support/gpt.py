@@ -6,12 +6,13 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, context, grouped, latent, moe, mtp, packed, ssm, te
+from tests.support import bert, context, families, grouped, latent, moe, mtp, packed, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 WEIGHTS_SEED, DATA_SEED = 7, 3
@@ -54,10 +55,12 @@ class Case:
     mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
     q_rank: int | None = None
     bert: bool = False
+    family: str = ""  # one of `families`
     vocabulary: int = VOCABULARY
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
     device: str = "cpu"
     packed: str = ""  # sequences packed in one row, and what core attention returns of them
+    padded: bool = False  # each packed sequence, so that up to four context parallel ranks can cut it
     extra: dict[str, Any] = field(default_factory=dict)
     split: dict[str, Any] = field(default_factory=dict)
 
@@ -87,6 +90,7 @@ class Case:
             (self.mla == "mended", "GPT with multi-latent attention, upstream's gradient mended"),
             (self.mla == "upstream", "GPT with multi-latent attention, as upstream has it"),
             (self.bert, "BERT"),
+            (bool(self.family), families.TITLES.get(self.family, "")),
         )
         return next((name for is_it, name in kinds if is_it), "GPT")
 
@@ -255,7 +259,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     common: dict[str, Any] = {
         "config": config(case),
         "vocab_size": case.vocabulary,
-        "max_sequence_length": SEQUENCE * (BATCH if case.packed else 1),
+        "max_sequence_length": packed.length(case.padded) if case.packed else SEQUENCE,
         "pre_process": first,
         "post_process": last,
         "parallel_output": True,
@@ -292,59 +296,21 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
     if case.packed:
         spec = packed.plug_in(spec, case.packed)
-    if case.cp > 1:
+    elif case.cp > 1:
         spec = context.plug_in(spec)
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
     common.update(mtp.arguments(common["config"], spec, stage))
+    if case.family:
+        return families.model(case, common, spec)
     return GPTModel(transformer_layer_spec=spec, **common)
 
 
 def _hybrid_spec() -> Any:
     """A stack spec of Megatron's own local classes; the ready-made one names Transformer Engine's."""
-    from functools import partial
+    from megatron_flex.cpu import local_hybrid_stack_spec
 
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
-        ),
-    )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm,
-                    self_attention=attention,
-                    self_attn_bda=get_bias_dropout_add,
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=partial(MLP.as_mlp_submodule, submodules=linears),
-                    mlp_bda=get_bias_dropout_add,
-                ),
-            ),
-        ),
-    )
+    return local_hybrid_stack_spec()
 
 
 # -- weights -----------------------------------------------------------------------------------------
@@ -373,7 +339,8 @@ def randomize(root: nn.Module) -> dict[str, Tensor]:
     state = {}
     for name, parameter in sorted(global_names(root)):
         noise = torch.randn(parameter.shape, generator=generator)
-        scale, offset = (0.2, 1.0) if "norm" in name and name.endswith("weight") else (0.15, 0.0)
+        norm = "norm" in name or "ln_p" in name  # a vision tower's ln_pre and ln_post
+        scale, offset = (0.2, 1.0) if norm and name.endswith("weight") else (0.15, 0.0)
         parameter.data.copy_(offset + scale * noise)
         state[name] = parameter.detach().clone()
     return state
@@ -407,7 +374,9 @@ def data(count: int) -> list[dict[str, Tensor]]:
     return out
 
 
-def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+def forward_step(
+    iterator: Iterator[dict[str, Tensor]], model: nn.Module, case: Case | None = None
+) -> tuple[Tensor, Any]:
     """What a pretrain script hands to Megatron's schedule."""
     batch = next(iterator)
     here = context.here(SEQUENCE)
@@ -416,8 +385,12 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
     if hasattr(model, "bert_extended_attention_mask"):
         output = bert.call(model, batch)
+    elif case is not None and case.family:
+        output = families.call(case, model, batch, positions, mask)
     elif "ends" in batch:
         output, samples = packed.call(model, batch), BATCH
+        if output.dim() == 2:  # the loss of each token, on the last stage
+            output = output * packed.real(batch)[None, packed.here(batch["room"])]
     else:
         tokens, labels = batch["tokens"][:, here], batch["labels"][:, here]
         device = next(model.parameters()).device
@@ -429,6 +402,13 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
         return loss, {"loss": context.total(loss.detach().clone())}
 
     return output, loss_function
+
+
+def _length(case: Case) -> int:
+    """Of the sequences that stages send to each other."""
+    if case.family == families.LLAVA:
+        return families.LLAVA_SEQUENCE
+    return packed.length(case.padded) if case.packed else SEQUENCE
 
 
 def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = False) -> list[float]:
@@ -446,15 +426,15 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             for m in range(case.microbatches)
         ]
     if case.packed:
-        mine = [packed.pack(batch) for batch in mine]
+        mine = [packed.pack(batch, case.padded) for batch in mine]
     context = torch.no_grad() if forward_only else contextlib.nullcontext()
     with context:
         losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=partial(forward_step, case=case) if case.family else forward_step,
             data_iterator=[iter(mine) for _ in chunks] if case.vpp else iter(mine),
             model=chunks if case.vpp else chunks[0],
             num_microbatches=case.microbatches,
-            seq_length=SEQUENCE * (BATCH if case.packed else 1),
+            seq_length=_length(case),
             micro_batch_size=1 if case.packed else BATCH * case.joint,
             forward_only=forward_only,
         )

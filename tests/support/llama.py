@@ -33,10 +33,12 @@ class Parts:
     Attributes:
         linear: called with how it is cut (`column`, `row`, or `logits` for the last one), inputs, outputs.
         embedding: called with the vocabulary and the width.
+        attention: called with these parts; the attention of this file if None.
     """
 
     linear: Callable[[str, int, int], nn.Module] = _linear
     embedding: Callable[[int, int], nn.Module] = _embedding
+    attention: Callable[[Parts], nn.Module] | None = None
 
 
 class Norm(nn.Module):
@@ -107,7 +109,8 @@ class Block(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = Norm(), Norm()
-        self.attention, self.feed_forward = Attention(parts), FeedForward(parts)
+        self.attention = (parts.attention or Attention)(parts)
+        self.feed_forward = FeedForward(parts)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), angles)
@@ -145,10 +148,10 @@ def single() -> Llama:
     return model
 
 
-def batch(replica: int) -> tuple[Tensor, Tensor]:
+def batch(replica: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     """Tokens and labels `[b, s]` of one data parallel replica."""
     generator = torch.Generator().manual_seed(10 + replica)
-    tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (samples, TOKENS + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -195,10 +198,14 @@ EDITED = (
 
 
 def truth(
-    replicas: int = 1, sites: Sequence[str] = SITES, edits: Sequence[str] = EDITED, microbatches: int = 1
+    replicas: int = 1,
+    sites: Sequence[str] = SITES,
+    edits: Sequence[str] = EDITED,
+    microbatches: int = 1,
+    samples: int = SAMPLES,
 ) -> list[dict[str, Any]]:
     """What one process has for each replica's batch, by torch's own hooks: values, gradients, edits."""
-    return [_of_microbatches(batch(r), microbatches, sites, edits) for r in range(replicas)]
+    return [_of_microbatches(batch(r, samples), microbatches, sites, edits) for r in range(replicas)]
 
 
 def _of_microbatches(

@@ -61,14 +61,26 @@ def parts(sequence: bool = False, fused: bool = False) -> llama.Parts:
     return llama.Parts(linear, embedding)
 
 
-def initialize(tp: int, pp: int = 1) -> None:
+class Stage(llama.Llama):
+    """A stage of the model, which apex's schedules hand its input beside the call."""
+
+    input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        self.input_tensor = received[0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens if self.input_tensor is None else self.input_tensor)
+
+
+def initialize(tp: int, pp: int = 1, chunks: int | None = None) -> None:
     """Make apex's groups; it insists on NCCL, which no CPU has."""
     from apex.transformer import parallel_state
 
     changes.setattr(parallel_state, "new_process_group", lambda ranks, backend: dist.new_group(list(ranks)))
     if parallel_state.model_parallel_is_initialized():  # for another test of this rank's
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, chunks)
 
 
 def fused_norms(built: llama.Llama) -> None:
@@ -81,11 +93,11 @@ def fused_norms(built: llama.Llama) -> None:
         block.ffn_norm = MixedFusedRMSNorm(llama.HIDDEN, eps=1e-5)
 
 
-def model(norms: bool = False, **switches: bool) -> llama.Llama:
+def model(norms: bool = False, kind: type[llama.Llama] = llama.Llama, **switches: bool) -> llama.Llama:
     """The whole model, as this rank has it; with apex's norms or its own."""
     from apex.transformer.parallel_state import get_tensor_model_parallel_rank
 
-    built = llama.Llama(parts(**switches))
+    built = kind(parts(**switches))
     if norms:
         fused_norms(built)
     whole = dict(llama.single().named_parameters())

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support import llama
+from tests.support import llama, llama_meta
 
 
-def parts(gather: bool = False, vocabulary: bool = False) -> llama.Parts:
+def parts(gather: bool = False, vocabulary: bool = False, attention: str = "") -> llama.Parts:
     """What fairscale makes a model of, as people do: only the logits are gathered.
 
     Args:
         gather: whether every linear takes and gives whole tensors.
         vocabulary: whether the embedding is cut along the vocabulary; else along the width.
+        attention: `meta` for attention as Meta writes it, `cached` for it with its cache.
     """
     from fairscale.nn.model_parallel import layers
+    from fairscale.nn.model_parallel.initialize import get_model_parallel_world_size
 
     def linear(cut: str, inputs: int, outputs: int) -> nn.Module:
         if cut == "row":
@@ -27,7 +30,11 @@ def parts(gather: bool = False, vocabulary: bool = False) -> llama.Parts:
         return layers.ColumnParallelLinear(inputs, outputs, bias=False, gather_output=whole)
 
     embedding = layers.VocabParallelEmbedding if vocabulary else layers.ParallelEmbedding
-    return llama.Parts(linear, embedding)
+    if not attention:
+        return llama.Parts(linear, embedding)
+    ways = get_model_parallel_world_size()
+    made = partial(llama_meta.Attention, ways=ways, cached=attention == "cached")
+    return llama.Parts(linear, embedding, made)
 
 
 def initialize(tp: int, pp: int = 1) -> None:
@@ -39,7 +46,7 @@ def initialize(tp: int, pp: int = 1) -> None:
     groups.initialize_model_parallel(tp, pp)
 
 
-def model(**switches: bool) -> llama.Llama:
+def model(**switches: Any) -> llama.Llama:
     """The whole model, as this rank has it."""
     built = llama.Llama(parts(**switches))
     load(built, dict(llama.single().named_parameters()))
@@ -60,7 +67,7 @@ def load(built: nn.Module, whole: Mapping[str, Tensor]) -> None:
             parameter.copy_(part)
 
 
-def stage(number: int, stages: int, **switches: bool) -> llama.Llama:
+def stage(number: int, stages: int, **switches: Any) -> llama.Llama:
     """The layers of one stage of a pipeline; the others are left out."""
     built = llama.Llama(parts(**switches))
     mine = [n for n in built.layers if int(n) * stages // llama.LAYERS == number]

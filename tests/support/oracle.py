@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, gpt, latent, moe, mtp, parts, ssm, te
+from tests.support import bert, families, gpt, latent, moe, mtp, parts, ssm, te
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -31,12 +31,14 @@ def edit(tensor: Tensor) -> Tensor:
 def install(root: nn.Module, site: str, visit: Visit) -> None:
     """Put `visit` at a site of a one-process model, by whatever plain means; it is never taken out."""
     path, _, point = site.partition(":")
-    if path == "loss":
-        return _wrap(root, "compute_language_model_loss", visit, None)
+    if path.rpartition(".")[2] == "loss":
+        return _wrap(root.get_submodule(path.rpartition(".")[0]), "compute_language_model_loss", visit, None)
     if moe.knows(site):
         return moe.install(root, site, visit)
     module = root.get_submodule(path)
-    if path.startswith("embedding"):
+    if families.install(module, path, point, visit):
+        return None
+    if path.startswith("embedding") and type(root).__name__ != "T5Model":  # whose two calls are the site
         visit = mtp.first_call(root, visit)
     if type(module).__name__ == "MultiTokenPredictionLayer" and point == "input":
         return _before(module, 2, "hidden_states", visit)
@@ -48,7 +50,7 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
             return _wrap_input(module, ssm.PREPARE, visit)
         return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
     if path.endswith(("linear_qkv", "linear_fc1")) and point in parts.POINTS:
-        parts.install(module, root.config, path, point, visit)
+        parts.install(module, module.config, path, point, visit)
     elif point == "output" and getattr(module, "apart", False):  # of packed sequences: [t, n, d]
         _after(module, lambda t: visit(t.flatten(1)).view(t.shape))
     elif point in ("output", "partial", "probs"):
@@ -232,6 +234,8 @@ def sites_of(case: gpt.Case) -> list[str]:
     out += mtp.sites_of(depths, attention + mlp, stack)
     out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
     out = te.visible(out) if case.te else out
+    if case.family:
+        return families.sites_of(case, out, families.Parts(attention, mlp))
     return bert.sites_of(out) if case.bert else out
 
 
@@ -242,6 +246,8 @@ def edits_of(case: gpt.Case) -> list[str]:
     keep = ["mtp.layers.0", *(ssm.kept(case.pattern) if case.pattern else keep)]
     count = len(ssm.layers_of(case.pattern)) or count
     border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
+    if case.family:
+        keep, border = families.kept(case, keep), families.kept(case, border)
     if case.bert:
         keep, border = ([s.replace("decoder", "encoder") for s in names] for names in (keep, border))
     return [

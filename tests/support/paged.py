@@ -88,6 +88,67 @@ def hostile(path: Path) -> Path:
     return path
 
 
+def broken(path: Path) -> Path:
+    """A dump of six layers on one rank, each larger than the last; layer 3 has NaNs."""
+    sites = {}
+    for layer in range(6):
+        value = random(2, 4, 8, 8, seed=layer) * (layer + 1)
+        if layer == 3:
+            value[:, 0, 0, 0] = float("nan")
+        sites[f"decoder.layers.{layer}:output"] = Given(value)
+        sites[f"decoder.layers.{layer}.mlp:output"] = Given(random(2, 4, 8, 8, seed=layer))
+    dumps.write(path, sites, mesh={"tp": 1}, iterations=[0, 1])
+    return path
+
+
+MESHES = {
+    "pp8": {"pp": 8},
+    "pp16 dp128": {"pp": 16, "dp": 128},
+    "pp16 dp1024": {"pp": 16, "dp": 1024},
+    "tp8 pp8 dp4": {"pp": 8, "dp": 4, "tp": 8},
+}
+MESH_LAYERS = 32
+
+
+def of_mesh(page: Path, sizes: dict[str, int]) -> Path:
+    """A page of ranks, with a model of 32 layers."""
+    from megatron_flex.page import Page, grid_of_sizes, write
+    from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
+    from megatron_flex.sites import Site
+
+    grid = grid_of_sizes({"pp": 1, "dp": 1, "cp": 1, "tp": 1} | sizes)
+    stages = sizes.get("pp", 1)
+    sites = [
+        Site(
+            f"decoder.layers.{n}.mlp.linear_fc1:output",
+            dumps.COLUMN,
+            ("s", "b", 64),
+            n * stages // MESH_LAYERS,
+        )
+        for n in range(MESH_LAYERS)
+    ]
+    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 16, "b": 2}), grid)
+    return write(Page("a mesh", grid, sites, estimates=estimates), page)
+
+
+def empty(page: Path) -> Path:
+    """A page of a dump of which nothing can be read."""
+    from megatron_flex.page import Page, grid_of_sizes, write
+
+    source = {
+        "kind": "dump",
+        "label": "A",
+        "words": "a dump",
+        "notes": [],
+        "iterations": [],
+        "names": [],
+        "kinds": [],
+    }
+    tables: dict[str, object] = {"sites": [], "measures": {}, "state": "", "troubles": [], "texts": []}
+    drawn: dict[str, object] = {"histograms": {}, "heats": {}, "attention": [], "lens": None, "lacks": {}}
+    return write(Page("nothing", grid_of_sizes({}), (), data=[{**source, **tables, **drawn}]), page)
+
+
 def viewed(page: Path, *words: object) -> Path:
     """The page that `megatron-flex view` makes. Paths are said from beside its folder: the same anywhere."""
     from megatron_flex.cli import main

@@ -35,6 +35,7 @@ FEW = [  # sites of long runs
     "decoder.layers.*.mlp",
     "loss",
 ]
+ROUTERS = "decoder.layers.*.mlp.router:*"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Pair:
         seed: of the weights and the data.
         steps: training steps; with more than one, Adam runs.
         few: whether only `FEW` is dumped.
+        routers: whether the routers are dumped besides.
     """
 
     case: Case
@@ -55,12 +57,18 @@ class Pair:
     seed: int = 0
     steps: int = 1
     few: bool = False
+    routers: bool = False
 
     @property
     def name(self) -> str:
         """A name for files."""
-        parts = [self.case.name, self.precision, f"seed {self.seed}", f"{self.steps} steps", "few" * self.few]
-        return " ".join(p for p in parts if p)
+        parts = [self.case.name, self.precision, f"seed {self.seed}", f"{self.steps} steps"]
+        return " ".join([*parts, *["few"] * self.few, *["routers"] * self.routers])
+
+    @property
+    def sites(self) -> str | list[str]:
+        """The patterns of the sites that are dumped."""
+        return [*FEW, *[ROUTERS] * self.routers] if self.few else "**:*"
 
     @property
     def run(self) -> Case:
@@ -127,7 +135,7 @@ def dumped(pair: Pair, case: Case, path: str, weights: str, bug: str, magnitude:
         found = BY_NAME.get(bug)
         with contextlib.nullcontext() if found is None else found.patch(models, state, magnitude):
             settings: dict[str, Any] = {"gradients": True, "parameters": "**", "order": "blocks"}
-            dump = mf.Dump(path, FEW if pair.few else "**:*", replicas=True, **settings)
+            dump = mf.Dump(path, pair.sites, replicas=True, **settings)
             flex = mf.attach(models, dumps=dump)
             for _ in range(pair.steps):
                 step()
@@ -172,6 +180,7 @@ class Bench:
         single = pair.run.single()
         model = repr(sorted({**vars(single), "extra": repr(single.extra)}.items()))
         name = f"alone {pair.precision} {pair.seed} {pair.steps} {pair.few} {_digest(model)}"
+        name += " routers" * pair.routers
         weights = self.folder / f"{name} weights"
         return self.made(pair, single, name, weights), weights
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex.adapters import list_model_chunks
+from megatron_flex.runtime.hooks import GradientScale
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
 from tests.support.pool import run
@@ -34,6 +35,8 @@ class Built:
         whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
         stepped: whether `step` calls the model from a loop of its own, as stages of a pipeline are called.
         clear: drops all gradients; the model's `zero_grad()` if None.
+        samples: of each replica's batch.
+        gradient_scale: of hooks on gradients, for those of a microbatch's own loss.
     """
 
     model: Any
@@ -45,6 +48,8 @@ class Built:
     whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
     stepped: bool = False
     clear: Callable[[], None] | None = None
+    samples: int = llama.SAMPLES
+    gradient_scale: GradientScale = "raw"
 
     def run(self, flex: mf.FlexModel, data: tuple[Tensor, Tensor]) -> Tensor:
         """A step under hooks."""
@@ -78,20 +83,22 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     flex = mf.FlexModel(built.model, **built.options)
     mesh = flex.session.mesh
     replica = mesh["dp"].coord
-    data = llama.batch(replica)
+    data = llama.batch(replica, built.samples)
     out: dict[str, Any] = {
         "replica": replica,
         "leader": flex.is_leader,
         "edited": {},
         "averaged": built.averaged,
         "microbatches": built.microbatches,
+        "samples": built.samples,
     }
     out["mesh"] = mesh.describe()
     plain = built.run(flex, data)
     clear(built)
     flex.restore()
     for kind in ("forward", "tensor"):
-        hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
+        scale = built.gradient_scale if kind == "tensor" else "raw"
+        hooks = [mf.HookFunction(built.name(s), hook_type=kind, gradient_scale=scale) for s in sites]
         with mf.attach(built.model, hooks, **built.options) as flex:
             loss = built.run(flex, data)
             assert torch.equal(loss, plain), "reading changes nothing"
@@ -170,7 +177,8 @@ def compare(
     given = build, args, list(sites), list(edits)
     answers = run(world, answer, *given, timeout=timeout, alone=alone)
     replicas = 1 + max(a["replica"] for a in answers)
-    wanted = llama.truth(replicas, sites, edits, answers[0]["microbatches"])
+    samples = answers[0]["samples"]
+    wanted = llama.truth(replicas, sites, edits, answers[0]["microbatches"], samples)
     found: list[Cell] = []
 
     def cell(site: str, check: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -201,7 +209,7 @@ def compare(
     pairs = []
     for a in answers:
         for name, got in a["trained"].items():
-            pairs.append((got, _trained(replicas)[name]))
+            pairs.append((got, _trained(replicas, samples)[name]))
     cell(PROBED, "trained gradient", pairs)
     return found
 
@@ -227,12 +235,12 @@ def _pairs(
     return out
 
 
-def _trained(replicas: int) -> dict[str, Tensor]:
+def _trained(replicas: int, samples: int) -> dict[str, Tensor]:
     """The probe's gradient on one process, of the mean of the replicas' losses."""
     module, model = probe(), llama.single()
     llama.install(model, PROBED, lambda t: t + module(t))
     for r in range(replicas):
-        tokens, labels = llama.batch(r)
+        tokens, labels = llama.batch(r, samples)
         (llama.loss_of(model(tokens), labels) / replicas).backward()
     return {n: p.grad for n, p in module.named_parameters()}
 

@@ -97,7 +97,8 @@ def share_device() -> None:
     device = gloo.create_default_device()
 
     class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        # torch 2.14 also says whether the group can be reconfigured, which no test does.
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
@@ -199,9 +200,9 @@ class _Sessions:
     def counts_from_zero(self) -> None:
         """Ranks that made differently many sessions before meet again: the store is a new one."""
         self._kind._counts.clear()
-        schedule = sys.modules.get("megatron_flex.adapters.pipelining")
-        if schedule is not None:
-            schedule.PipelineSchedule._counts.clear()
+        stages = sys.modules.get("megatron_flex.adapters.pipeline_stages")
+        if stages is not None:
+            stages.StageLayouts._counts.clear()
 
     def close(self) -> None:
         """Close what is open, on each rank by itself."""

@@ -10,7 +10,6 @@ import argparse
 import ast
 import dataclasses
 import importlib
-import importlib.metadata
 import inspect
 import json
 import pkgutil
@@ -138,15 +137,12 @@ def registered() -> Iterator[str]:
     """What is found by a string: entry points, frameworks, kinds of hooks, exports."""
     from megatron_flex.adapters import adapter_registry
 
-    for entry in importlib.metadata.distribution("megatron-flex").entry_points:
-        yield f"entry point {entry.group}: {entry.name} = {entry.value}"
-    setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (call,) = (n for n in ast.walk(setup) if isinstance(n, ast.Call) and ast.unparse(n.func) == "setup")
-    extras = next(k.value for k in call.keywords if k.arg == "extras_require")
-    assert isinstance(extras, ast.Dict)
-    yield from sorted(f"extra: {ast.literal_eval(k)}" for k in extras.keys if k is not None)
-    markers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
-    yield from sorted(f"marker: {m.split(':')[0]}" for m in markers["ini_options"]["markers"])
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = settings["project"]
+    yield from (f"entry point console_scripts: {name} = {to}" for name, to in project["scripts"].items())
+    yield from sorted(f"extra: {name}" for name in project["optional-dependencies"])
+    markers = settings["tool"]["pytest"]["ini_options"]["markers"]
+    yield from sorted(f"marker: {m.split(':')[0]}" for m in markers)
     yield from (f"framework: {package}" for package, _ in adapter_registry.BUILT_IN)
 
 

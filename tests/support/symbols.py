@@ -1,6 +1,6 @@
 """The private names of other packages that the package uses, found in its source, and the page of them.
 
-`python -m tests.support.symbols` writes the tables of docs/adapters.md.
+`python -m tests.support.symbols` writes the tables of docs/upstream-names.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flex.adapters.upstream_symbols import UPSTREAM_SYMBOLS, UpstreamSy
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_flex"
-PAGE = ROOT / "docs" / "adapters.md"
+PAGE = ROOT / "docs" / "upstream-names.md"
 BEGIN, END = "<!-- generated: python -m tests.support.symbols -->", "<!-- end of generated -->"
 PRIVATE = re.compile(r"_[A-Za-z]\w+")
 WORD = re.compile(r"[\w.]+")

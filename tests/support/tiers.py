@@ -37,8 +37,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_argument_census.py": (),
     "test_models.py": (  # in tests/contract and in tests/distributed
         *("test_scans_pack_their_projections_rank_by_rank", "test_mamba[M*|-M tp2 pp2]"),
-        "test_bert[bert tp2 pp2]",
+        *("test_bert[bert tp2 pp2]", "test_families[mimo tp2 sp]", "test_families[t5 tp2 sp]"),
     ),
+    "test_holders.py": (),
     "test_wrappers.py": (),
     "test_megatron_core.py": (),
     "test_megatron_moe.py": (),
@@ -46,6 +47,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     # Every site kind of a TP2 x PP2 x SP model, of experts and of the other layers: values, gradients, edits.
     "test_matrix.py": ("test_gpt_on_every_version[tp2 sp pp2]", "test_gpt_on_every_version[cp2 tp2 sp]"),
     "test_moe.py": ("test_experts_on_every_version", "test_collectives_of_a_hook"),
+    "test_gpt_names.py": ("test_a_name_that_a_gpt_model_would_not_have",),
     "test_latent.py": ("test_latent_attention[mla tp2, up projections recomputed]",),
     "test_random_cases.py": ("test_what_is_raised_is_a_failure", "test_nothing_compared_is_no_pass"),
     # Hooks, edits and what they share.
@@ -76,7 +78,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         *("test_sites_of_a_dense_model[tp2 sp-backwards]", "test_a_tensor_counted_from_both_ends"),
     ),
     "test_kept_errors.py": ("test_one_kind_on_some_ranks[a rule of one rank]",),
-    "test_packed.py": ("test_packed_sequences[packed mla tp2]",),
+    "test_packed.py": (
+        *("test_packed_sequences[packed mla tp2]", "test_sequences_one_by_one[packed cp2 tp2 sp]"),
+        "test_a_packed_dump_reads_as_an_unpacked_one[packed pp2]",
+    ),
     "test_edits.py": (
         "test_presets_equal_their_formulas_on_one_process[tp2 sp-False-replicated]",
         "test_presets_on_plain_modules",
@@ -205,6 +210,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_isolated_step.py": ("test_the_recipe_of_the_page",),
     # As people run it.
     "test_docs.py": ("test_the_page_on_features_runs", "test_the_page_on_dumps_runs"),
+    "test_examples.py": ("test_wrong_examples_are_noticed",),
     "test_runner.py": (
         "test_sites_and_plans",
         "test_install_and_uninstall",

@@ -6,8 +6,11 @@ import importlib
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # Scripts of Python whose parser can be asked; of the others the text must have the flag.
@@ -46,9 +49,15 @@ def check(command: str) -> None:
     if "[-" in command:  # what may be left out
         command = command.replace("[", "").replace("]", "")
     first, *words = [word for word in shlex.split(command) if word != "..."]
-    while variable := re.fullmatch(r"(FLEX_\w+)=\S*", first):
-        check_read(variable[1])
-        first, *words = words
+    with pytest.MonkeyPatch.context() as changes:
+        while variable := re.fullmatch(r"(FLEX_\w+|MEGATRON_FLEX_PREFIX)=(\S*)", first):
+            check_read(variable[1])
+            changes.setenv(variable[1], variable[2])
+            first, *words = words
+        _check_words(first, words)
+
+
+def _check_words(first: str, words: list[str]) -> None:
     if first == "torchrun":
         check_torchrun(words)
     elif first == "python":
@@ -90,14 +99,13 @@ def check_python(words: list[str]) -> None:
 
 
 def check_extras(words: list[str]) -> None:
-    known = re.findall(
-        r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = project["optional-dependencies"]
     (what,) = [word for word in words if not word.startswith("-")]
     found = re.fullmatch(r"(\.|megatron-flex)(?:\[(.*)\])?", what)
     assert found, f"{what} is not this package"
     unknown = {*(found[2] or "").split(",")} - {*known, ""}
-    assert not unknown, f"setup.py has no extra {unknown}"
+    assert not unknown, f"pyproject.toml has no extra {unknown}"
 
 
 def check_launch(words: list[str]) -> None:

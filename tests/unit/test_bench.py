@@ -92,10 +92,10 @@ def test_a_target_is_judged_within_rounds(script: Load, ours: float, floor: floa
     assert report.judged(made(2, 8, read=ours, clone=floor), "read", "clone", 1.5) == said
 
 
-def test_a_verdict_that_noise_allows_both_ways_has_a_question_mark(script: Load) -> None:
+def test_a_verdict_that_noise_allows_both_ways_is_undecided(script: Load) -> None:
     run = made(2, 8, read=1.0, clone=1.0)
     run["ms"]["read"] = [t + (4 if n % 2 else -4) for n, t in enumerate(run["ms"]["read"])]
-    assert script("bench_hooks_report").judged(run, "read", "clone", 1.0).endswith("?")
+    assert script("bench_hooks_report").judged(run, "read", "clone", 1.0).endswith("undecided")
 
 
 def test_a_way_that_was_not_measured_is_told(script: Load) -> None:
@@ -137,7 +137,7 @@ def test_a_command_is_told_without_where_its_figures_are_kept(script: Load) -> N
 
 
 def test_a_page_gets_what_is_between_its_comments(script: Load) -> None:
-    put = script("bench_hooks_report").put
+    put = script("bench_results").put
     page = "above\n<!-- hooks: written by scripts/bench -->\nold\n<!-- hooks: end -->\nbelow\n"
     new = put(page, "hooks", "new")
     assert new == page.replace("old", "new")
@@ -151,7 +151,7 @@ def test_the_page_of_performance_can_be_written(script: Load) -> None:
     pages = {"hooks": "performance_raw.md", "idle": "performance_raw.md", "hook-cost": "performance.md"}
     for section, name in pages.items():
         page = (docs / name).read_text(encoding="utf-8")
-        assert "all new" in script("bench_hooks_report").put(page, section, "all new")
+        assert "all new" in script("bench_results").put(page, section, "all new")
 
 
 def test_the_plot_has_a_line_for_each_way_and_a_size_for_each_run(script: Load, tmp_path: Path) -> None:

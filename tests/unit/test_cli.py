@@ -3,17 +3,19 @@
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import megatron_flex as mf
 from megatron_flex.cli import main
 from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
 from tests.support.commands import Command, kept
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "megatron_flex.cli"]
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 TOKENS, SAMPLES = 8, 4
+HEADS = Layout((Dim("s"), Dim("b"), Dim("n", (Cut("tp"),)), Dim("d")))
 
 
 @pytest.fixture
@@ -84,7 +87,9 @@ def test_ls_and_show_as_they_are_kept(command, dump, width):
     "words", [[], ["dump"], *(["dump", n] for n in ("ls", "show", "verify", "export", "prune"))]
 )
 def test_help_as_it_is_kept(command, words):
-    kept("-".join(["help", *words]), command(*words, "--help").out)
+    shown = command(*words, "--help").out
+    assert not [line for line in shown.partition("Commands:")[2].splitlines() if line.endswith("...")]
+    kept("-".join(["help", *words]), shown)
 
 
 def test_json_of_ls_has_every_tensor(command, dump):
@@ -123,6 +128,94 @@ def test_calls_of_a_site_have_numbers(command, tmp_path):
     assert names == ["decoder.layers.0#0", "decoder.layers.0#1"]
     first, second = (json.loads(command("dump", "show", "twice", name, "--json").out)[name] for name in names)
     assert second["absmax"] == 2 * first["absmax"] > 0
+
+
+@pytest.fixture(scope="module")
+def pointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump whose sites have points, as those of a run have."""
+    path = tmp_path_factory.mktemp("pointed") / "run"
+    given = {}
+    for layer in (1, 11):
+        for n, (end, width) in enumerate(((":input", 4), (":output", 4), (".mlp.linear_fc1:output", 8))):
+            value, gradient = (
+                random(2, SAMPLES, TOKENS, width, seed=layer + 20 * n + 100 * g) for g in (0, 1)
+            )
+            given[f"decoder.layers.{layer}{end}"] = Given(value, SEQUENCE, gradient)
+    given["decoder.layers.1.self_attention.core_attention:q"] = Given(random(2, SAMPLES, TOKENS, 4, 2), HEADS)
+    weight = {"decoder.layers.1.mlp.linear_fc1.weight": Given(random(2, 8, 4), WEIGHT)}
+    dumps.write(path, given, mesh={"tp": 2}, parameters=weight, iterations=[0, 10])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "entries"),
+    [
+        ("decoder.layers.1", ["decoder.layers.1:output"], (...,)),
+        ("layers.11", ["decoder.layers.11:output"], (...,)),
+        ("1:input", ["decoder.layers.1:input"], (...,)),
+        ("1.mlp.linear_fc1", ["decoder.layers.1.mlp.linear_fc1:output"], (...,)),
+        ("core_attention", ["decoder.layers.1.self_attention.core_attention:q"], (...,)),
+        ("linear_fc1.weight", ["decoder.layers.1.mlp.linear_fc1.weight"], (...,)),
+        ("decoder.layers.*", ["decoder.layers.1:output", "decoder.layers.11:output"], (...,)),
+        ("decoder.layers.1:*", ["decoder.layers.1:input", "decoder.layers.1:output"], (...,)),
+        ("decoder.layers.1.grad", ["decoder.layers.1:output.grad"], (...,)),
+        ("decoder.layers.1@gradient", ["decoder.layers.1:output.grad"], (...,)),
+        ("decoder.layers.1@positions=-1", ["decoder.layers.1:output"], (..., [-1], slice(None))),
+        ("decoder.layers.*@samples=1:3@neurons=0,2", ["decoder.layers.1:output", "decoder.layers.11:output"],
+         (slice(None), slice(1, 3), slice(None), [0, 2])),
+        ("core_attention@heads=2", ["decoder.layers.1.self_attention.core_attention:q"],
+         (..., [2], slice(None))),
+    ],
+)  # fmt: skip
+def test_show_takes_what_python_takes(command, pointed, text, names, entries):
+    told = json.loads(command("dump", "show", pointed, text, "--json").out)
+    assert list(told) == names
+    opened = mf.open_dump(pointed)
+    for name, one in told.items():
+        array = opened.parameter(name) if name.endswith("weight") else opened[name]
+        value = array[entries].torch().double()
+        assert one["count"] == value.numel()
+        assert one["mean"] == pytest.approx(float(value.mean()))
+    if len(names) == 1 and "@" not in text and not text.endswith("weight"):
+        assert opened[text].name == opened[names[0]].name or torch.equal(
+            opened[text].torch(), opened[names[0]].torch()
+        )
+
+
+def test_a_pattern_shows_a_row_for_each(command, pointed):
+    done = command("dump", "show", pointed, "decoder.layers.*@positions=-1")
+    rows = [line.split()[0] for line in done.out.splitlines()]
+    assert rows == ["site", "decoder.layers.1:output", "decoder.layers.11:output"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mlp.linear_fc1", "is the end of decoder.layers.1.mlp.linear_fc1:output, decoder.layers.11."),
+        ("decoder.layers.2", "of decoder.layers there are 1, 11; `dump ls`"),
+        ("decoder.layers.1@heads=0", "has the axes iteration, sample, token, h, and none of heads"),
+        ("decoder.layers.1@positions=8", "index 8 is out of range for 'token' of 8"),
+        ("decoder.layers.1@mean=s", "leave out the reduction"),
+        ("decoder.layers.1@position=1", "SITE decoder.layers.1@position=1: 'position=1'; nearest: positions"),
+        ("decoder.layers.1:input.grad.grad", "has no 'decoder.layers.1:input.grad.grad'"),
+    ],
+)
+def test_what_show_cannot_find_is_one_line(command, pointed, text, said):
+    done = command("dump", "show", pointed, text)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert said in done.err
+
+
+def test_names_are_whole_at_any_width(command, dump, pointed):
+    for width in (40, 60, 80, 100):
+        command.width(width)
+        for words, names in (
+            (["dump", "ls", dump, "--all"], list(sites())),
+            (["compare", dump, dump], list(sites())),
+            (["dump", "show", pointed, "decoder.layers.*:*"], ["decoder.layers.11:output"]),
+        ):
+            lines = command(*words).out.splitlines()
+            assert all(any(name in line.split() for line in lines) for name in names), (width, words)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +258,8 @@ def test_the_package_imports_no_part_of_the_command_line():
 
 
 def test_the_entry_point_is_the_function():
-    text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    (where,) = re.findall(r'"megatron-flex=([\w.:]+)"', text)
-    assert where == "megatron_flex.cli:main"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"]["megatron-flex"] == "megatron_flex.cli:main"
 
 
 def test_a_pipe_gets_plain_text_that_is_not_cut_whatever_its_encoding(dump):

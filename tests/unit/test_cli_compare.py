@@ -111,6 +111,42 @@ def test_a_damaged_dump_cannot_be_compared(command, three, tmp_path):
     assert part.name in done.err
 
 
+def test_statistics_have_the_same_statuses_in_terminal_json_and_page(command, tmp_path):
+    from tests.unit.test_compare_statistics import NAMES, measured, near, tensors
+
+    values = tensors()
+    broken = {**values, NAMES[1]: values[NAMES[1]] * 1.01}
+    measured(tmp_path / "a", values)
+    measured(tmp_path / "near", near(values, 1e-7))
+    measured(tmp_path / "broken", broken)
+    measured(tmp_path / "less", {NAMES[0]: values[NAMES[0]]})
+    measured(tmp_path / "other", {"encoder:output": values[NAMES[0]]})
+    measured(tmp_path / "damaged", values)
+    file = next((tmp_path / "damaged").glob("statistics-*"))
+    file.write_text("{" + file.read_text())
+    dumps.write(tmp_path / "dump", {n: Given(v, SEQUENCE) for n, v in values.items()}, mesh={"tp": 2})
+    expected = {"a": (0, "equal"), "near": (0, "not distinguishable from round-off")}
+    expected |= {"broken": (1, "diverges"), "less": (2, "equal")}  # but of one, which only A has
+    for other, (status, verdict) in expected.items():
+        done, shown = command("compare", "a", other, "--json"), command("compare", "a", other)
+        assert (done.status, shown.status) == (status, status), (other, done.err)
+        told = json.loads(done.out)
+        assert (told["verdict"], told["exit_status"]) == (verdict, status)
+        assert verdict in shown.out
+        assert status != 2 or "--allow-missing" in shown.out
+        assert status != 1 or f"first at {NAMES[1]}" in shown.out
+        viewed = command("view", "a", other, "--out", "page.html")
+        assert viewed.status == 0, viewed.err
+        assert f'"{verdict}"' in (tmp_path / "page.html").read_text(), other
+    for one, status in (("near", 0), ("broken", 1), ("less", 2)):
+        assert command("compare", "dump", one).status == status, one
+        assert command("compare", one, "dump", "--json").status == status, one
+    for other in ("other", "damaged"):
+        done = command("compare", "a", other)
+        assert (done.status, done.out) == (2, ""), done
+        assert done.err.splitlines()[-1].endswith("have no tensor and iteration in common"), done
+
+
 def test_iterations_and_a_reference_on_the_command_line(command, three):
     assert command("compare", "a", "round", "--iterations", "10").status == 0
     assert command("compare", "a", "wrong", "--reference", "round").status == 1

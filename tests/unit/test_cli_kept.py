@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.commands import Command, kept
@@ -41,6 +43,17 @@ def test_what_is_said_before_a_run(command: Command, name: str, words: list[obje
     assert (done.status, done.err) == (0, "")
     assert max(map(len, done.out.splitlines())) <= width
     kept(f"{name}-{width}", done.out)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_layouts_are_never_folded(command: Command, width: int) -> None:
+    command.width(width)
+    words = ["sites", "-m", "decoder.layers.*.mlp.**", *LARGE[:3], "--swiglu", *GPT]
+    layouts = {site["layout"] for site in json.loads(command(*words[:3], "--json", *words[3:]).out)}
+    shown = command(*words).out
+    assert "[s, b, gate|up/tp in 2 segments]" in layouts
+    assert [layout for layout in layouts if layout not in shown] == []
+    assert max(map(len, shown.splitlines()[1:])) <= width  # below the title
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_a_configuration(command: Command, with_dump: bool) -> None:
         (["one", "--mesh", "tp=2"], "--mesh and --world-size are for a configuration"),
         (["one", "--match", "x"], "--match is for a configuration"),
         (["one", "two", "one"], "3 dumps: a page shows 2 sources"),
-        (["measured", "measured"], "one folder of statistics"),
+        (["measured", "measured", "one"], "a page shows 2 sources"),
         (["one", "--most-megabytes", "0.01"], "more than 0.01 MB: show fewer sites"),
         (["one", "--out", "no/where.html"], "cannot be written"),
     ],

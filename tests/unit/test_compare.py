@@ -398,6 +398,27 @@ def test_errors_at_borders(tmp_path: Path) -> None:
     assert not any("borders" in h for h in compare(tmp_path / "a", tmp_path / "d").hints)
 
 
+def test_gradients_of_keys_that_were_not_summed_name_cp(tmp_path: Path) -> None:
+    """Queries stay on their rank: their gradient needs no sum."""
+    core, values = "decoder.layers.0.self_attention.core_attention", tensor()
+    grads = {p: tensor(n) for n, p in enumerate("qkv", 2)}
+    wrong = {**grads, "v": grads["v"] * torch.linspace(0.2, 1, TOKENS)[:, None]}
+    sites = [{f"{core}:{p}": given(values, gradient=g) for p, g in found.items()} for found in (grads, wrong)]
+    result = compare(*both(tmp_path, *sites))
+    assert result.first is not None
+    assert result.first.name == f"{core}:v.grad"
+    assert any("gradients of keys and values over cp is missing" in h for h in result.hints)
+
+
+def test_all_tokens_but_those_that_agree_are_named(tmp_path: Path) -> None:
+    """Round-off everywhere does not hide that the first token is right: angles of position 0 are zero."""
+    value = tensor()
+    wrong = value + 1e-3 * tensor(9) * value.abs().max()
+    wrong[:, :, 1:] += tensor(10)[:, :, 1:]
+    hints = of_one(tmp_path, value, wrong).hints
+    assert any(h.startswith(f"{TOKENS - 1} of {TOKENS} tokens differ: 1, 2, 3") for h in hints), hints
+
+
 def test_noise_has_no_pattern(tmp_path: Path) -> None:
     value = tensor()
     result = of_one(tmp_path, value, value + 0.1 * tensor(9))

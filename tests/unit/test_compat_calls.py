@@ -13,7 +13,7 @@ from torch import nn
 from megatron_flex import compat
 from megatron_flex.compat import FlexModel, HookFunction
 from megatron_flex.compat.distributed import ParallelState
-from tests.support.compat_calls import ADVERTISED, SILENT
+from tests.support.compat_calls import ADVERTISED, INTERNALS, SILENT
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +28,15 @@ def found_in(path: str) -> set[str]:
 def test_a_call_has_a_test(name: str) -> None:
     path, _, test = (ADVERTISED | SILENT)[name].partition("::")
     assert test in found_in(path)
+
+
+@pytest.mark.parametrize("name", INTERNALS)
+def test_what_their_test_of_internals_shows_has_a_test_of_ours(name: str) -> None:
+    why, *tests = INTERNALS[name]
+    assert why
+    assert tests
+    for path, _, test in (t.partition("::") for t in tests):
+        assert test in found_in(path)
 
 
 def public() -> set[str]:

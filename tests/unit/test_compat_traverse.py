@@ -142,3 +142,41 @@ def test_register_leaf_node_type() -> None:
     treedef, leaves = flatten([Weight(2), 3.0])
     assert leaves == [2.0]
     assert unflatten(treedef, ["new"]) == ["new", 3.0]
+
+
+def test_names_of_the_original_modules() -> None:
+    """Names that no code needs to change: where FlexModel had them, and what they do."""
+    from megatron_flex import compat
+    from megatron_flex.compat.core import core_utils, hook_function, wrapper
+    from megatron_flex.compat.distributed import distributed_state, mappings, strategies
+    from megatron_flex.compat.traverse import nodes, ops
+
+    assert core_utils.DummyModule is compat.DummyModule
+    assert wrapper.FlexModel is compat.FlexModel
+    assert hook_function.HookFunction is compat.HookFunction
+    assert distributed_state.initialize_distributed_state is compat.distributed.initialize_distributed_state
+    assert mappings.all_gather_tensor_parallel is compat.distributed.all_gather_tensor_parallel
+    assert strategies.NullMemoryOffloadStrategy is compat.distributed.NullMemoryOffloadStrategy
+    tensor = torch.ones(2)
+    assert compat.distributed.unity(tensor, compat.FlexModel(nn.Linear(2, 2), {}).fmps) is tensor
+    tree, _ = ops.flatten([tensor, 1])
+    assert nodes.is_internal_node(tree)
+    assert nodes.is_leaf_node(tree.children[0])
+    assert nodes.is_internal_obj([tensor])
+    assert nodes.is_leaf_obj(tensor)
+    assert not nodes.is_leaf_obj(1)
+    assert nodes.get_internal_node([tensor]) is nodes.ListNode
+    assert nodes.get_leaf_node(tensor) is nodes.TensorNode
+    for find, obj in ((nodes.get_internal_node, tensor), (nodes.get_leaf_node, [tensor])):
+        with pytest.raises(FlexError, match="makes a type one"):
+            find(obj)
+    assert compat.traverse.ScalarNode is compat.traverse.ScalarObject is compat.traverse.LeafObject
+
+
+def test_outputs_of_transformers_are_nodes() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    node = nodes.BaseModelOutputWithPastNode()
+    given = outputs.BaseModelOutputWithPast(*(torch.ones(1) * n for n in range(4)))
+    made = node.unflatten(node.flatten(given))
+    assert type(made) is type(given)
+    assert [float(t) for t in (made.last_hidden_state, *made.to_tuple()[1:])] == [0.0, 1.0, 2.0, 3.0]

@@ -87,9 +87,9 @@ def test_a_registered_adapter_is_used_and_can_be_taken_out(register: Any):
 
 def test_two_names_for_two_adapters(register: Any):
     register(Claiming("special"))
-    with pytest.raises(FlexError, match=r"an adapter 'special' is there already \(registered by"):
+    with pytest.raises(FlexError, match=r"an adapter 'special' is registered already \(registered by"):
         register(Claiming("special"))
-    with pytest.raises(FlexError, match=r"an adapter 'megatron-core' is there already \(built in\)"):
+    with pytest.raises(FlexError, match=r"an adapter 'megatron-core' is registered already \(built in\)"):
         register(Claiming("megatron-core"))
 
 

@@ -40,7 +40,9 @@ def test_a_table_shows_what_was_not_detected(page: Any) -> None:
         "probes": [[0.1, True, True, True, "a"], [1e-3, True, False, None, "b"]],
     }
     missed = {"alarm": 0, "hints": "", "probes": [[0.1, False, False, False, ""]]}
+    found["comparer"] = "new"
     kept = {
+        "comparer": "new",
         "bugs": {"one": swept, "two": swept},
         "results": {
             "bug/fp32/one": found,
@@ -49,12 +51,30 @@ def test_a_table_shows_what_was_not_detected(page: Any) -> None:
             "bug/fp8/one": {"error": "none"},
             "right/fp32/tp2/0": {"status": 1, "steps": 20, "closest": 1.5, "tensors": 7},
             "right/fp32/tp2/1": {"status": 0, "steps": 20, "closest": 0.5, "tensors": 7},
+            "held-out/fp32/tp2/100": {
+                "status": 0,
+                "steps": 20,
+                "closest": 0.7,
+                "tensors": 9,
+                "comparer": "new",
+            },
         },
     }
     rows = page.bugs(kept).splitlines()
-    assert rows[2] == "| TP | one | relative | 1.0e-03 † | not at 0.1 |  |  | 1 of 1 |"
+    assert rows[2] == "| TP | one | relative | 1.0e-03 † | not at 0.1 ° |  |  | 1 of 1 |"
     assert rows[3].startswith("| TP | two | relative | false alarm |")
-    assert page.right_pairs(kept).splitlines()[2] == "| fp32 | 2 | 20 | 14 | 1 | 1.50 |"
+    assert page.right_pairs(kept).splitlines()[2:] == [
+        "| fp32 | of calibration | earlier | 2 | 20 | 14 | 1 | 1.50 |",
+        "| fp32 | held out | present | 1 | 20 | 9 | 0 | 0.70 |",
+    ]
+    assert page.comparer(kept).splitlines() == [
+        "| part | precision | comparer new | an earlier comparer |",
+        "| --- | --- | --- | --- |",
+        "| right runs, seeds of calibration | fp32 | 0 | 2 |",
+        "| right runs, seeds held out | fp32 | 1 | 0 |",
+        "| bugs | fp32 | 2 | 0 |",
+        "| bugs | bf16 | 0 | 1 |",
+    ]
     assert page.summary(kept).splitlines()[2:] == [
         "| fp32 | 2 of 2 | 2 of 2 | 2 of 2 |",
         "| bf16 | 0 of 1 | 0 of 0 | 0 of 0 |",

@@ -122,7 +122,7 @@ def test_a_manifest_that_is_gone_or_empty_is_an_error_on_every_road(
     told = list_dump_contents(dump)
     assert told.iterations == list(range(4, 8) if run == 0 else range(4)), "those that can be read"
     assert told.runs[run].incomplete == list(range(4) if run == 0 else range(4, 8))
-    assert verify_dump(dump).whole == told.iterations
+    assert verify_dump(dump).complete == told.iterations
 
 
 def test_what_only_a_run_without_a_manifest_has_whole_is_lost(dump: Path) -> None:

@@ -208,8 +208,10 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = opened(tmp_path)
     assert find_access_problem(tmp_path, told) == ""
-    assert find_access_problem(tmp_path, replace(told, created="later")) == "sees another folder of that name"
-    assert find_access_problem(tmp_path, replace(told, run=7), 0.0) == "does not see it"
-    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == "does not see it"
+    assert (
+        find_access_problem(tmp_path, replace(told, created="later")) == "found another folder of that name"
+    )
+    assert find_access_problem(tmp_path, replace(told, run=7), 0.0) == "cannot see it"
+    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == "cannot see it"
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
     assert find_access_problem(tmp_path, told) == "may not write to it"

@@ -142,7 +142,7 @@ def test_rows_go_home(
         rows = {p: r for p, r in rows.items() if p[2] == (p[0] + p[1]) % ranks.sizes["etp"]}
     for replica, went in enumerate(chosen):
         value = ranks.value(replica)
-        got = routing.whole(rows, layout, replica, expert)
+        got = routing.assemble_by_token(rows, layout, replica, expert)
         if expert is not None:
             assert torch.equal(got, value[:, :, expert][went[:, :, expert]])
             continue
@@ -213,10 +213,10 @@ def test_what_is_missing_is_named() -> None:
     choices = ranks.choices(chosen, 2)
     rows = ranks.rows(chosen, LAYOUTS["the same"], None)
     with pytest.raises(DumpError, match=r"no router's decision of the rank at \(edp, ep, etp\)=\(0, 1, 0\)"):
-        ExpertRouting(choices[:1], ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
+        ExpertRouting(choices[:1], ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
     del rows[0, 1, 0]
     with pytest.raises(DumpError, match="no rows of the ranks at edp=0, ep=1"):
-        ExpertRouting(choices, ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
+        ExpertRouting(choices, ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
     other = replace(choices[1][1], chosen=choices[1][1].chosen[:, :2])
     with pytest.raises(DumpError, match=r"among \[2, 4\] experts"):
         ExpertRouting([choices[0], (choices[1][0], other)], ranks.sizes)

@@ -67,7 +67,7 @@ def test_a_dump_as_it_was_written_is_good(dump):
     found = verify_dump(dump)
     assert found.good
     assert found.findings == []
-    assert (found.files, found.tensors, found.whole) == (12, 3 * (2 * 2 + 2), [0, 10, 20])
+    assert (found.files, found.tensors, found.complete) == (12, 3 * (2 * 2 + 2), [0, 10, 20])
     assert found.nbytes == sum(g.value.nbytes for g in sites().values()) * 3 // 2
 
 

@@ -181,7 +181,7 @@ def test_patch_from_whatever_holds_tensors(tmp_path: Path) -> None:
         patched(found, x, key(3))
     with pytest.raises(mf.HookError, match=r"nothing for decoder\.layers\.0:mid in the source"):
         edits.patch({"decoder.layers.1:mid": found}).for_site(site(STREAM))
-    with pytest.raises(mf.HookError, match=r"write it to a file with edits\.write"):
+    with pytest.raises(mf.HookError, match=r"write them to a file with edits\.write"):
         patched(Captures(), x, key())
 
 

@@ -367,6 +367,30 @@ def test_memory_of_a_rank_depends_on_no_number_of_replicas_or_stages() -> None:
     assert read[0].each.device == 2 * wide.hooks[0].each.device == 32 * 2 * 64 * 2 / 4
 
 
+def test_rows_are_named_as_they_were_asked_for() -> None:
+    read = [
+        "decoder.layers.*@positions=-1",
+        "decoder.layers.9",
+        f"{FC1}@gradient",
+        "decoder.layers.[4-6].mlp*",
+    ]
+    found = hook_estimate({**BASE, "num_layers": 12}, read=read, edit=["decoder.layers.3=scale=2"])
+    assert [row[0] for row in found.rows()] == [
+        "decoder.layers.*@positions=-1 (12)",
+        "decoder.layers.9",
+        f"{FC1}@gradient (12)",
+        "decoder.layers.[4-6].mlp* (3)",
+        "decoder.layers.3",
+    ]
+    two = hook_estimate({**BASE, "num_layers": 12}, read=["decoder.layers.[49]**@samples=0"])
+    names = {row[0] for row in two.rows()}
+    assert "decoder.layers.{4,9}.mlp:output@samples=0 (2)" in names
+    assert str(found).splitlines()[0].startswith("tensor ")
+    dumped = dump_estimate({**BASE, "num_layers": 12}, "decoder.layers.9", gradients=True)
+    assert [row[0] for row in dumped.rows()] == ["decoder.layers.9:output", "decoder.layers.9:output.grad"]
+    assert "decoder.layers.9:output.grad" in str(dumped)
+
+
 def test_links_by_kind_of_hook_and_by_node() -> None:
     config = {**BASE, "num_layers": 1}
     for node, near, far in ((8, WHOLE / 2 * 2, 0), (1, 0, WHOLE / 2 * 2)):

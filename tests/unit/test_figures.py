@@ -138,7 +138,7 @@ def test_a_heat_map_of_more_than_is_drawn(tmp_path: Path) -> None:
     assert "means of |x| over 3 x 3 (tokens x features)" in found.caption
     whole = figures.heat(tmp_path, SITE, sample=1)
     assert np.array_equal(whole.values, value[0, 1])
-    assert whole.caption == f"{SITE} · iteration 0 · sample 1 · [s, b, 4h] · 4h over tp"
+    assert whole.caption == f"{SITE} · iteration 0 · sample 1 · [s, b, 4h/tp]"
 
 
 def test_tokens_and_samples_that_were_picked_keep_their_numbers(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_logit_lens_in_pieces_is_that_in_one(tmp_path: Path, monkeypatch: pyte
     assert whole.layers == (1,)
     assert whole.probabilities.shape == (1, 7, 12), "no more than there are"
     np.testing.assert_allclose(whole.probabilities.sum(-1), 1.0, rtol=1e-5)
-    monkeypatch.setattr(lens_figure, "WHOLE", 25)  # two tokens at a time
+    monkeypatch.setattr(lens_figure, "MAX_LOGITS", 25)  # two tokens at a time
     monkeypatch.setattr(lens_figure, "PIECE", 31)  # five words at a time
     pieces = figures.logit_lens(tmp_path, sample=1, top=20)
     np.testing.assert_allclose(pieces.probabilities, whole.probabilities, rtol=1e-5)

@@ -287,7 +287,7 @@ class Twice(torch.autograd.Function):
         (lambda x, y: x @ y.T, (1, 1), "a partial sum"),
         (lambda x: torch.linalg.qr(x), (0,), "what linalg_qr does to sharded tensors is not known"),
         (lambda x: torch.linalg.qr(x * 1)[0] + 1, (0,), "linalg_qr"),
-        (lambda x, y: x + y, (1, None), "as if it were cut too"),
+        (lambda x, y: x + y, (1, None), "as if sharded too"),
         (lambda x, y: x + y, (0, 1), "dim"),
         (
             lambda x: x.numpy() is None or x.detach() + torch.from_numpy(x.numpy()),

@@ -52,7 +52,7 @@ USES = [
     (FULL, TP_AND_CP, Layout(FULL.dims, partial=("cp", "tp")), ""),
     (SHARED, TP_USE, PARTIAL, ""),
     (PARTIAL, ONE_USE, SHARED, ""),
-    (FULL, BOTH, None, "parts of it are whole on each rank and others are summands"),
+    (FULL, BOTH, None, "parts of it are full on each rank and others are partial"),
     (FULL, REASON, None, "no rule for sort"),
     (FULL, TWO_PASSES, None, "used differently each time"),
     (FULL, "the model was called before", None, "the model was called before"),
@@ -137,7 +137,7 @@ def test_axes_that_nothing_sums() -> None:
 
 def test_trainable_modules_need_the_conjugate() -> None:
     assert explain_unlike_conjugate(GradientLayout(SHARED), PARTIAL) == ""
-    assert explain_unlike_conjugate(GradientLayout(PARTIAL), FULL) == "each rank has a summand over tp"
+    assert explain_unlike_conjugate(GradientLayout(PARTIAL), FULL) == "it is partial over tp"
     assert explain_unlike_conjugate(GradientLayout(None, "why"), FULL) == "why"
 
 

@@ -102,7 +102,7 @@ def test_sinks_have_handles(tmp_path: Path):
         assert not flex.session.sinks.groups
     with mf.open_dump(tmp_path / "dump") as found:
         assert found["0:output"].shape[0] == 1
-        assert repr(found) == f"<OpenDump {tmp_path / 'dump'}: 1 sites, 0 parameters, 1 run>"
+        assert repr(found) == f"<OpenDump {tmp_path / 'dump'}: 1 site, 0 parameters, 1 run>"
     assert len(mf.open_statistics(tmp_path / "statistics").iterations) == 1
 
 

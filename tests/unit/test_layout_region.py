@@ -89,7 +89,7 @@ def test_region_is_what_assemble_has_there() -> None:
         cases.append(layout.describe())
 
     check()
-    for kind in ("zigzag", "segments", "copies", "summands", "summed"):
+    for kind in ("zigzag", "segments", "copies", "partial sums", "summed"):
         assert any(kind in c for c in cases), kind
 
 

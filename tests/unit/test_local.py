@@ -32,7 +32,7 @@ FILLING = 7.0  # what padding has
 def named(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     """A layout whose dims are a sequence, a batch and heads, in some order, and the shape of its whole."""
     layout, shape = draw(layouts())
-    names = draw(st.permutations(["s", "b", draw(st.sampled_from(["n", "nd"]))]))
+    names = draw(st.permutations(["s", "b", draw(st.sampled_from(["n", "n*d"]))]))
     dims = tuple(replace(d, name=n) for d, n in zip(layout.dims, names, strict=False))
     return replace(layout, dims=dims), shape
 
@@ -100,9 +100,9 @@ def presets(layout: Layout, whole: Tensor) -> dict[str, Any]:
         found["samples"] = edits.zero(samples=-1) | edits.scale(0.5, samples=0)
     if "n" in at.dims and whole.ndim > 1:
         found["heads"] = edits.ablate_heads([0, -1])
-    if "nd" in at.dims:
+    if "n*d" in at.dims:
         found["heads side by side"] = edits.ablate_heads(
-            [0], keep=True, of=next(n for n in (3, 2, 1) if whole.shape[at.dims.index("nd")] % n == 0)
+            [0], keep=True, of=next(n for n in (3, 2, 1) if whole.shape[at.dims.index("n*d")] % n == 0)
         )
     return {n: e.for_site(at) for n, e in found.items()}
 
@@ -181,14 +181,14 @@ def test_what_needs_the_whole_says_why() -> None:
         return plan_local_edits({hook: bound}, layout, (4, 2, 6), two, trains)[1]
 
     assert why(edits.scale(2.0)) == ""
-    assert "nothing says that squared" in why(squared)
+    assert "squared is not declared" in why(squared)
     assert why(squared, replicated("s", "b", "h")) == "", "each rank has all of it"
-    assert "needs the whole: s is cut over a" in why(edits.resample("s"))
+    assert "needs the full tensor: s is sharded over a" in why(edits.resample("s"))
     assert "one rank" in why(edits.scale(2.0), run="once")
-    assert "summand" in why(edits.clamp(0.0, 1.0), Layout(cut.dims, partial=("b",)))
+    assert "partial" in why(edits.clamp(0.0, 1.0), Layout(cut.dims, partial=("b",)))
     assert why(edits.scale(2.0), Layout(cut.dims, partial=("b",))) == ""
     assert why(mf.local(dims=("s", "b"))(squared)) == ""
-    assert "s is cut" in why(mf.local(dims="b h")(squared))
+    assert "s is sharded" in why(mf.local(dims="b h")(squared))
     assert "save_ctx" in why(mf.local()(saving))
     assert "trainable" in why(mf.local()(training), trains=True)
     assert "differ in length" in why(

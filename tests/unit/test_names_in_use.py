@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,3 +87,31 @@ def test_names_are_there() -> None:
     }
     assert len(missing) > 200
     assert not {file: names for file, names in missing.items() if names}
+
+
+# The compatible interface has the names of its predecessor, beside ours; programs start at `__main__`.
+SAME_CLASS = {"FlexModel", "HookFunction"}
+SAME_FILE = {"__init__.py", "__main__.py"}
+
+
+def find_repeated(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names that are in more than one place, each with its places."""
+    found: dict[str, list[str]] = {}
+    for name, where in names:
+        found.setdefault(name, []).append(where)
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    classes = (
+        (node.name, str(path.relative_to(ROOT)))
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert set(find_repeated(classes)) == SAME_CLASS
+
+
+def test_a_module_has_a_name_of_its_own() -> None:
+    files = ((path.name, str(path.relative_to(ROOT))) for path in sorted((ROOT / PACKAGE).rglob("*.py")))
+    assert set(find_repeated(files)) == SAME_FILE

@@ -119,7 +119,7 @@ def test_the_tree_folds_and_says_what_stands_where() -> None:
     assert told.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
     assert f"edits by {EVIL} [steer]" in told.text
     assert f"no hook: {EVIL}" in told.text
-    assert "[s, b, 4h] · 4h over tp · s x b x 8" in told.text
+    assert "[s, b, 4h/tp] · s x b x 8" in told.text
 
 
 def test_layers_that_are_alike_are_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from itertools import product
@@ -103,6 +104,67 @@ def test_every_number_in_the_values_leads_somewhere() -> None:
     assert told["version"] == 1
 
 
+def named(*names: str) -> list[Site]:
+    return [Site(name, replicated("s", "b", "h"), ("s", "b", 8)) for name in names]
+
+
+def test_sites_are_in_the_order_of_execution() -> None:
+    layer = "decoder.layers.0"
+    given = [  # as the adapter lists them, with norms inside of Transformer Engine's linears
+        "embedding:output",
+        "decoder:output",
+        f"{layer}:input",
+        f"{layer}:mid",
+        f"{layer}:output",
+        f"{layer}.input_layernorm:input",
+        f"{layer}.pre_mlp_layernorm:input",
+        f"{layer}.self_attention:input",
+        f"{layer}.self_attention.linear_qkv:output",
+        f"{layer}.mlp:input",
+        f"{layer}.mlp.linear_fc1:output",
+        "decoder.layers.1:output",
+        "decoder.final_layernorm:output",
+        "output_layer:output",
+        "loss:output",
+    ]
+    wanted = [n for n in given if n != "decoder:output" and "pre_mlp" not in n]
+    wanted.insert(wanted.index(f"{layer}.mlp:input"), f"{layer}.pre_mlp_layernorm:input")
+    wanted.insert(wanted.index("output_layer:output"), "decoder:output")
+    assert [s.name for s in Page("", GRID, named(*given)).sites] == wanted
+    assert read(Page("", GRID, named(*given)))["sites"]["name"] == wanted
+    deep = ".".join("abc" * 4000) + ":output"  # a name of a dump may be of any depth
+    assert [s.name for s in Page("", GRID, named(deep)).sites] == [deep]
+
+
+def test_axes_of_experts_are_there_where_experts_are() -> None:
+    dense = read(Page("", GRID, model()))
+    assert dense["mesh"]["experts"] == []
+    assert [a["name"] for a in dense["mesh"]["axes"]] == ["pp", "dp", "cp", "tp"]
+    routed = read(Page("", GRID, [*model(), *named("decoder.layers.0.mlp.experts.3.linear_fc1:output")]))
+    assert [a["name"] for a in routed["mesh"]["experts"]] == ["edp", "ep", "etp"]
+    cut = Site("x:output", Layout((Dim("s", (Cut("ep"),)),)), ("s",))
+    assert read(Page("", GRID, [cut]))["mesh"]["experts"] != []
+
+
+def chosen(page: Page) -> str:
+    told = read(page)
+    return "" if told["chosen"] < 0 else told["sites"]["name"][told["chosen"]]
+
+
+def test_a_page_opens_with_a_recorded_site() -> None:
+    sites = model()
+    numbers = {s.name: n for n, s in enumerate(Page("", GRID, sites).sites)}
+    fc1 = [f"decoder.layers.{n}.mlp.part0.linear_fc1:output" for n in range(4)]
+    recorded = [numbers[n] for n in ("embedding:output", "decoder.layers.0:output", *fc1)]
+    data = [{"sites": [-1, *recorded]}]
+    assert chosen(Page("", GRID, sites)) == ""
+    assert chosen(Page("", GRID, sites, data=data)) == fc1[0], "what most layers have, and the first of it"
+    assert chosen(Page("", GRID, sites, data=data, chosen=fc1[2])) == fc1[2]
+    differs = {"first": numbers["decoder.layers.2:output"]}
+    assert chosen(Page("", GRID, sites, data=data, divergence=differs)) == "decoder.layers.2:output"
+    assert chosen(Page("", GRID, sites, data=[{"sites": [-1]}])) == ""
+
+
 def test_names_from_files_stay_text() -> None:
     site = Site(f"{NASTY}:output", replicated("s"), ("s",), hidden=NASTY)
     text = html(
@@ -141,7 +203,8 @@ def test_scripts_of_the_page_take_no_markup_and_load_nothing() -> None:
 
 
 def test_the_package_has_the_assets() -> None:
-    assert "page/assets/*" in (ROOT / "setup.py").read_text(encoding="utf-8")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert "page/assets/*" in settings["package-data"]["megatron_flex"]
     text = html(Page("", GRID, []))
     for path in ASSETS.iterdir():
         if path.suffix in (".js", ".css"):
@@ -340,7 +403,7 @@ def test_a_page_of_statistics(tmp_path: Path) -> None:
     from megatron_flex.statistics.statistics_reader import open_statistics
 
     measured.write(tmp_path, [0, 1])
-    told = read(fill_page(None, statistics=open_statistics(tmp_path)))
+    told = read(fill_page(None, statistics=[open_statistics(tmp_path)]))
     assert told["sites"]["name"] == list(measured.SITES)
     assert set(told["sites"]["state"]) == {2}
     assert told["data"][0]["kind"] == "statistics"

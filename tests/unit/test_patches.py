@@ -17,14 +17,14 @@ pytest.importorskip("libcst", reason="the patches are made with it: pip install 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-import patches.files
+import megatron_flex_patches.files
 from megatron_flex import points
-from patches import VERSION, lines
-from patches.command import main
-from patches.errors import PatchError
-from patches.finding import Target, find
-from patches.launcher import LINES
-from patches.points import IMPORT
+from megatron_flex_patches import VERSION, lines
+from megatron_flex_patches.command import main
+from megatron_flex_patches.errors import PatchError
+from megatron_flex_patches.finding import Target, find
+from megatron_flex_patches.launcher import LINES
+from megatron_flex_patches.points import IMPORT
 from tests.support import sources
 
 ROOT = Path(__file__).parents[2]
@@ -375,9 +375,9 @@ def test_an_older_patch_is_replaced(
 ) -> None:
     main(["--apply", str(checkout)])
     once = contents(checkout)
-    for module in (lines, patches.files):
+    for module in (lines, megatron_flex_patches.files):
         monkeypatch.setattr(module, "VERSION", VERSION + 1)
-    monkeypatch.setattr("patches.command.VERSION", VERSION + 1)
+    monkeypatch.setattr("megatron_flex_patches.command.VERSION", VERSION + 1)
     assert main(["--check", str(checkout)]) == 1
     assert f"older version ({VERSION}, this is {VERSION + 1})" in capsys.readouterr().out
     assert main(["--apply", str(checkout)]) == 0
@@ -431,7 +431,7 @@ def test_all_files_or_none(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(checkout)
-    real, calls = patches.files.os.replace, []
+    real, calls = megatron_flex_patches.files.os.replace, []
 
     def replace(new: Path, old: Path) -> None:
         calls.append(old)
@@ -439,7 +439,7 @@ def test_all_files_or_none(
             raise OSError(28, "No space left on device")
         real(new, old)
 
-    monkeypatch.setattr(patches.files.os, "replace", replace)
+    monkeypatch.setattr(megatron_flex_patches.files.os, "replace", replace)
     assert main(["--apply", str(checkout)]) == 2
     assert "No space left" in capsys.readouterr().err
     assert len(calls) == 3, "the first is brought back"
@@ -503,7 +503,7 @@ def test_a_damaged_patch(change: Any, said: str, checkout: Path, capsys: pytest.
         ("if True: pretrain(\n", "no Python"),
         ("# pretrain()\n", "does not call pretrain()"),
         ('if __name__ == "__main__": pretrain(1)\n', "on one line"),
-        ("f = lambda: pretrain(1)\n", "nowhere that a statement could stand"),
+        ("f = lambda: pretrain(1)\n", "nowhere that a statement can be inserted"),
     ],
 )
 def test_other_files(source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

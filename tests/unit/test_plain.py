@@ -297,9 +297,9 @@ def test_two_passes_through_one_module_are_kept_apart() -> None:
 
 def test_a_tensor_that_is_not_there() -> None:
     model = Model()
-    with pytest.raises(HookError, match=r"unpack_idx=3 is out of range: 3 tensor\(s\) passed there"):
+    with pytest.raises(HookError, match=r"unpack_idx=3 is out of range: the hook point has 3 tensors"):
         _run(model, HookFunction("nest", unpack_idx=3))
-    with pytest.raises(HookError, match=r"unpack_idx=-2 is out of range: 1 tensor"):
+    with pytest.raises(HookError, match=r"unpack_idx=-2 is out of range: the hook point has 1 tensor"):
         _run(model, HookFunction("inp", unpack_idx=-2, hook_type="forward_pre"))
     with pytest.raises(HookError, match="a parameter is one tensor"):
         _run(model, HookFunction("inp.weight", unpack_idx=1, hook_type="tensor"))
@@ -566,7 +566,7 @@ def test_a_cache_of_everything_has_the_outputs_of_all_modules(size: int | None) 
         _, one = flex.interp.run_with_cache(x, "blocks.0", microbatch_size=size)
         with flex.interp.trace(x, microbatch_size=size) as trace:
             traced = trace["blocks.0"].output
-        with pytest.raises(HookError, match="nothing passed at unused:output"):
+        with pytest.raises(HookError, match="nothing was captured at unused:output"):
             flex.interp.run_with_cache(x, "unused")
         assert not flex.output_dict
     assert out is not None

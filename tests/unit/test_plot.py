@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,12 @@ def stream(layers: int = 4, iterations: int = 3, template: str = "decoder.layers
     return Norms(sites, tuple(range(0, 10 * iterations, 10)), values, zeros + 4, zeros, LONG)
 
 
+def of_tokens(layers: int = 4, iterations: int = 3) -> Norms:
+    made = stream(layers, iterations)
+    mean = 5 + random(iterations, layers)
+    return replace(made, token_norms=np.stack([mean, mean - 2, mean + 3]))
+
+
 def patterns(heads: int = 6, tokens: int = 8) -> Attention:
     places = tuple(range(tokens))
     return Attention(3, 7, random(heads, tokens, tokens), places, places, LONG)
@@ -50,8 +57,10 @@ def scores(layers: int = 4, heads: int = 8) -> Induction:
 
 def guesses(layers: int = 5, tokens: int = 16) -> LogitLens:
     ids = np.arange(layers * tokens).reshape(layers, tokens, 1)
+    places, ranks = tuple(range(4, 4 + tokens)), 1 + np.arange(layers * tokens)[::-1].reshape(layers, tokens)
+    probabilities, entropies = random(layers, tokens, 1), random(layers, tokens)
     return LogitLens(
-        tuple(range(layers)), tuple(range(4, 4 + tokens)), ids, random(layers, tokens, 1), 0, LONG
+        tuple(range(layers)), places, ids, probabilities, 0, LONG, entropies, ranks, ids[-1, :, 0]
     )
 
 
@@ -98,6 +107,9 @@ ALL: dict[str, Callable[[], Any]] = {
     ),
     "logit lens": lambda: mf.plot.logit_lens(guesses(), tokenizer=lambda i: f"token{i}"),
     "logit lens of much": lambda: mf.plot.logit_lens(guesses(24, 60)),
+    "logit lens by rank": lambda: mf.plot.logit_lens(guesses(), show="rank"),
+    "logit lens by entropy": lambda: mf.plot.logit_lens(guesses(24, 30), show="entropy"),
+    "norms of tokens": lambda: mf.plot.norms(of_tokens()),
     "histograms": lambda: mf.plot.histograms(spread()),
     "histograms of one": lambda: mf.plot.histograms(spread(1)),
     "histograms of many": lambda: mf.plot.histograms(spread(100)),
@@ -161,10 +173,10 @@ def test_images_are_the_numbers() -> None:
     assert np.array_equal(image(panels[1]), made.values[0])
     made_scores = scores()
     first, second = mf.plot.induction(made_scores).axes[:2]
-    assert np.array_equal(image(first), made_scores.scores)
-    assert np.array_equal(image(second), made_scores.previous)
+    assert np.array_equal(image(first), made_scores.scores / made_scores.uniform)
+    assert np.array_equal(image(second), made_scores.previous / made_scores.uniform)
     written = [t.get_text() for t in first.texts]
-    assert written == [f"{v:.2f}" for v in made_scores.scores.ravel()]
+    assert written == [f"{v / 0.05:.1f}" for v in made_scores.scores.ravel()]
     lens = guesses()
     axes = mf.plot.logit_lens(lens, tokenizer=lambda i: f"<{i}>").axes[0]
     assert np.array_equal(image(axes), lens.probabilities[:, :, 0])
@@ -173,6 +185,7 @@ def test_images_are_the_numbers() -> None:
         "embeddings",
         *(f"layer {n} output" for n in range(4)),
     ]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "downwards, as a table prints them"
     signed, blocks = (mf.plot.heat(tile(block=b)).axes[0].get_images()[0] for b in ((1, 1), (4, 2)))
     assert signed.get_clim()[0] == -signed.get_clim()[1], "zero is in the middle of the colors"
     assert blocks.get_clim()[0] == 0
@@ -189,21 +202,63 @@ def test_curves_are_the_numbers() -> None:
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 10, 20], one.values[:, 0].tolist())
 
 
-def test_ridges_are_the_shares_of_bins() -> None:
-    made = spread(3)
-    figure = mf.plot.histograms(made)
-    axes = figure.axes[0]
-    labels = [t.get_text() for t in axes.get_xticklabels()]
-    assert labels[len(labels) // 2] == "0"
+def bell(iterations: int = 3) -> tuple[Histograms, np.ndarray]:
+    """Histograms of normal numbers and some zeros, and the numbers."""
+    edges = np.array(compute_bin_edges())
+    numbers = np.random.default_rng(1).normal(size=(iterations, 20_000))
+    numbers[:, :500] = 0
+    inner = np.array([0.0, *(-e for e in edges[1:BINS_PER_SIGN][::-1])])  # magnitudes, ascending
+    counts = []
+    for row in numbers:
+        up, down = (np.histogram(sign * row[sign * row > 0], [*inner, np.inf])[0] for sign in (1, -1))
+        counts.append([*down[::-1], (row == 0).sum(), *up])
+    return Histograms("x:output", tuple(range(iterations)), edges, np.array(counts), LONG), numbers
+
+
+def ridge(axes: Any, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Heights of a ridge above its base, and the places of its edges."""
+    from matplotlib.patches import StepPatch
+
+    filled = [p for p in axes.patches if isinstance(p, StepPatch) and p.get_fill()]
+    values, edges, base = filled[depth].get_data()
+    return np.asarray(values) - base, np.asarray(edges)
+
+
+def test_ridges_are_densities_without_an_empty_middle() -> None:
+    made, numbers = bell()
+    axes = mf.plot.histograms(made).axes[0]
     assert [t.get_text() for t in axes.get_yticklabels()] == ["0", "1", "2"]
-    ridges = [line.get_ydata() + depth for depth, line in enumerate(axes.get_lines())]
-    for ridge, counts in zip(ridges, made.counts, strict=True):
-        there = counts[BINS_PER_SIGN - 42 : BINS_PER_SIGN + 43]
-        middle = len(ridge) // 2
-        assert ridge[middle] / ridge.sum() == pytest.approx(3 / counts.sum())
-        drawn, wanted = ridge / ridge.sum(), counts / counts.sum()
-        assert drawn[drawn > 1e-12] == pytest.approx(wanted[wanted > 0])
-        assert there.sum() == counts.sum()
+    linear = 2.0  # the power of two that has nine of ten normal numbers below it
+    for depth, row in enumerate(numbers):
+        heights, edges = ridge(axes, depth)
+        low, high = edges[:-1], edges[1:]
+        inside = (low >= -1) & (high <= 1)
+        wanted = [((row / linear > a) & (row / linear <= b) & (row != 0)).sum() / (b - a)
+                  for a, b in zip(low[inside], high[inside], strict=True)]  # fmt: skip
+        assert heights[inside] / heights[inside].sum() == pytest.approx(
+            np.array(wanted) / sum(wanted), rel=0.02
+        )
+        assert ((heights * (high - low)).sum()) > 0
+        middle = heights[(low < 0.1) & (high > -0.1)]
+        assert middle.min() > 0.8 * heights.max(), "the density is greatest around zero"
+    assert [t.get_text() for t in axes.texts] == [" 2.5 % zeros"] * 3
+    assert axes.get_xticks().tolist()[:1] < [-1]
+    labels = dict(
+        zip(axes.get_xticks().tolist(), (t.get_text() for t in axes.get_xticklabels()), strict=True)
+    )
+    assert (labels[0.0], labels[1.0], labels[-1.0]) == ("0", "$2^{1}$", "$-2^{1}$")
+
+
+def test_every_value_is_in_a_ridge() -> None:
+    made = spread(3)
+    axes = mf.plot.histograms(made).axes[0]
+    scales = set()
+    for depth, counts in enumerate(made.counts):
+        heights, edges = ridge(axes, depth)
+        there = counts.sum() - counts[BINS_PER_SIGN]
+        scales.add(round((heights * np.diff(edges)).sum(), 9))
+        assert there > 0
+    assert len(scales) == 1, "each ridge has the same area: all values but the zeros"
 
 
 def test_broken_values_are_marked() -> None:
@@ -216,18 +271,138 @@ def test_broken_values_are_marked() -> None:
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([2], [0.0])
 
 
+def test_divergence_is_by_layer_with_a_series_for_each_kind() -> None:
+    made = apart()
+    axes = mf.plot.divergence(made).axes[0]
+    series = {line.get_label(): line for line in axes.get_lines() if ":output" in str(line.get_label())}
+    assert sorted(series) == [f"mlp.linear_fc{n}:output" for n in range(3)]
+    assert [t.get_text() for t in axes.get_xticklabels()] == [str(n) for n in range(10)]
+    low, high = axes.get_ylim()
+    for kind, line in series.items():
+        own = [n for n, name in enumerate(made.sites) if name.endswith(kind)]
+        assert list(line.get_xdata()) == [n // 3 for n in own]
+        drawn = line.get_ydata()
+        assert all(low < y < high for y in drawn)
+        finite = [k for k, n in enumerate(own) if 0 < made.errors[1, n] < math.inf]
+        assert [drawn[k] for k in finite] == [made.errors[1, own[k]] for k in finite]
+    marks = {t.get_text(): y for t, y in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)}
+    equal = [series["mlp.linear_fc0:output"].get_ydata()[0], series["mlp.linear_fc1:output"].get_ydata()[0]]
+    assert equal == [marks["equal"]] * 2, "errors of zero are at the floor, which is labelled"
+    assert series["mlp.linear_fc2:output"].get_ydata()[-1] == marks["NaN"]
+
+
 def test_the_first_divergence_is_marked() -> None:
     made = apart()
     axes = mf.plot.divergence(made).axes[0]
     assert f"first: {made.sites[15]}" in [t.get_text() for t in axes.texts]
-    red = [line for line in axes.get_lines() if line.get_label() == "above tolerance"]
-    assert [list(line.get_xdata()) for line in red] == [list(range(15, 30))]
-    curves = [line.get_ydata() for line in axes.get_lines()[:2]]
-    low, high = axes.get_ylim()
-    assert all(low < y < high for curve in curves for y in curve if not math.isnan(y)), (
-        "zeros and infinities too"
-    )
-    assert list(curves[0][7:-1]) == made.errors[0, 7:-1].tolist()
+    (over,) = [line for line in axes.get_lines() if line.get_label() == "above tolerance"]
+    assert list(over.get_xdata()) == [n // 3 for n in range(15, 30)]
+    earlier = mf.plot.divergence(made, iteration=0).axes[0]
+    assert not [t for t in earlier.texts if t.get_text().startswith("first")]
+    with pytest.raises(mf.FlexError, match="iteration 7 was not compared; there are 0, 1"):
+        mf.plot.divergence(made, iteration=7)
+
+
+def test_what_is_outside_of_layers_is_at_the_ends_and_few_kinds_are_named() -> None:
+    kinds = [f"decoder.layers.{n}.kind{k}:output" for n in range(2) for k in range(14)]
+    sites = ("embedding:output", *kinds, "output_layer:output", "loss:output")
+    errors = np.full((1, len(sites)), 1e-7)
+    errors[0, sites.index("decoder.layers.1.kind13:output")] = 1e-3
+    made = Divergence(sites, (4,), errors, np.full(errors.shape, 1e-5), (kinds[-1], 4), LONG)
+    axes = mf.plot.divergence(made).axes[0]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["before", "0", "1", "after"]
+    named = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert named[0] == "kind13:output"
+    assert "7 other kinds" in named
+
+
+def test_the_best_head_is_framed_and_named_in_multiples_of_chance() -> None:
+    made = scores()
+    for axes, values in zip(mf.plot.induction(made).axes, (made.scores, made.previous), strict=False):
+        layer, head = np.unravel_index(values.argmax(), values.shape)
+        (frame,) = [p for p in axes.patches if p.get_label() == "best"]
+        assert (
+            frame.get_x() + frame.get_width() / 2,
+            frame.get_y() + frame.get_height() / 2,
+        ) == pytest.approx((head, layer))
+        assert f"best: layer {layer}, head {head}, {values.max() / 0.05:.1f}×" in axes.get_title()
+
+
+def test_ranks_and_entropies_are_the_numbers() -> None:
+    lens = guesses()
+    ranks = mf.plot.logit_lens(lens, show="rank")
+    assert np.array_equal(image(ranks.axes[0]), lens.ranks)
+    assert [t.get_text() for t in ranks.axes[0].texts] == [str(r) for r in lens.ranks.ravel()]
+    assert ranks.get_suptitle() == "Logit lens: the rank of the last layer's answer"
+    entropies = mf.plot.logit_lens(lens, show="entropy").axes[0]
+    assert np.array_equal(image(entropies), lens.entropies)
+    with pytest.raises(mf.FlexError, match="show='loss': show one of probability, rank, entropy"):
+        mf.plot.logit_lens(lens, show="loss")  # type: ignore[arg-type]
+    with pytest.raises(mf.FlexError, match="this logit lens has no rank"):
+        mf.plot.logit_lens(replace(lens, ranks=None), show="rank")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"\xe8", "\\xe8"),
+        ("<0xE8>", "\\xe8"),
+        (b"a", "a"),
+        (b"\n", "⏎"),
+        (b"\x1b", "\\x1b"),
+        ("\x0b", "\\x0b"),
+        (b"\xc3\xa9", "é"),
+        ("Ġthe", "␣the"),
+        ("▁the", "␣the"),
+        ("\u200b", "\\u200b"),
+        ("a rather long one", "a␣rather…"),
+    ],
+)
+def test_tokens_and_bytes_are_shown_as_they_are(text: str | bytes, shown: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = mf.plot.logit_lens(guesses(1, 1), tokens=[0] * 5, tokenizer=lambda _: text)
+    assert isinstance(figure, Figure)
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == [shown]
+
+
+def test_norms_have_the_mean_token_and_a_band() -> None:
+    made = of_tokens()
+    assert made.token_norms is not None
+    axes = mf.plot.norms(made).axes[0]
+    assert [list(line.get_ydata()) for line in axes.get_lines()] == made.token_norms[0].tolist()
+    (band,) = axes.collections
+    outline = band.get_paths()[0].vertices
+    for n in range(4):
+        ends = outline[outline[:, 0] == n][:, 1]
+        assert (ends.min(), ends.max()) == pytest.approx(
+            (made.token_norms[1, -1, n], made.token_norms[2, -1, n])
+        )
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["10th to 90th percentile of tokens"]
+    assert axes.get_ylabel() == "mean norm of a token"
+    assert mf.plot.norms(made, rms=True).axes[0].get_ylabel() == "RMS"
+    assert mf.plot.norms(stream()).axes[0].get_ylabel() == "norm of the full tensor"
+
+
+def test_attention_names_its_scale_and_takes_tokens() -> None:
+    figure = ALL["attention with tokens"]()
+    bar = figure.axes[-1]
+    assert bar.get_ylabel() == "attention to a key (color: square root)"
+    assert [t.get_text() for t in figure.axes[4].get_xticklabels()] == [f"␣word{n}" for n in range(8)]
+
+
+def test_all_plots_have_one_style() -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 20, "figure.dpi": 72, "lines.linewidth": 9}):
+        for name, make in ALL.items():
+            figure = make()
+            assert figure.dpi == 150, name
+            for axes in figure.axes:
+                sizes = {t.get_fontsize() for t in (*axes.texts, axes.title, axes.xaxis.label)}
+                assert all(5 <= size <= 9 for size in sizes), name
+                assert not axes.spines["top"].get_visible() or axes.get_label() == "<colorbar>", name
+    assert matplotlib.rcParams["figure.dpi"] != 150, "the caller's settings stay"
 
 
 def test_names_are_text_and_not_mathematics() -> None:

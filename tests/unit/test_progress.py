@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -365,3 +366,21 @@ def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatc
     assert told[0][0] == 0
     assert told[0][1]
     assert told[-1][0] <= told[0][1]
+
+
+def test_a_spinner_is_on_a_terminal_only_and_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    from megatron_flex.cli.spinner import spinner
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with terminal() as shown:
+        monkeypatch.setattr(sys, "stderr", shown.file)
+        with pytest.raises(KeyError), spinner("loading"):
+            raise KeyError
+    assert "loading" in shown.written
+    assert shown.cursor_is_seen
+    silent = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", silent)
+    with spinner("loading"):
+        pass
+    assert silent.getvalue() == ""

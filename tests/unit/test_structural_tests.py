@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare import compare
-from megatron_flex.compare.compared_dump import ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor, open_compared_dump
 from megatron_flex.compare.difference_profile import DifferenceProfile, sum_by_dim
 from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
 from megatron_flex.compare.structural_tests import (
@@ -20,6 +20,8 @@ from megatron_flex.compare.structural_tests import (
     check_factor,
     check_grid,
     check_offset,
+    check_partial_sums,
+    check_rows,
     estimate_factor,
     list_entry_blocks,
 )
@@ -153,6 +155,21 @@ def test_an_offset_is_seen() -> None:
     assert not found.evidence, "a bias that an optimizer turned does that"
 
 
+def test_a_factor_of_each_token_is_an_epsilon() -> None:
+    """A norm with another epsilon scales every token by its own size; noise does not."""
+    a, b = noisy(5)
+    sizes = 0.05 / torch.linspace(1, 3, a.shape[1])[:, None]
+    found, plain = check_rows(profile_of(a, b * (1 - sizes)), UNIT), check_rows(profile_of(a, b), UNIT)
+    assert found is not None
+    assert plain is not None
+    assert found.excess > 1.9
+    assert "a factor of each token by itself" in found.evidence
+    assert plain.excess < 1
+    coarse = check_rows(profile_of(a, b * (1 - sizes)), 0.05)
+    assert coarse is not None
+    assert coarse.statistic == 0, "of a size that one rounding of a norm's scale may have"
+
+
 @pytest.mark.parametrize(
     ("dtype", "narrow", "name"),
     [
@@ -172,6 +189,43 @@ def test_a_narrower_dtype_is_seen_in_one_shard(dtype: torch.dtype, narrow: torch
     assert f"rounded to {name}" in found.evidence
     assert check_grid(profile_of(b, b), [shard]) is None
     assert check_grid(profile_of(a, a), [shard]) is None
+
+
+def test_a_few_tokens_that_round_off_moved_are_no_epsilon() -> None:
+    """In fp8 one entry that is rounded to the next value moves a token along itself."""
+    a, b = noisy(5)
+    few, many = a.clone(), a * (1 + 0.05 * torch.randn(4, 16, 1, generator=torch.Generator().manual_seed(1)))
+    few[0, :2] = few[0, :2] * 1.3
+    for wrong, seen in ((few, False), (many, True)):
+        found = check_rows(profile_of(a, wrong + b - a), UNIT)
+        assert found is not None
+        assert (found.excess > 1) == seen, found
+
+
+def test_partial_sums_of_one_rank_in_a_narrower_dtype(tmp_path: Path) -> None:
+    """The sum is within its bound, and has nothing of the narrower dtype's grid."""
+    ranks = [noisy(seed)[0].float() for seed in (7, 8)]
+    rounded = ranks[1].to(torch.bfloat16).float()
+    a, b = ranks[0] + ranks[1], ranks[0] + rounded
+    right, found = (
+        check_partial_sums(profile_of(a, b), "B", [("tp", 0, ranks[0]), ("tp", 1, part)])
+        for part in (ranks[1], rounded)
+    )
+    assert right is None
+    assert found is not None
+    assert found.axis == "tp"
+    assert "tp rank 1 in B are rounded to bf16" in found.evidence
+    empty = torch.zeros_like(rounded)
+    assert check_partial_sums(profile_of(a, b), "B", [("tp", 1, empty)]) is None, "zeros are in every dtype"
+    assert check_partial_sums(profile_of(rounded, b), "B", [("tp", 1, rounded)]) is None, "A has it too"
+    dumps.write(tmp_path, {FIRST: Given(b[None], dumps.SUMMED)}, mesh={"tp": 2})
+    with open_compared_dump(tmp_path, "B") as dump:
+        parts = list(dump.read_partial_sums(ComparedTensor(FIRST, "value"), 0, 1 << 20))
+        some = list(dump.read_partial_sums(ComparedTensor(FIRST, "value"), 0, 8 * 32 * 4 * 3))
+    assert [(axis, coord) for axis, coord, _ in parts] == [("tp", 0), ("tp", 1)]
+    assert torch.equal(parts[0][2].transpose(0, 1), b), "the writer gives the first rank all of it"
+    assert not parts[1][2].any()
+    assert some[0][2].shape == (3, 4, 32), "of a large part the first rows"
 
 
 # -- the noise of a pair ---------------------------------------------------------------------------------

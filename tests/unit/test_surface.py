@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ import megatron_flex
 from megatron_flex.dump import schema
 from megatron_flex.statistics import statistics_files
 from tests.support import surface
+
+ROOT = Path(__file__).parents[2]
 
 NEEDS = {"commands": "typer", "flags": "pydantic", "names": "numpy"}
 
@@ -31,7 +34,8 @@ def test_the_surface_is_the_one_that_is_kept(topic: str) -> None:
 def test_the_surface_does_not_depend_on_what_was_imported_before() -> None:
     """Names that are imported lazily are there from the start."""
     code = "from tests.support import surface; print(len(list(surface.names())))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(surface.kept("names")) > 1000
 
 

@@ -71,16 +71,16 @@ def test_series_of_numbers_are_short(numbers: Iterator[int], words: str) -> None
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (STREAM, "[s, b, h] · every rank"),
-        (FC1, "[s, b, f] · f over tp, part by part"),
-        (replace(STREAM, partial=("tp",)), "[s, b, h] · a sum over tp"),
+        (STREAM, "[s, b, h]"),
+        (FC1, "[s, b, f/tp in 2 segments]"),
+        (replace(STREAM, partial=("tp",)), "[s, b, h] summed over tp"),
         (
             Layout((Dim("s", (Cut("cp", "zigzag"), Cut("tp"))), Dim("b"), Dim("h"))),
-            "[s, b, h] · s over cp (zigzag) then tp",
+            "[s/cp zigzag/tp, b, h]",
         ),
-        (Layout((Dim("s"), Dim("g", (Cut("tp", copies=2),)))), "[s, g] · g over tp (2 copies each)"),
-        (Layout((Dim("b"), Dim("s", (Cut("cp"),))), permute=(1, 0)), "[s, b] · s over cp"),
-        (Layout((Dim("s", (Cut("dp"),)),)), "[s] · every rank"),
+        (Layout((Dim("s"), Dim("g", (Cut("tp", copies=2),)))), "[s, g/tp in 2 copies]"),
+        (Layout((Dim("b"), Dim("s", (Cut("cp"),))), permute=(1, 0)), "[s/cp, b]"),
+        (Layout((Dim("s", (Cut("dp"),)),)), "[s]"),
     ],
 )
 def test_layouts_in_words(layout: Layout, words: str) -> None:
@@ -149,7 +149,7 @@ def test_plain_values_have_all_of_it() -> None:
     assert loss["places"] == [
         {
             "point": "output",
-            "layout": "[b, s] · every rank",
+            "layout": "[b, s]",
             "shape": "b x s",
             "hidden": "",
             "fixed": "",

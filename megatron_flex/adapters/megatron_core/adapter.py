@@ -1,4 +1,4 @@
-"""The adapter: one object for one model, and its mesh.
+"""The adapter: one object for one model, or for a module that holds several of Megatron's, and its mesh.
 
 The mesh is read from Megatron's own process groups; none is created.
 """
@@ -6,7 +6,9 @@ The mesh is read from Megatron's own process groups; none is created.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,15 +23,22 @@ from megatron_flex.adapters.adapter_base import (
     Part,
     Undo,
 )
+from megatron_flex.adapters.megatron_core.further_modules import FurtherModules
+from megatron_flex.adapters.megatron_core.model_parts import (
+    ModelPart,
+    main_part,
+    parts_of,
+    refuse_other_groups,
+)
 from megatron_flex.adapters.megatron_core.model_sites import (
     parameters_of,
     parameters_without_layout,
     sites_of,
 )
 from megatron_flex.adapters.megatron_core.module_classes import (
-    MODEL_CLASSES,
     global_modules,
     is_megatron,
+    is_megatron_class,
     unwrap_model,
     wrappers_around,
 )
@@ -46,6 +55,7 @@ from megatron_flex.adapters.megatron_core.schedules import (
 )
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
@@ -82,14 +92,12 @@ def megatron_mesh(root: nn.Module) -> Mesh:
 
 def _group(root: nn.Module, name: str) -> Any:
     if name == "tp":
-        for module in root.modules():
-            if is_megatron(module, "ColumnParallelLinear", "RowParallelLinear") and not getattr(
-                module, "is_expert", False
-            ):
-                group = getattr(module, "tp_group", None)
-                if group is not None:
-                    return group
-    for holder in (root, getattr(root, "decoder", None)):
+        for module in walk_modules(root).of_classes(_is_parallel_linear):
+            group = None if getattr(module, "is_expert", False) else getattr(module, "tp_group", None)
+            if group is not None:
+                return group
+    models = [root, *(part.module for part in parts_of(root))]
+    for holder in (*models, *(getattr(model, "decoder", None) for model in models)):
         for collection in ("pg_collection", "model_comm_pgs"):
             group = getattr(getattr(holder, collection, None), COLLECTION_NAMES.get(name, name), None)
             if group is not None:
@@ -97,6 +105,10 @@ def _group(root: nn.Module, name: str) -> Any:
     from megatron.core import parallel_state
 
     return getattr(parallel_state, GETTERS[name])() if parallel_state.is_initialized() else None
+
+
+def _is_parallel_linear(kind: type) -> bool:
+    return is_megatron_class(kind, "ColumnParallelLinear", "RowParallelLinear")
 
 
 def _axis(name: str, group: Any) -> Axis:
@@ -107,24 +119,62 @@ def _axis(name: str, group: Any) -> Axis:
 
 
 class MegatronAdapter:
-    """The adapter of a megatron-core model, given as its chunks, wrapped or not."""
+    """The adapter of a megatron-core model, given as its chunks, wrapped or not.
+
+    Attributes:
+        roots: of each chunk, the module inside its wrappers: a model of Megatron's, or one that holds some.
+        model_parts: of each chunk, Megatron's models in it.
+        further: of each chunk, the modules besides them.
+    """
 
     name = "megatron-core"
-    logits = "output_layer:output"
 
     def __init__(self, chunks: list[nn.Module]) -> None:
         self.chunks, self.roots = chunks, [unwrap_model(c) for c in chunks]
+        self.model_parts = [parts_of(root) for root in self.roots]
+        main = main_part(self.roots[0])
+        head = "lm_head." if is_megatron(main.module, "T5Model") else ""
+        self.logits = f"{main.prefix}{head}output_layer:output"
         self.mesh = megatron_mesh(self.roots[0])
         self.prefix = next(f"{n}." if n else "" for n, m in chunks[0].named_modules() if m is self.roots[0])
         self._gradients = MegatronGradients(chunks, self.roots)
+        pairs = zip(self.roots, self.model_parts, strict=True)
+        self.further = [FurtherModules(root, parts) for root, parts in pairs]
+
+    @property
+    def why(self) -> str:
+        """The evidence that the model is Megatron's, as text."""
+        kinds = dict.fromkeys(type(part.module).__name__ for parts in self.model_parts for part in parts)
+        is_one = not self.model_parts[0][0].path
+        return f"it {'is' if is_one else 'holds'} a {' and a '.join(kinds)} of Megatron's"
+
+    def check_is_one_model(self, what: str) -> None:
+        """Refuse a module that holds Megatron's models.
+
+        Args:
+            what: the purpose for which the model's names must be those of one model, as text.
+
+        Raises:
+            FlexError: it holds some.
+        """
+        part = self.model_parts[0][0]
+        if part.path:
+            raise FlexError(
+                f"{what} is for one model of Megatron's, and {type(self.roots[0]).__name__} holds a "
+                f"{type(part.module).__name__} as {part.path!r}; give FlexModel that"
+            )
+
+    def _by_chunk(self) -> Iterator[tuple[int, nn.Module, list[ModelPart], FurtherModules]]:
+        yield from zip(count(), self.roots, self.model_parts, self.further)
 
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
-        config: Any = self.roots[0].config
-        refuse_settings(config)
+        for parts in self.model_parts:
+            for part in parts:
+                refuse_settings(part.module.config)
+                refuse_context_parallel(part.module, part.module.config.context_parallel_size)
+            refuse_other_groups(parts, self.mesh)
         refuse_wrappers(w for chunk in self.chunks for w in wrappers_around(chunk))
-        for root in self.roots:
-            refuse_context_parallel(root, config.context_parallel_size)
         if any(sharded_ddp_wrappers_of(chunk) for chunk in self.chunks):
             raise FlexError(
                 "fairscale's ShardedDataParallel is around a model of Megatron's, whose gradients it reduces "
@@ -142,20 +192,30 @@ class MegatronAdapter:
 
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
-        chunks = enumerate(self.roots)
-        return [replace(s, chunk=i) if i else s for i, root in chunks for s in sites_of(root, self.mesh)]
+        found: list[Site] = []
+        for chunk, _, parts, further in self._by_chunk():
+            own = [s for part in parts for s in part.named(sites_of(part.module, self.mesh))]
+            own = [*further.traced(own, self.mesh), *further.sites(self.mesh)]
+            found += [replace(s, chunk=chunk) for s in own] if chunk else own
+        return found
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
-        chunks = enumerate(self.roots)
-        return [replace(p, chunk=i) if i else p for i, root in chunks for p in parameters_of(root, self.mesh)]
+        found: list[ParameterSite] = []
+        for chunk, _, parts, further in self._by_chunk():
+            own = [p for part in parts for p in part.named(parameters_of(part.module, self.mesh))]
+            own += further.parameters(self.mesh)
+            found += [replace(p, chunk=chunk) for p in own] if chunk else own
+        return found
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
         return {
-            name: kind
-            for root in self.roots
-            for name, kind in parameters_without_layout(root, self.mesh).items()
+            f"{part.prefix}{name}": kind
+            for _, _, parts, further in self._by_chunk()
+            for part in parts
+            for name, kind in parameters_without_layout(part.module, self.mesh).items()
+            if not further.has(f"{part.prefix}{name}")
         }
 
     def buffers(self) -> dict[str, Tensor]:
@@ -196,9 +256,10 @@ class MegatronAdapter:
         """The local parameter."""
         return parameter.detach()
 
-    def gradient_partial_axes(self, name: str) -> tuple[str, ...]:
-        """None: layouts name these axes, and Megatron sums over them."""
-        return ()
+    def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
+        """None: layouts name these axes, and Megatron sums over them. Else as a traced call has shown."""
+        further = next((f for f in self.further if f.has(name)), None)
+        return () if further is None else further.gradient_partial_axes(name, self.mesh)
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to it."""
@@ -237,11 +298,18 @@ class MegatronAdapter:
         return run_backward(self.chunks, self.roots[0], self.mesh, tokens, labels, counted)
 
     def watch(self, listener: Listener) -> Undo:
-        """Trace Megatron's schedules, and calls of the model outside them."""
-        return watch_schedules(self.roots, self.mesh["cp"].size, listener)
+        """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""
+        undos = [watch_schedules(self.roots, self.mesh["cp"].size, listener)]
+        undos += [further.watch(self.mesh) for further in self.further]
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo
 
 
 def make_megatron_adapter(chunks: list[nn.Module]) -> MegatronAdapter | None:
-    """An adapter, if every chunk is a Megatron model."""
-    known = bool(chunks) and all(is_megatron(unwrap_model(c), *MODEL_CLASSES) for c in chunks)
+    """An adapter, if every chunk is a Megatron model or holds one."""
+    known = bool(chunks) and all(parts_of(unwrap_model(c)) for c in chunks)
     return MegatronAdapter(chunks) if known else None

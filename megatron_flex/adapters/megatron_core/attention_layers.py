@@ -1,4 +1,4 @@
-"""Attention, also multi-latent: projections, queries, keys and values, scores and probabilities, output.
+"""Attention, also across stacks and multi-latent: projections, heads, scores and probabilities, output.
 
 Multi-latent attention has projections down to the latents and up to the heads. The key's rotary part is an
 output of `linear_kv_down_proj` and is used by all heads. On more than one tensor parallel rank without
@@ -22,6 +22,7 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     Kind,
     ParameterKind,
     SiteBuilder,
+    heads_of,
     is_duplicated,
     norm_inside,
     qkv,
@@ -68,6 +69,26 @@ def attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         yield without_batch_dim(b.site(f"{path}.core_attention:{name}", parts[name], entry))
     yield from scores(b, f"{path}.core_attention", core)
     width = b.sizes["n"] * config.kv_channels
+    yield core_output(b, f"{path}.core_attention:output", core, "n*d", width)
+    yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", width)
+
+
+def cross_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """Attention of T5's decoder to the output of its encoder; every head has its own key and value."""
+    of, core = b.of, module.core_attention
+    width = b.sizes["n"] * b.config.kv_channels
+    yield b.site(f"{path}:input", of.stream(), ModuleInput(module, 0, "hidden_states"))
+    yield b.site(f"{path}:context", of.stream(), ModuleInput(module, 2, "key_value_states"))
+    yield b.site(f"{path}:output", of.stream(), ModuleOutput(module), beside=(of.bias_beside(),))
+    yield from b.column(f"{path}.linear_q", module.linear_q, of.features("nd"), width)
+    yield from b.column(f"{path}.linear_kv", module.linear_kv, of.features("kv"), 2 * width)
+    no = b.no_rule(module.linear_kv, COLUMN_LINEARS)
+    yield from heads_of(b, f"{path}.linear_kv", module.linear_kv, ("k", "v"), no)
+    for index, name in enumerate(("q", "k", "v")):
+        yield b.site(f"{path}:{name}", of.heads(), MethodOutput(module, "get_query_key_value_tensors", index))
+    for index, (name, keyword) in enumerate((("q", "query"), ("k", "key"), ("v", "value"))):
+        yield b.site(f"{path}.core_attention:{name}", of.heads(), ModuleInput(core, index, keyword))
+    yield from scores(b, f"{path}.core_attention", core)
     yield core_output(b, f"{path}.core_attention:output", core, "nd", width)
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "nd", width)
 
@@ -92,7 +113,10 @@ def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Para
     return of.uncut(parameter.ndim, shared=True)  # each rank applies it to its own heads
 
 
-ATTENTION_KINDS = (Kind(attention, ("SelfAttention",), ("self_attention",)),)
+ATTENTION_KINDS = (
+    Kind(attention, ("SelfAttention",), ("self_attention",)),
+    Kind(cross_attention, ("CrossAttention",), ("cross_attention",)),
+)
 ATTENTION_PARAMETERS = (ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),)
 
 

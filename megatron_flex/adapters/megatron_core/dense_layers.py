@@ -1,8 +1,8 @@
-"""The dense parts: embeddings, residual stream, norms, MLP, logits; multi-token prediction; BERT's heads.
+"""The dense parts: embeddings, residual stream, norms, MLP, logits; multi-token prediction; other heads.
 
 Layers of multi-token prediction follow the decoder, and each predicts one token further. They use the model's
 own embedding and its output layer, which are therefore called once for each of them and once more for the
-decoder. BERT's own parts follow the encoder, which is a stack like any other.
+decoder. BERT's own parts follow the encoder, a stack like any other. T5's head holds its output layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from megatron_flex.adapters.megatron_core.megatron_taps import (
     OutsideTap,
 )
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
-from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.megatron_core.module_classes import (
+    is_identity,
+    is_megatron,
+    is_megatrons_own,
+)
 from megatron_flex.adapters.megatron_core.site_builder import (
     COLUMN_LINEARS,
     ROW_LINEARS,
@@ -39,16 +43,23 @@ OP_FUSER_MLP = (
     "Transformer Engine's operation fuser runs the full MLP as one operation; "
     "set use_transformer_engine_op_fuser=False to have what is in it"
 )
-STREAM_NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
+STREAM_NORMS = (
+    "input_layernorm",
+    "pre_cross_attn_layernorm",
+    "pre_mlp_layernorm",
+    "final_layernorm",
+    "final_norm",
+)
 
 
 def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The input of the decoder: the embeddings, and the word embeddings alone.
 
     Layers of multi-token prediction call the same module, or on a later stage its copy; their embeddings
-    are the input of their `enorm`. So these sites mean one call, whatever the stages.
+    are the input of their `enorm`. So these sites mean one call, whatever the stages. In T5 they mean two
+    calls of each microbatch: the encoder's, then the decoder's.
     """
-    if not b.root.pre_process:
+    if not b.begins:
         return
     later = getattr(b.root, "mtp", None)
     words = getattr(module, "word_embeddings", None)
@@ -65,7 +76,7 @@ def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The stack of layers; its output matters where the model ends."""
-    if b.root.post_process:
+    if b.ends or getattr(module, "post_process", False):  # some wrappers turn off the model's end alone
         yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
 
 
@@ -74,6 +85,8 @@ def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
     if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
         yield b.site(f"{path}:mid", b.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
+    if not is_identity(getattr(layer, "cross_attn_bda", None)):
+        yield b.site(f"{path}:cross_mid", b.of.stream(), BiasDropoutAdd(layer, "cross_attn_bda"))
     yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
     for role, linear in (
         ("input_layernorm", getattr(layer.self_attention, "linear_qkv", None)),
@@ -93,22 +106,35 @@ def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, no: st
     """A dense MLP, of the model's width unless another is given."""
     yield from b.both(path, module, b.of.stream(), "hidden_states", no, (b.of.bias_beside(),))
     fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
-    for site in _mlp_linears(b, path, module, width or b.config.ffn_hidden_size, no):
+    for site in mlp_linears(b, path, module, width or b.config.ffn_hidden_size, no):
         yield replace(site, hidden=fused or site.hidden)
 
 
-def _mlp_linears(b: SiteBuilder, path: str, module: Any, width: int, no: str) -> Iterator[Site]:
+def mlp_linears(
+    b: SiteBuilder, path: str, module: Any, width: int, no: str = "", within: int | None = None
+) -> Iterator[Site]:
+    """The two linears of an MLP of `width` features; its input has `within`, or the hidden size if None."""
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
-    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
+    full = width * (2 if gated else 1)
+    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, full, no=no, within=within)
     if gated:
         hidden = no or b.no_rule(module.linear_fc1, COLUMN_LINEARS)
         yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden, width)
     yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
 
+def is_output_layer(module: Any) -> bool:
+    """Whether a module gives logits. A value head in their place is one of the model's further modules."""
+    if not isinstance(module, nn.Module):
+        return False
+    return is_megatrons_own(module) or is_megatron(module, *COLUMN_LINEARS)
+
+
 def output_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The logits."""
+    if not is_output_layer(module):
+        return
 
     def resolve(kwargs: dict[str, Any]) -> Layout | None:
         return b.of.logits(True) if kwargs.get("runtime_gather_output") else None
@@ -232,6 +258,18 @@ def _first_token_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Par
         yield parameter, of.uncut(parameter.ndim, shared=False)
 
 
-BERT_KINDS = (Kind(lm_head, ("BertLMHead",)), Kind(first_token, roles=("pooler", "binary_head")))
+def t5_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The head around T5's output layer, which gives the same logits."""
+    width = b.sizes["v"] if isinstance(b.sizes["v"], int) else None
+    gathered = bool(getattr(module.output_layer, "gather_output", False))
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 0, "hidden_states"))
+    yield b.site(f"{path}:output", b.of.logits(gathered), ModuleOutput(module), width=width)
+
+
+HEAD_KINDS = (
+    Kind(lm_head, ("BertLMHead",)),
+    Kind(t5_head, ("T5LMHead",)),
+    Kind(first_token, roles=("pooler", "binary_head")),
+)
 BERT_PARAMETERS = (ParameterKind(_tokentypes_layout, roles=("tokentype_embeddings",)),)
 BERT_OWNERS = (OwnerKind(_lm_head_layouts, ("BertLMHead",)), OwnerKind(_first_token_layouts, ("BertModel",)))

@@ -21,11 +21,13 @@ from megatron_flex.adapters.megatron_core import (
     moe_layers,
     site_builder,
     ssm_layers,
+    vision_layers,
 )
+from megatron_flex.adapters.megatron_core.dense_layers import is_output_layer
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import global_modules
 from megatron_flex.adapters.megatron_core.site_builder import KindTable, SiteBuilder, unpadded_vocabulary
-from megatron_flex.adapters.module_names import all_modules
+from megatron_flex.adapters.module_walk import find_once, own_parameters, walk_modules
 from megatron_flex.adapters.taps import MethodOutput
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Axis, Mesh
@@ -41,33 +43,39 @@ PARTS_WITH_SITES = (
     "lm_head",
     "output_layer",
     "binary_head",
+    *vision_layers.PARTS_WITH_SITES,
 )
+ENCODER = "encoder"
 SITE_KINDS = (
     *attention_layers.LATENT_KINDS,
     *attention_layers.ATTENTION_KINDS,
     *moe_layers.MOE_KINDS,
     *ssm_layers.SSM_KINDS,
     *dense_layers.MTP_KINDS,
-    *dense_layers.BERT_KINDS,
+    *dense_layers.HEAD_KINDS,
+    *vision_layers.VISION_KINDS,
     *dense_layers.DENSE_KINDS,
 )
 
 
 def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
-    """The sites of one chunk in model order."""
-    return list(_walk_sites(SiteBuilder(root, mesh)))
+    """The sites of one model of one chunk, in model order."""
+    return list(_walk_sites(root, mesh))
 
 
-def _walk_sites(b: SiteBuilder) -> Iterator[Site]:
+def _walk_sites(root: nn.Module, mesh: Mesh) -> Iterator[Site]:
     site_kinds = KindTable(SITE_KINDS)
-    for path, module in global_modules(b.root):
+    main = SiteBuilder(root, mesh)
+    own = getattr(root, "encoder_config", None)  # of T5's encoder, which may differ in everything
+    encoder = main if own is None else SiteBuilder(root, mesh, own)
+    for path, module in global_modules(root):
         role = path.rpartition(".")[2]
         kind = site_kinds.find(role, module) if path.startswith(PARTS_WITH_SITES) else None
         if kind is not None:
-            yield from kind.sites(b, path, module)
-    if b.root.post_process:
-        tap = MethodOutput(b.root, "compute_language_model_loss")
-        yield b.site("loss:output", b.of.loss(), tap)
+            yield from kind.sites(encoder if path.partition(".")[0] == ENCODER else main, path, module)
+    if main.ends and is_output_layer(getattr(root, "output_layer", None)):
+        tap = MethodOutput(root, "compute_language_model_loss")
+        yield main.site("loss:output", main.of.loss(), tap)
 
 
 OWNER_KINDS = (*ssm_layers.SSM_OWNERS, *dense_layers.BERT_OWNERS)
@@ -77,6 +85,7 @@ PARAMETER_KINDS = (
     *attention_layers.ATTENTION_PARAMETERS,
     *dense_layers.MTP_PARAMETERS,
     *dense_layers.BERT_PARAMETERS,
+    *vision_layers.VISION_PARAMETERS,
     *dense_layers.DENSE_PARAMETERS,
     *site_builder.TRANSFORMER_ENGINE_PARAMETERS,
 )
@@ -94,51 +103,79 @@ ON_EXPERT_RANKS = (
 
 
 def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
-    """The parameters of one chunk, in model order, of the module kinds that declare a layout.
+    """The parameters of one model of one chunk, in model order, of the module kinds that declare a layout.
 
     Those of experts are listed on every rank of the stage, whether it has the expert or not.
     """
-    of = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
     # Where both ends of the model are on one rank, the output layer has no weight of its own.
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
     stage, experts = mesh["pp"].coord, mesh["ep"]
     out: list[ParameterSite] = []
-    for path, _, name, parameter, rule in _parameters_with_layouts(root, of):
+    form = _ParameterForms(mesh)
+    for path, _, name, parameter, rule in find_once(_parameters_with_layouts, root, mesh):
         if rule is None:
             continue
-        inside = EXPERT_PARAMETER.fullmatch(f"{path}.{name}")
-        layout = expert_layout(rule) if inside else _shared_over_context(rule)
-        shape = full_shape(layout, parameter.shape, mesh.sizes)
+        inside = EXPERT_PARAMETER.fullmatch(full_name := f"{path}.{name}" if path else name)
+        layout, shape, local = form.of(rule, parameter, inside is not None)
+        if inside:
+            out += _sites_on_all_ranks(
+                inside, layout, shape, local, parameter, stage, experts, root.config.num_moe_experts
+            )
+            continue
         site = ParameterSite(
-            f"{path}.{name}",
+            full_name,
             layout,
             shape,
             parameter,
             stage,
-            copy_of=WORD_EMBEDDINGS if tied and f"{path}.{name}" == OUTPUT_WEIGHT else "",
+            copy_of=WORD_EMBEDDINGS if tied and full_name == OUTPUT_WEIGHT else "",
             hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
-            local=tuple(parameter.shape),
+            local=local,
         )
-        out += _sites_on_all_ranks(site, inside, experts, root.config) if inside else [site]
+        out.append(site)
     return out
 
 
+class _ParameterForms:
+    """The layouts and shapes of parameters, worked out once for those that have them in common."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._sizes = mesh.sizes
+        # By the id of the dense layout, which the value holds: to hash a layout takes longer than the rest.
+        self._found: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, Layout, tuple[int, ...]]] = {}
+
+    def of(
+        self, rule: Layout, parameter: nn.Parameter, of_expert: bool
+    ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
+        """The layout of a parameter with that dense layout, its full shape and its local shape."""
+        local = tuple(parameter.shape)
+        key = id(rule), local, of_expert
+        found = self._found.get(key)
+        if found is None:
+            layout = expert_layout(rule) if of_expert else _shared_over_context(rule)
+            found = self._found[key] = rule, layout, full_shape(layout, local, self._sizes)
+        return found[1], found[2], local
+
+
 def parameters_without_layout(root: Any, mesh: Mesh) -> dict[str, str]:
-    """The other parameters of the chunk, with the class of the module that owns each, or of the parameter
+    """The other parameters of the model, with the class of the module that owns each, or of the parameter
     if that is quantized.
     """
     return {
-        f"{path}.{name}": type(parameter if is_quantized(parameter) else module).__name__
-        for path, module, name, parameter, rule in _parameters_with_layouts(
-            root, ModelLayouts(root.config, mesh)
-        )
+        f"{path}.{name}" if path else name: type(parameter if is_quantized(parameter) else module).__name__
+        for path, module, name, parameter, rule in find_once(_parameters_with_layouts, root, mesh)
         if rule is None
     }
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a quantized tensor of Transformer Engine's (--fp8-param-gather)."""
-    return any(c.__module__.startswith("transformer_engine") for c in type(parameter).__mro__)
+    return _is_quantized_class(type(parameter))
+
+
+@lru_cache(64)
+def _is_quantized_class(kind: Any) -> bool:
+    return any(c.__module__.startswith("transformer_engine") for c in kind.__mro__)
 
 
 @lru_cache(1024)  # experts have few layouts
@@ -152,30 +189,38 @@ def expert_layout(layout: Layout) -> Layout:
 
 
 def _parameters_with_layouts(
-    root: Any, of: ModelLayouts
-) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
+    root: Any, mesh: Mesh
+) -> list[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
-    owned = _owner_layouts(of, root)
+    main = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
+    own = getattr(root, "encoder_config", None)
+    encoder = main if own is None else ModelLayouts(own, mesh)
+    owned = _owner_layouts(main, root)
     modules, kinds = dict(global_modules(root)), KindTable(PARAMETER_KINDS)
+    out: list[tuple[str, nn.Module, str, nn.Parameter, Layout | None]] = []
     for path, module in modules.items():
+        if not module._parameters:
+            continue
         parent, _, role = path.rpartition(".")
         kind = kinds.find(role, module, modules.get(parent))
-        for name, parameter in module.named_parameters(recurse=False):
-            layout = owned.get(parameter)
+        of = encoder if path.partition(".")[0] == ENCODER else main
+        for name, parameter in own_parameters(module):
+            layout = owned.get(id(parameter)) if owned else None
             if is_quantized(parameter):  # its memory is not that of a dense tensor
                 layout = None
             elif layout is None and kind is not None:
                 layout = kind.layout(of, role, name, parameter)
-            yield path, module, name, parameter, layout
+            out.append((path, module, name, parameter, layout))
+    return out
 
 
-def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
-    """The layouts that a kind of owner declares; parameters compare by identity."""
-    modules = all_modules(root)
-    samples = {type(m): m for m in modules}
-    owning = {cls for cls, m in samples.items() if any(kind.fits("", m) for kind in OWNER_KINDS)}
-    found = [(kind, m) for m in modules if type(m) in owning for kind in OWNER_KINDS if kind.fits("", m)]
-    return dict(pair for kind, module in found for pair in kind.layouts(of, module))
+def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[int, Layout]:
+    """The layouts that a kind of owner declares, by the ids of parameters."""
+    walk = walk_modules(root)
+    owning = {cls for cls, m in walk.classes.items() if any(kind.fits("", m) for kind in OWNER_KINDS)}
+    modules = walk.of_classes(lambda kind: kind in owning)
+    found = [(kind, m) for m in modules for kind in OWNER_KINDS if kind.fits("", m)]
+    return {id(p): layout for kind, module in found for p, layout in kind.layouts(of, module)}
 
 
 def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
@@ -189,20 +234,36 @@ def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
 
 
 def _sites_on_all_ranks(
-    mine: ParameterSite, inside: re.Match[str], ranks: Axis, config: Any
-) -> Iterator[ParameterSite]:
+    inside: re.Match[str],
+    layout: Layout,
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    parameter: nn.Parameter,
+    stage: int,
+    ranks: Axis,
+    expert_count: int,
+) -> list[ParameterSite]:
     """The parameter of this rank's expert, and the corresponding ones on the other ranks.
 
     A module of one expert has the expert's global number in its name already; a grouped linear numbers its
     weights from 0 on each rank.
     """
-    each = config.num_moe_experts // ranks.size
-    for rank in range(ranks.size):
-        number = rank * each + int(inside[2]) % each
-        site = replace(
-            mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ON_EXPERT_RANKS
+    each = expert_count // ranks.size
+    front, number, end = inside.groups()
+    within = int(number) % each
+    return [
+        ParameterSite(
+            f"{front}{rank * each + within}{end}",
+            layout,
+            shape,
+            parameter if rank == ranks.coord else None,
+            stage,
+            (("ep", rank),),
+            hidden=ON_EXPERT_RANKS,
+            local=local,
         )
-        yield site if rank == ranks.coord else site.remote()
+        for rank in range(ranks.size)
+    ]
 
 
 @lru_cache(1024)

@@ -8,18 +8,33 @@ from typing import Any, cast
 
 from torch import nn
 
-MODEL_CLASSES = ("GPTModel", "HybridModel", "MambaModel", "BertModel")
+from megatron_flex.adapters.module_walk import find_once, walk_modules
+
+LANGUAGE_CLASSES = ("GPTModel", "HybridModel", "MambaModel", "BertModel", "T5Model")
+VISION_CLASSES = ("CLIPViTModel", "RADIOViTModel")
+PROJECTORS = ("MultimodalProjector",)
+PART_CLASSES = (*LANGUAGE_CLASSES, *VISION_CLASSES, *PROJECTORS)  # models whose modules have layouts
+# Packages of wrappers, which hold the model as `module` and may have other attributes besides.
+# A FlexModel of the compatible interface is a module around the model, with its trainable modules beside it.
+WRAPPER_PACKAGES = ("megatron", "megatron_flex", "torch", "fairscale", "deepspeed", "apex", "accelerate")
+WRAPPERS = ("DistributedDataParallel", "Float16Module")
 
 
 def is_megatron(module: Any, *names: str) -> bool:
     """Whether a module's class, or one of its bases, is Megatron's class of one of these names."""
     cls: Any = type(module)
-    return _is_class_of_megatron(cls, names)
+    return is_megatron_class(cls, *names)
 
 
 @lru_cache(4096)  # a model has thousands of modules of few classes
-def _is_class_of_megatron(cls: Any, names: tuple[str, ...]) -> bool:
+def is_megatron_class(cls: Any, *names: str) -> bool:
+    """Whether a class, or one of its bases, is Megatron's class of one of these names."""
     return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in cls.__mro__)
+
+
+def is_megatrons_own(module: nn.Module) -> bool:
+    """Whether a module's class is Megatron's or Transformer Engine's itself, and not derived from one."""
+    return type(module).__module__.startswith(("megatron.", "transformer_engine."))
 
 
 def is_identity(module: Any) -> bool:
@@ -39,33 +54,56 @@ def wrappers_around(module: nn.Module) -> list[nn.Module]:
 
 def _wrapper_chain(module: nn.Module) -> list[nn.Module]:
     passed = [module]
-    while not is_megatron(passed[-1], *MODEL_CLASSES):
+    while not is_megatron(passed[-1], *PART_CLASSES):
         inner = getattr(passed[-1], "module", None)
-        if not isinstance(inner, nn.Module):
+        if not isinstance(inner, nn.Module) or _holds_more(passed[-1]):
             break
         passed.append(inner)
     return passed
 
 
-def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _holds_more(module: nn.Module) -> bool:
+    """Whether a user's class holds modules or parameters beside `module`, such as a value head."""
+    package = type(module).__module__.partition(".")[0]
+    return package not in WRAPPER_PACKAGES and len(module._modules) + len(module._parameters) > 1
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module inside the model is one of Megatron's wrappers around a part of it."""
+    return is_megatron(module, *WRAPPERS) and isinstance(getattr(module, "module", None), nn.Module)
+
+
+def global_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """All modules of a chunk with their global names, parents first.
 
     A layer's index in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
-    from 1 over the full model, is not. Likewise for experts, which the layer that owns them numbers.
+    from 1 over the full model, is not. Likewise for experts, which the layer that owns them numbers. A module
+    that is held twice has the first of its names, as in torch's `named_modules`; wrappers have none.
     """
-    yield from _walk_modules(root, "", ())
+    return find_once(_name_modules, root)
 
 
-def _walk_modules(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
-    left = [(path, module, experts)]  # no generator in a generator, which is slow in deep models
+def _name_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    out: list[tuple[str, nn.Module]] = []
+    left: list[tuple[str, nn.Module, Sequence[int]]] = [("", root, ())]
+    seen: set[nn.Module] = set()
+    wrappers = {kind for kind, module in walk_modules(root).classes.items() if is_megatron(module, *WRAPPERS)}
     while left:
         path, module, experts = left.pop()
-        yield path, module
+        while type(module) in wrappers and is_wrapper(module):
+            module = cast(Any, module).module
+        if module in seen:
+            continue
+        seen.add(module)
+        out.append((path, module))
+        if not module._modules:
+            continue
         if is_megatron(module, "BaseMoELayer"):
             experts = cast(Any, module).local_expert_indices
         front = f"{path}." if path else ""
         names = _child_names(module, path, experts)
         left += [(front + name, child, experts) for name, child in names][::-1]
+    return out
 
 
 def _child_names(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:

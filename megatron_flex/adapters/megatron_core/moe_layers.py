@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -166,10 +166,10 @@ class _DispatchWatch:
         # a module's `__dict__` holds anything; this key is set above alone
         return own["_flex_watch"]  # type: ignore[no-any-return]
 
-    def add(self, tap: ExpertRows | ExpertIndices, tell: Callable[[Dispatch], Any] | None = None) -> Undo:
+    def add(self, tap: ExpertRows | ExpertIndices, notify: Callable[[Dispatch], Any] | None = None) -> Undo:
         """Keep watching for `tap`, and notify it of each dispatch."""
         user = object()
-        self._users[user] = tap, tell
+        self._users[user] = tap, notify
 
         def undo() -> None:
             del self._users[user]
@@ -191,9 +191,9 @@ class _DispatchWatch:
             "AlltoAll" in type(self.layer.token_dispatcher).__name__,
             tap.mesh,
         )
-        for _, tell in self._users.values():
-            if tell is not None:
-                tell(self.dispatch)
+        for _, notify in self._users.values():
+            if notify is not None:
+                notify(self.dispatch)
         return dispatch(*args, **kwargs)
 
 
@@ -264,8 +264,7 @@ def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         )
     if is_megatron(experts, "TEGroupedMLP"):
         yield from _grouped_linears(b, path, module, no)
-    for expert in range(b.config.num_moe_experts):
-        yield from _expert(b, f"{path}.local_experts.{expert}", module, expert, no)
+    yield from _expert_sites(b, path, module, no)
 
 
 def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
@@ -285,35 +284,64 @@ def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterato
         yield b.site(f"{path}.{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, last)
 
 
-def _expert(b: SiteBuilder, path: str, module: Any, expert: int, no: str) -> Iterator[Site]:
-    """One expert's MLP, with the rows of its tokens in their order; on ranks without it too."""
+class _ExpertPoint(NamedTuple):
+    """A hook point that each expert of a layer has, with what does not depend on the expert.
+
+    Attributes:
+        name: what follows the expert's path in the name.
+        part: which module of the expert's MLP: 0 the MLP, 1 `linear_fc1`, 2 `linear_fc2`.
+        tap: makes the tap of that module's tensor.
+        layout: the layout of the tensor over `etp`.
+        home: the layout of the tensor when its rows are with their tokens.
+        shape: the shape of the full tensor.
+    """
+
+    name: str
+    part: int
+    tap: Callable[[Any], Tap]
+    layout: Layout
+    home: Layout
+    shape: tuple[int | str, ...]
+
+
+def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
+    """The hook points of an expert's MLP in the order of the data flow."""
+    width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
+    gated, halves = bool(b.config.gated_linear_unit), Packing(1, (1, 1))
+    found: list[tuple[str, int, Callable[[Any], Tap], Layout, int]] = [
+        (":input", 0, lambda mlp: ModuleInput(mlp, 0, "hidden_states"), FULL_ROWS, entry),
+        (".linear_fc1:input", 1, lambda fc1: ModuleInput(fc1, 0, "input_"), FULL_ROWS, entry),
+        (".linear_fc1:output", 1, ModuleOutput, wide, width * (1 + gated)),
+        (".linear_fc1:gate", 1, lambda fc1: FusedPart(fc1, 0, halves), CUT_ROWS, width),
+        (".linear_fc1:up", 1, lambda fc1: FusedPart(fc1, 1, halves), CUT_ROWS, width),
+        (".linear_fc2:input", 2, lambda fc2: ModuleInput(fc2, 0, "input_"), CUT_ROWS, width),
+        (".linear_fc2:output", 2, ModuleOutput, PARTIAL_ROWS, entry),
+        (":output", 0, ModuleOutput, PARTIAL_ROWS, entry),
+    ]
+    out = []
+    for name, part, tap, layout, last in found:
+        if gated or not name.endswith((":gate", ":up")):
+            home = b.of.rows_of_one(layout.dims[-1].name)
+            out.append(_ExpertPoint(name, part, tap, layout, home, b.shape(home, last)))
+    return out
+
+
+def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
+    """Each expert's MLP, with the rows of its tokens in their order; on ranks without the expert too."""
     local = getattr(module.experts, "local_experts", None)
     if local is None:
         no = no or FUSED_EXPERTS.format(kind=type(module.experts).__name__)
         local = [module.experts]
-    owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
-    mlp = local[expert % len(local)]
-    fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
     no = no or _why_padded(b)
-    width, wide, entry, stream = _expert_width(b), _fc1_output_layout(b), _entry_width(b), b.of.stream()
-    halves: list[tuple[str, Tap, Layout, int]] = [
-        (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), CUT_ROWS, width)
-        for index, name in enumerate(("gate", "up"))
-        if b.config.gated_linear_unit
-    ]
-    passed: list[tuple[str, Tap, Layout, int]] = [  # in the order of the data flow
-        (":input", ModuleInput(mlp, 0, "hidden_states"), FULL_ROWS, entry),
-        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), FULL_ROWS, entry),
-        (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
-        *halves,
-        (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), CUT_ROWS, width),
-        (".linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
-        (":output", ModuleOutput(mlp), PARTIAL_ROWS, entry),
-    ]
-    for point, tap, layout, last in passed:
-        home = b.of.rows_of_one(layout.dims[-1].name)
-        rows = ExpertRows(tap, module, layout, home, stream, b.mesh, expert, owned)
-        yield b.site(f"{path}{point}", home, rows, no, last)
+    parts = [(m, getattr(m, "linear_fc1", m), getattr(m, "linear_fc2", m)) for m in local]
+    each, here, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
+    points, mesh, stage = _expert_points(b), b.mesh, b.stage
+    for expert in range(b.config.num_moe_experts):
+        mine, owned = parts[expert % len(parts)], expert // each == here
+        front = f"{path}.local_experts.{expert}"
+        for name, part, tap, layout, home, shape in points:
+            rows = ExpertRows(tap(mine[part]), module, layout, home, stream, mesh, expert, owned)
+            yield Site(front + name, home, shape, stage, no, tap=rows)
 
 
 def _entry_width(b: SiteBuilder) -> int:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
-from megatron_flex.adapters.data_parallel import all_synchronized
-from megatron_flex.adapters.megatron_core.module_classes import MODEL_CLASSES, is_megatron
-from megatron_flex.adapters.module_names import all_modules
+from megatron_flex.adapters.data_parallel import all_synchronized, ddp_wrappers_of
+from megatron_flex.adapters.megatron_core.model_parts import config_of, parts_of
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron_class
+from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.taps import add_hook
 from megatron_flex.errors import FlexError
 
-SAY_WHICH = "say reduced=True after finalize_model_grads(), reduced=False before it"
+REDUCED_REMEDY = "say reduced=True after finalize_model_grads(), reduced=False before it"
 
 
 class MegatronGradients:
@@ -31,9 +31,9 @@ class MegatronGradients:
     """
 
     def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
-        self.config: Any = roots[0].config
-        self.wrappers = [w for chunk in chunks if (w := _ddp_wrapper(chunk)) is not None]
-        self.torchs = [m for c in chunks for m in all_modules(c) if isinstance(m, DistributedDataParallel)]
+        self.config: Any = config_of(roots[0])
+        self.wrappers: list[Any] = [w for c in chunks for w in walk_modules(c).of_classes(_is_ddp)]
+        self.torchs = [w for chunk in chunks for w in ddp_wrappers_of(chunk)]
         self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
 
     def gather_parameters(self) -> None:
@@ -49,8 +49,8 @@ class MegatronGradients:
         if not self.wrappers:
             return False
         if self.config.finalize_model_grads_func is None:
-            return f"no finalize_model_grads_func is set; {SAY_WHICH}"
-        return f"the model ran outside the schedule; {SAY_WHICH}" if called else True
+            return f"no finalize_model_grads_func is set; {REDUCED_REMEDY}"
+        return f"the model ran outside the schedule; {REDUCED_REMEDY}" if called else True
 
     def _reduced_by_torch(self) -> bool | str:
         """`reduced` where torch's wrapper averages over data parallel ranks, and nothing else is reduced."""
@@ -58,7 +58,7 @@ class MegatronGradients:
         if getattr(config, "sequence_parallel", False) or config.pipeline_model_parallel_size > 1:
             return (
                 "torch's DistributedDataParallel leaves what finalize_model_grads() does over tensor and "
-                f"pipeline parallel ranks undone; {SAY_WHICH}"
+                f"pipeline parallel ranks undone; {REDUCED_REMEDY}"
             )
         return all_synchronized(self.torchs)
 
@@ -80,7 +80,7 @@ class MegatronGradients:
         group = groups[parameter]
         if not reduced and settings.overlap_grad_reduce:
             raise FlexError(
-                "overlap_grad_reduce=True reduces gradients during the backward pass; ask for reduced ones, "
+                "overlap_grad_reduce=True reduces gradients during the backward pass; read reduced ones, "
                 "or turn it off"
             )
         if reduced and getattr(group, "grad_reduce_handle", None) is not None:
@@ -91,12 +91,8 @@ class MegatronGradients:
         return LocalGradient(local.tensor, part, group.intra_distributed_optimizer_instance_group)
 
 
-def _ddp_wrapper(chunk: Any) -> Any:
-    while not is_megatron(chunk, *MODEL_CLASSES):
-        if is_megatron(chunk, "DistributedDataParallel"):
-            return chunk
-        chunk = chunk.module
-    return None
+def _is_ddp(kind: type) -> bool:
+    return is_megatron_class(kind, "DistributedDataParallel")
 
 
 def _reduced_range(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[int, int]:
@@ -109,7 +105,7 @@ def _reduced_range(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[i
             low = bucket.offset + group.intra_distributed_optimizer_instance_rank * length
             low, high = max(low, start), min(low + length, stop)
             return (low - start, high - start) if low < high else (0, 0)
-    raise FlexError("a parameter is in no buffer of its DistributedDataParallel; wrap the model anew")
+    raise FlexError("a parameter is in no buffer of its DistributedDataParallel; wrap the model again")
 
 
 def freeze_parameters(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
@@ -156,9 +152,9 @@ def open_recomputed_regions(roots: list[nn.Module]) -> Undo:
     would get none. Inputs from another pipeline stage require them anyway.
     """
     undos = []
-    for root in roots:
-        config: Any = root.config
-        embedding = getattr(root, "embedding", None)
+    for part in (part for root in roots for part in parts_of(root)):
+        config: Any = part.module.config
+        embedding = getattr(part.module, "embedding", None)
         if config.recompute_granularity is not None and isinstance(embedding, nn.Module):
             undos.append(add_hook(embedding, _require_gradient))
     return lambda: _undo_all(undos)

@@ -6,22 +6,23 @@ enough, in every version; the microbatch is stored on the output tensor from for
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import Architecture, Listener, Undo
-from megatron_flex.adapters.megatron_core.megatron_taps import is_packed
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.model_parts import config_of
 from megatron_flex.adapters.megatron_core.module_classes import is_megatron, unwrap_model
 from megatron_flex.adapters.taps import add_hook, intercept
-from megatron_flex.errors import FlexError
-from megatron_flex.layout import extract
+from megatron_flex.errors import FlexError, LayoutError
+from megatron_flex.layout import PackedSequences, extract
 from megatron_flex.mesh import Mesh
 
 SCHEDULE_FUNCTIONS = (
@@ -33,10 +34,21 @@ SCHEDULE_FUNCTIONS = (
 INFERENCE_WRAPPER = "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper"
 INFERENCE_METHODS = ("run_one_forward_step", "forward_pass_with_pipeline_parallel")
 
-PACKED_CONTEXT_PARALLEL = (
-    "packed sequences (packed_seq_params) are dealt out over context parallel ranks one by one, and in which "
-    "order is not known here; with context_parallel_size={size}, do not pack, or remove the hooks"
+UNEVEN_PACK = (
+    "packed sequences of {lengths} tokens, of which number {number} has {length}: context_parallel_size="
+    "{size} shards each sequence into {parts} equal chunks; pad each to a multiple of {parts} and pass the "
+    "padded lengths as cu_seqlens_q_padded"
 )
+OWN_GROUP = (
+    "packed sequences with local_cp_size={size}: their context parallel group changes from batch to batch, "
+    "and no layout says which rank has which tokens; leave out hybrid context parallelism, or remove the "
+    "hooks"
+)
+NO_ENDS = (
+    "packed_seq_params of qkv_format='thd' have no cu_seqlens_q, so that nobody knows where a sequence ends; "
+    "pass cu_seqlens_q, or remove the hooks"
+)
+PACKED_ARGUMENT = "packed_seq_params"
 
 PER_SAMPLE = (
     "experts get packed sequences by tokens_per_sample, of which a sequence parallel rank has other samples "
@@ -87,6 +99,7 @@ class _ScheduleWatcher:
 
     def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
         self.roots, self.listener = roots, listener
+        self.config = config_of(roots[0])
         self.context_parallel = context_parallel
         self.running = False
         self.calling = False
@@ -124,7 +137,7 @@ class _ScheduleWatcher:
         self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0), chunk)
         result = step(*args, **kwargs)
         output, tokens = result if isinstance(result, tuple) else (result, None)
-        per_token = getattr(self.roots[0].config, "calculate_per_token_loss", False)
+        per_token = getattr(self.config, "calculate_per_token_loss", False)
         self.listener.forward_ends(output, tokens if per_token else None)
         return result
 
@@ -143,7 +156,7 @@ class _ScheduleWatcher:
         the number of microbatches, whether a loss function returns a pair or three (then the tokens are a
         rank's own, fewer by the context parallel size). `config.grad_scale_func` is a further factor.
         """
-        config: Any = self.roots[0].config
+        config = self.config
         factor = 1.0
         if not getattr(config, "calculate_per_token_loss", False):
             factor *= self.context_parallel / microbatches
@@ -158,19 +171,31 @@ class _ScheduleWatcher:
             self.listener.check_call()
         return forward(wrapper, *args, **kwargs)
 
-    def before_call(self, chunk: int, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    def before_call(self, chunk: int, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.running and not self.calling:
             self.listener.call_begins(chunk=chunk)
             self.calling = True
-        if is_packed(kwargs):
-            self._packed(kwargs["packed_seq_params"])
+        packed = _find_argument(root, args, kwargs, PACKED_ARGUMENT)
+        if getattr(packed, "qkv_format", None) == "thd" and self.listener.hooked():
+            self._pack_begins(packed)
 
-    def _packed(self, packed: Any) -> None:
-        """The model is called on packed sequences: refuse unsupported hooks."""
-        config: Any = self.roots[0].config
-        self.listener.unbatched()
-        if self.context_parallel > 1:
-            self.listener.reject_step(PACKED_CONTEXT_PARALLEL.format(size=self.context_parallel))
+    def _pack_begins(self, packed: Any) -> None:
+        """The model is called on packed sequences: say which, and refuse what no layout describes."""
+        config = self.config
+        try:
+            pack = read_pack(packed)
+        except LayoutError as error:
+            self.listener.reject_step(str(error))
+            return
+        self.listener.pack_begins(pack)
+        own, parts = getattr(packed, "local_cp_size", None), 2 * self.context_parallel
+        uneven = [i for i, n in enumerate(pack.padded) if n % parts] if pack.by_sequence else []
+        if own is not None:
+            self.listener.reject_step(OWN_GROUP.format(size=own))
+        elif self.context_parallel > 1 and uneven:
+            number, size = uneven[0], self.context_parallel
+            found = {"lengths": list(pack.padded), "number": number, "length": pack.padded[number]}
+            self.listener.reject_step(UNEVEN_PACK.format(**found, size=size, parts=parts))
         samples = getattr(packed, "tokens_per_sample", None) is not None
         if samples and config.sequence_parallel and getattr(config, "num_moe_experts", None):
             self.listener.reject_step(PER_SAMPLE)
@@ -179,6 +204,47 @@ class _ScheduleWatcher:
         if self.calling:
             self.calling = False
             self.listener.call_ends(failed=output is None)  # torch passes None when the forward raised
+
+
+def _find_argument(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument of a model's forward, by keyword or by place; None if it was not given."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    kind: Any = type(root)
+    place = _place_of(kind, name)
+    return args[place] if place is not None and place < len(args) else None
+
+
+@cache
+def _place_of(kind: Any, name: str) -> int | None:
+    """The place of an argument of a class's forward, counted without `self`; None if there is none."""
+    names = list(inspect.signature(kind.forward).parameters)
+    return names.index(name) - 1 if name in names else None
+
+
+def read_pack(packed: Any) -> PackedSequences:
+    """The sequences that Megatron's `PackedSeqParams` describe.
+
+    Raises:
+        LayoutError: they describe none.
+    """
+    ends, padded = packed.cu_seqlens_q, getattr(packed, "cu_seqlens_q_padded", None)
+    if ends is None:
+        raise LayoutError(NO_ENDS)
+    return PackedSequences.of(
+        ends.reshape(-1).tolist(),
+        None if padded is None else padded.reshape(-1).tolist(),
+        by_sequence=not _shards_rows(),
+    )
+
+
+def _shards_rows() -> bool:
+    """Whether the launcher shards the row of a pack over context parallel ranks, and not each sequence.
+
+    Megatron's `get_batch` does so with `--dataloader-inter-document-masking`, unless it fine-tunes (`--sft`).
+    """
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return bool(getattr(args, "dataloader_inter_document_masking", False)) and not getattr(args, "sft", False)
 
 
 def current_iteration() -> int | None:

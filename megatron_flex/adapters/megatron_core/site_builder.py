@@ -128,11 +128,20 @@ class KindTable(Generic[KindT]):
 
 
 class SiteBuilder:
-    """One chunk's configuration, and functions that build its sites."""
+    """One model's configuration, and functions that build its sites.
 
-    def __init__(self, root: Any, mesh: Mesh) -> None:
+    Args:
+        root: the model, of which a chunk may have a part.
+        mesh: the axes of the run.
+        config: the configuration of a stack in it; the model's own if None.
+    """
+
+    def __init__(self, root: Any, mesh: Mesh, config: Any = None) -> None:
         self.root, self.mesh = root, mesh
-        self.config: Any = root.config
+        self.config: Any = root.config if config is None else config
+        # Vision towers have no such attributes: they are on one stage.
+        self.begins = bool(getattr(root, "pre_process", True))
+        self.ends = bool(getattr(root, "post_process", True))
         self.stage = mesh["pp"].coord
         self.of = ModelLayouts(self.config, mesh, unpadded_vocabulary(root))
         self.sizes: dict[str, Any] = {
@@ -157,13 +166,18 @@ class SiteBuilder:
         beside: tuple[Layout, ...] = (),
     ) -> Site:
         """A site on this stage; `width` is the full tensor's last dim, if its name does not give it."""
+        shape = self.shape(layout, width)
+        return Site(name, layout, shape, self.stage, hidden, fixed, tap, further_layouts=beside)
+
+    def shape(self, layout: Layout, width: int | None = None) -> tuple[int | str, ...]:
+        """The full tensor's shape; `width` is its last dim, if its name does not give it."""
         names = [d.name for d in layout.dims]
         if layout.permute is not None:
             names = [names[i] for i in layout.permute]
         shape: list[int | str] = [self.sizes.get(n, n) for n in names]
         if width is not None:
             shape[-1] = width
-        return Site(name, layout, tuple(shape), self.stage, hidden, fixed, tap, further_layouts=beside)
+        return tuple(shape)
 
     def both(
         self,
@@ -307,7 +321,7 @@ class FusedPart:
             local = leaf(output, 0)
             if local is None:
                 return None
-            packed = self._whole(local) if self.gathered else local
+            packed = self._gather(local) if self.gathered else local
             parts = self.packing.split(packed)
             part = parts[self.index].contiguous()
             new = fire(part)
@@ -328,7 +342,7 @@ class FusedPart:
 
         return parallel_state.get_tensor_model_parallel_group()
 
-    def _whole(self, local: Tensor) -> Tensor:
+    def _gather(self, local: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
 
         gather = mappings.all_gather_last_dim_from_tensor_parallel_region
@@ -356,6 +370,13 @@ def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Ite
         if split:
             layout = _gathered_layout(layout)
         yield b.site(f"{path}:{name}", layout, FusedPart(linear, index, packing, split), hidden)
+
+
+def heads_of(b: SiteBuilder, path: str, linear: Any, names: tuple[str, ...], hidden: str) -> Iterator[Site]:
+    """The parts of a linear's output whose columns are, for each head, the parts one after the other."""
+    packing = Packing(b.sizes["n"] // b.of.tp, (1,) * len(names), heads=True)
+    for index, name in enumerate(names):
+        yield b.site(f"{path}:{name}", b.of.heads(), FusedPart(linear, index, packing), hidden)
 
 
 def gate_up(b: SiteBuilder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:

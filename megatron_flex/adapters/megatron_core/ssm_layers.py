@@ -86,7 +86,7 @@ def _delta_rule_taps(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
     """
     rank = (Cut("tp"),)
     start = (Dim("b"), Dim("s"))
-    each = Layout((*start, Dim("heads", rank)))
+    each = Layout((*start, Dim("n", rank)))
     heads = Layout((*each.dims, Dim("d")))
     key, value = module.key_head_dim, module.value_head_dim
     if hasattr(module, PREPARE):

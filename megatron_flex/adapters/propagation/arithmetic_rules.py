@@ -61,8 +61,8 @@ def join_cuts(
             if dim < 0 or dim in cuts or tensor.shape[dim] == 1 or call.uniform(tensor):
                 continue
             raise LayoutUnknown(
-                f"{call.name} combines a tensor cut along dim {at} over {' and '.join(axes)} with one that "
-                f"every rank holds and that has {tensor.shape[dim]} entries there, as if it were cut too"
+                f"{call.name} combines a tensor sharded along dim {at} over {' and '.join(axes)} with one "
+                f"that every rank holds and that has {tensor.shape[dim]} entries there, as if sharded too"
             )
     return out
 
@@ -193,8 +193,8 @@ def einsum(call: FunctionCall) -> Spread:
     )
 
     def labels(term: str, count: int) -> list[str]:
-        ahead, dots, behind = term.partition("...")
-        return [*ahead, *([f"*{i - count}" for i in range(count)] if dots else []), *behind]
+        ahead, dots, after = term.partition("...")
+        return [*ahead, *([f"*{i - count}" for i in range(count)] if dots else []), *after]
 
     if not arrow:
         letters = sorted(c for c in set(given) if c.isalpha() and given.count(c) == 1)
@@ -208,7 +208,7 @@ def attention(call: FunctionCall) -> Spread:
     q, k, v = (call.arg(i, n) for i, n in enumerate(("query", "key", "value")))
     mask, causal = call.arg(3, "attn_mask"), call.arg(5, "is_causal", False)
     if causal and q.ndim - 2 in call.cuts(q):
-        raise LayoutUnknown(f"{call.name} masks by positions, over which its queries are cut")
+        raise LayoutUnknown(f"{call.name} masks by positions, over which its queries are sharded")
     operands: list[tuple[Tensor, Labels]] = [
         (q, [*_batch(q, 2), "l", "e"]),
         (k, [*_batch(k, 2), "s", "e"]),

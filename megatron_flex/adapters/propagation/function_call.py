@@ -91,9 +91,7 @@ class FunctionCall:
         pairs = tuple((d, a) for d in sorted(cuts) for a in cuts[d])
         names = [a for _, a in pairs] + list(partial)
         if len(set(names)) != len(names):
-            raise LayoutUnknown(
-                f"{self.name} puts tensors together that {names[0]} cuts along different dims"
-            )
+            raise LayoutUnknown(f"{self.name} combines tensors that {names[0]} shards along different dims")
         uneven = any(self._spreads[id(t)].uneven for t in self.operands())
         return Spread(pairs, tuple(partial), uneven=uneven and bool(pairs))
 

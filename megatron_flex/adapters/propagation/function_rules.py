@@ -11,7 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.adapters.layout_rules import FULL, Spread, SpreadOrUnknown, UnknownLayout
+from megatron_flex.adapters.layout_rules import (
+    FULL,
+    Spread,
+    SpreadOrUnknown,
+    UnknownLayout,
+    differing_axes,
+)
 from megatron_flex.adapters.propagation import arithmetic_rules, shape_rules
 from megatron_flex.adapters.propagation.function_call import (
     FunctionCall,
@@ -37,7 +43,7 @@ def _gather_last_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
     return (
         spread
         if isinstance(spread, UnknownLayout)
-        else UnknownLayout("it was gathered along a dim that was not cut")
+        else UnknownLayout("it was gathered along a dim that was not sharded")
     )
 
 
@@ -47,7 +53,7 @@ def _scatter_last_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
     return (
         spread
         if isinstance(spread, UnknownLayout)
-        else UnknownLayout("it was scattered though it was cut already")
+        else UnknownLayout("it was scattered though it was sharded already")
     )
 
 
@@ -57,7 +63,7 @@ def _gather_first_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
     return (
         spread
         if isinstance(spread, UnknownLayout)
-        else UnknownLayout("it was gathered along a dim that was not cut")
+        else UnknownLayout("it was gathered along a dim that was not sharded")
     )
 
 
@@ -67,7 +73,7 @@ def _scatter_first_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
     return (
         spread
         if isinstance(spread, UnknownLayout)
-        else UnknownLayout("it was scattered though it was cut already")
+        else UnknownLayout("it was scattered though it was sharded already")
     )
 
 
@@ -154,8 +160,9 @@ def infer_spread(
     if name in FACTORIES:
         return _spread_of_new(name, operand_spreads), FACTORIES[name]
     unknown = next((t for _, t, u in operand_spreads if isinstance(t, UnknownLayout) and not u), None)
+    axes = None if name.startswith("c10d.") else _differing_axes([t for _, t, u in operand_spreads if not u])
     if unknown is not None:
-        return unknown, False
+        return UnknownLayout(unknown.why, axes), False
     uniform = name in UNIFORM_RESULTS or (
         name in ("expand", "clone", "to", "getitem") and bool(operand_spreads) and operand_spreads[0][2]
     )
@@ -172,12 +179,18 @@ def infer_spread(
     try:
         return _apply_rule(call, outs), uniform
     except LayoutUnknown as why:
-        return UnknownLayout(str(why)), False
+        return UnknownLayout(str(why), axes), False
     except Exception as error:
         # An unknown signature gives an unknown layout, which is an error only at a hook point with a hook.
         return UnknownLayout(
-            f"{name} was called in a way that is not followed ({type(error).__name__})"
+            f"{name} was called in a way that is not followed ({type(error).__name__})", axes
         ), False
+
+
+def _differing_axes(spreads: Sequence[SpreadOrUnknown]) -> frozenset[str] | None:
+    """The axes over which the result of a torch function of local tensors differs, whatever the function."""
+    found = [differing_axes(spread) for spread in spreads]
+    return None if None in found else frozenset[str]().union(*(axes for axes in found if axes))
 
 
 def _spread_of_new(
@@ -203,5 +216,5 @@ def _apply_rule(call: FunctionCall, outs: Sequence[Tensor]) -> Spread:
         call.name not in USES_ALL_OPERANDS
         or (call.name in TYPE_OR_SHAPE_OPERAND and not call.cuts(operands[0]))
     ):
-        raise LayoutUnknown(f"{call.name} gets something cut beside what it works on")
+        raise LayoutUnknown(f"{call.name} has a sharded argument beside its operand")
     return rule(call)

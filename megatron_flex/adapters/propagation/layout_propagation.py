@@ -15,7 +15,7 @@ from megatron_flex.adapters.layout_rules import FULL, Rule, Spread, SpreadOrUnkn
 from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.adapters.propagation.layout_trace import LayoutTrace, UseWindow
 from megatron_flex.adapters.taps import LayoutFire, intercept
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Layout, is_plain
 from megatron_flex.layout.gradient_layout import GradientEnds, GradientUses, find_unsummed_axes
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import TapCallback
@@ -79,7 +79,7 @@ class PropagatedTap:
         rule = rules[index] if 0 <= index < len(rules) else None
         return PropagatedTap(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
 
-    def tell(self, local: Tensor) -> SpreadOrUnknown:
+    def spread_of(self, local: Tensor) -> SpreadOrUnknown:
         """The sharding of the current tensor."""
         return self.follower.record_tensor(self, local)
 
@@ -143,6 +143,8 @@ class LayoutPropagator:
             determine it. For traced calls only.
         calls: the number of traced calls.
         entering: the shardings of the model's first inputs; others are replicated over all ranks of a sample.
+        handed: tensors that the model's next call gets in another way than as arguments; then `entering` is
+            about these.
         left: the shardings of the tensors that the model returned; None to trace the next call for that.
     """
 
@@ -157,6 +159,7 @@ class LayoutPropagator:
         self._trace: LayoutTrace | None = None
         self._calls = 0  # nested calls of the model
         self.entering: list[SpreadOrUnknown] = []
+        self.handed: list[Tensor] = []
         self.left: list[SpreadOrUnknown] | None = []
 
     def tap(
@@ -190,7 +193,7 @@ class LayoutPropagator:
 
     # -- at a hook point -------------------------------------------------------------------------------
 
-    def tell(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
+    def spread_of(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
         """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
         return rule or self._recorded_spread((site, 0), tensor)
 
@@ -218,6 +221,20 @@ class LayoutPropagator:
             return
         self._trace.pass_on(local, new, spread)
         self._now[tap.place][-1].window = self._trace.window(new, None)
+
+    def outside(self, local: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """The result of `run`, the hooks on a tensor of a declared layout; they are not the model's code."""
+        trace = self._trace
+        if trace is None or trace.opaque:
+            return run()
+        spread = trace.mark(local).spread
+        trace.opaque += 1
+        try:
+            new = run()
+        finally:
+            trace.opaque -= 1
+        trace.pass_on(local, new, spread)
+        return new
 
     def _recorded_spread(self, place: TensorPlace, local: Tensor, number: int = 0) -> SpreadOrUnknown:
         here = self._all(place) if is_recomputing() or not self._calls else self._now
@@ -276,10 +293,11 @@ class LayoutPropagator:
     def _followed(self, kind: Hashable, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._now = self._answers[kind] = {}
         spreads = spreads_of_held_tensors(self.root, self.known)
+        spreads |= {id(tensor): spread for tensor, spread in zip(self.handed, self.entering, strict=False)}
         self._trace = trace = LayoutTrace(self.root, self.known, self.mesh, spreads)
         good = False
         try:
-            output = trace.run(self.entering, call, *args, **kwargs)
+            output = trace.run([] if self.handed else self.entering, call, *args, **kwargs)
             good, self.left = True, trace.left
         finally:
             self._trace = None
@@ -328,7 +346,7 @@ def _attribute_tensors(module: nn.Module) -> list[Tensor]:
 def layout_to_spread(layout: Layout) -> SpreadOrUnknown:
     """The sharding of a parameter's layout, if it has equal contiguous shards."""
     for dim in layout.dims:
-        plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts)
+        plain = all(is_plain(c) for c in dim.cuts)
         if dim.cuts and (dim.segments != (1,) or dim.keep is not None or not plain):
             return UnknownLayout(
                 f"a parameter in the layout {layout.describe()} was used outside of its module"

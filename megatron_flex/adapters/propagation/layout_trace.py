@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
-from megatron_flex.adapters.layout_rules import FULL, Rule, Spread, SpreadOrUnknown, UnknownLayout
+from megatron_flex.adapters.layout_rules import (
+    FULL,
+    Rule,
+    Spread,
+    SpreadOrUnknown,
+    UnknownLayout,
+    differing_axes,
+)
 from megatron_flex.adapters.propagation.function_call import function_name, iterate_tensors
 from megatron_flex.adapters.propagation.function_rules import (
     CHECKPOINT_FUNCTIONS,
@@ -26,7 +33,6 @@ from megatron_flex.adapters.propagation.tensor_marks import (
     GradientNode,
     TensorMark,
     TensorMarks,
-    differing_axes,
     is_differentiable,
     normalize_spread,
     placements_of,
@@ -344,6 +350,8 @@ class LayoutTrace(TorchFunctionMode):
                 spread = marks[0].spread
             elif name in PARALLEL_REGIONS and marks:
                 spread = PARALLEL_REGIONS[name](marks[0].spread, tensor.ndim)
+                if isinstance(spread, UnknownLayout):  # it may have been made the same on all ranks
+                    spread = UnknownLayout(spread.why)
             mark = self.marks.make(tensor, spread)
             for theirs in marks:
                 if isinstance(spread, UnknownLayout):
@@ -355,7 +363,8 @@ class LayoutTrace(TorchFunctionMode):
 
 
 def _record_use(source: TensorMark, made: TensorMark) -> None:
-    if isinstance(made.spread, UnknownLayout):
+    axes = differing_axes(made.spread)
+    if axes is not None:
+        source.add_use(made, axes - (differing_axes(source.spread) or NO_AXES))
+    elif isinstance(made.spread, UnknownLayout):
         source.add_final_use(f"it is used for a tensor of unknown layout: {made.spread.why}")
-    else:
-        source.add_use(made, differing_axes(made.spread) - differing_axes(source.spread))

@@ -97,7 +97,7 @@ def target_dim(
     if shape[dim] > 1 and len(new) <= len(shape) and new[places[-1]] > 1:
         return places[-1]
     raise LayoutUnknown(
-        f"{name} from {shape} to {new} leaves open which dim is cut, since some have one entry; give it as -1"
+        f"{name} from {shape} to {new} leaves open which dim is sharded, as some have one entry; give -1"
     )
 
 
@@ -159,7 +159,7 @@ def repeat_interleave(call: FunctionCall) -> Spread:
     x = call.first
     dims, times = normalize_dims(call.arg(2, "dim"), x.ndim), call.arg(1, "repeats")
     if dims is None:
-        raise LayoutUnknown("repeat_interleave without a dim flattens what is cut")
+        raise LayoutUnknown("repeat_interleave without a dim flattens a sharded tensor")
     if isinstance(times, Tensor):
         return _move_dims(call, lambda d: None if d in dims else d)
     return _move_dims(call, lambda d: d)
@@ -265,7 +265,7 @@ def gather_entries(call: FunctionCall) -> Spread:
     x, index = call.first, call.arg(2, "index")
     dim = int(call.arg(1, "dim")) % x.ndim
     if any(dim in call.cuts(t) for t in (x, index)) or call.cuts(x) != call.cuts(index):
-        raise LayoutUnknown(f"{call.name} picks entries of a tensor that is not cut as the index is")
+        raise LayoutUnknown(f"{call.name} picks entries of a tensor that is not sharded as the index is")
     return call.result(call.cuts(x))
 
 
@@ -443,7 +443,7 @@ def setitem(call: FunctionCall) -> Spread:
     for dim, axes in call.cuts(value).items():
         at = found[dim + len(found) - value.ndim]
         if at is None:
-            raise LayoutUnknown("setitem puts something cut where the tensor is not cut")
+            raise LayoutUnknown("setitem writes a sharded tensor where the tensor is not sharded")
         given[at] = axes
     if call.uniform(x) and not cuts:
         return call.result(given)

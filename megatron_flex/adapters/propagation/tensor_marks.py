@@ -119,7 +119,7 @@ class TensorMarks:
         if mark is None:
             return None
         if mark.line.spoiled > mark.version:
-            why = "a part of its memory, a view, was overwritten by something cut in another way"
+            why = "a part of its memory, a view, was overwritten by a tensor that is sharded in another way"
             return TensorMark(UnknownLayout(why), node=mark.node, line=mark.line, version=mark.version)
         if tensor_version(tensor) > mark.line.version:
             why = "it was changed in place by something that is not a torch function"
@@ -182,15 +182,6 @@ def normalize_spread(spread: Spread, dims: int) -> Spread:
         return spread
     cuts = tuple(sorted(((d % dims, a) for d, a in spread.cuts), key=lambda c: c[0]))
     return Spread(cuts, spread.partial, spread.shared, spread.uneven)
-
-
-def differing_axes(spread: SpreadOrUnknown) -> Axes:
-    """The axes over which local tensors differ."""
-    return (
-        frozenset()
-        if isinstance(spread, UnknownLayout)
-        else frozenset(a for _, a in spread.cuts) | set(spread.partial)
-    )
 
 
 def is_differentiable(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from megatron_flex.collectives.leader_gather import (
     takes_part,
 )
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
+from megatron_flex.collectives.planned_gather import GatheredShard, GatherPlan, PlannedGather, plan_gather
 from megatron_flex.collectives.transport.interface import Arrival, TransportBytes, Watch
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Layout, full_shape
@@ -105,6 +106,7 @@ class CopyTapes:
 
 
 MAX_SEND_PLANS = 4096  # layouts and shapes that are remembered
+MAX_BATCH_PLANS = 64  # sets of captures that are remembered
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class _PendingCapture:
     layout: Layout
     tensor: Tensor | None  # None on a rank whose shard is not needed
     route: Route | None = None
+    plan: _SendPlan | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +125,30 @@ class _SendPlan:
 
     Attributes:
         layout: itself: while it is here no other one is found by its identity.
+        shape: of the shards.
         needed: whether the shard of this rank is.
         steps: in which it is sent.
         entries: of the full tensor, if all ranks count the same number.
     """
 
     layout: Layout
+    shape: torch.Size
     needed: bool
     steps: list[GatherStep]
     entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchPlan:
+    """How all captures of such steps are sent.
+
+    Attributes:
+        plans: of the captures: while they are here no other ones are found by their identity.
+        gather: the plan of the gather; None where each step plans its own.
+    """
+
+    plans: list[_SendPlan]
+    gather: GatherPlan | None
 
 
 @dataclass(slots=True)
@@ -139,7 +158,7 @@ class _InFlight:
     recorded: list[_PendingCapture]
     order: list[_PendingCapture]
     blocks: list[TapeBlock]
-    sending: LeaderGather
+    sending: LeaderGather | PlannedGather
 
 
 class ProcessGroupTransport:
@@ -152,6 +171,7 @@ class ProcessGroupTransport:
         self._buffers = CopyTapes()
         self._sent: _InFlight | None = None
         self._plans: dict[tuple[int, torch.Size], _SendPlan] = {}
+        self._batches: dict[tuple[Any, ...], _BatchPlan] = {}
 
     @classmethod
     def open(cls, mesh: Mesh, watch: Watch | None) -> ProcessGroupTransport:
@@ -175,7 +195,8 @@ class ProcessGroupTransport:
             self._pending.append(_PendingCapture(tag, layout, kept, route))
             return True
         plan = self._plan(layout, local.shape)
-        self._pending.append(_PendingCapture(tag, layout, self._copy(local, plan) if plan.needed else None))
+        shard = self._copy(local, plan) if plan.needed else None
+        self._pending.append(_PendingCapture(tag, layout, shard, None, plan, local.dtype))
         self._waiting_bytes += plan.entries * local.element_size()
         return True
 
@@ -214,21 +235,47 @@ class ProcessGroupTransport:
     def _post(self) -> list[Arrival]:
         arrived = self._wait()
         todo, self._pending, self._waiting_bytes = self._pending, [], 0
-        order = sorted(todo, key=lambda p: p.route is not None)  # as their copies lie in memory
+        # Rows of experts last, as their copies lie in memory.
+        order = sorted(todo, key=lambda p: p.route is not None) if any(p.route for p in todo) else todo
         for pending in order:
             if pending.route is not None and pending.tensor is not None:
                 home = pending.route.home(pending.tensor)
-                plan = self._plan(pending.layout, home.shape)
-                pending.tensor = self._copy(home, plan) if plan.needed else None
+                pending.plan = self._plan(pending.layout, home.shape)
+                pending.tensor = self._copy(home, pending.plan) if pending.plan.needed else None
+        self._sent = _InFlight(todo, order, self._buffers.take(), self._begin(order))
+        return arrived
+
+    def _begin(self, order: list[_PendingCapture]) -> LeaderGather | PlannedGather:
+        """Begin the gather of captures, by the plan of such captures if there is one."""
+        planned = self._find_batch(order)
+        if planned is not None:
+            return PlannedGather(planned, [p.tensor for p in order])
         parcels = [
             PendingShard(
                 p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh))
             )
             for p in order
         ]
-        sending = LeaderGather(parcels, self.mesh, flex_config.bucket_bytes)
-        self._sent = _InFlight(todo, order, self._buffers.take(), sending)
-        return arrived
+        return LeaderGather(parcels, self.mesh, flex_config.bucket_bytes)
+
+    def _find_batch(self, order: list[_PendingCapture]) -> GatherPlan | None:
+        """The plan of captures like these; None where there is none."""
+        at = tuple([(id(p.plan), p.dtype) for p in order])
+        found = self._batches.get(at)
+        if found is None:
+            plans = [p.plan for p in order if p.plan is not None]
+            shards = [
+                GatheredShard(p.layout, p.plan.shape, p.dtype, p.plan.needed)
+                for p in order
+                if p.route is None and p.plan is not None and p.dtype is not None
+            ]
+            local = all(p.tensor is None or p.tensor.is_cpu for p in order)
+            most = flex_config.bucket_bytes
+            plan = plan_gather(shards, self.mesh, most) if local and len(shards) == len(order) else None
+            if len(self._batches) >= MAX_BATCH_PLANS:
+                self._batches.clear()
+            found = self._batches[at] = _BatchPlan(plans, plan)
+        return found.gather
 
     def _wait(self) -> list[Arrival]:
         """Wait for what is being sent."""
@@ -249,7 +296,7 @@ class ProcessGroupTransport:
             even = not any(d.uneven for d in layout.dims)
             entries = prod(full_shape(layout, shape, self.mesh.sizes)) if even else 0
             needed = takes_part(layout, self.mesh)
-            found = _SendPlan(layout, needed, plan_read(layout, self.mesh), entries)
+            found = _SendPlan(layout, shape, needed, plan_read(layout, self.mesh), entries)
             self._plans[id(layout), shape] = found
         return found
 

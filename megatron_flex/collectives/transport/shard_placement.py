@@ -47,10 +47,10 @@ class ShardPlacement:
 
     def targets(self, planes: Tensor) -> list[tuple[Tensor, ShardSlices]]:
         """Views of `planes` `[planes, *shape]` to copy to, each with what of the shard to copy."""
-        whole = planes[self.plane]
+        full_tensor = planes[self.plane]
         if self.order != tuple(range(len(self.order))):
-            whole = whole.permute(self.order)
-        return [(whole[target], source) for target, source in self.blocks]
+            full_tensor = full_tensor.permute(self.order)
+        return [(full_tensor[target], source) for target, source in self.blocks]
 
     def write(self, local: Tensor, planes: Tensor) -> None:
         """Copy a shard to its place in `planes` `[planes, *shape]`."""
@@ -241,7 +241,7 @@ class TensorSpaceCache:
         if not self._elsewhere.isdisjoint(layout.axes):
             return TensorSpace(layout, words, None, 0, *like)
         place = place_shard(layout, shape, self._member.coords, self._sizes)
-        whole = align_tensor_size(place.bytes(local.dtype))
+        full_tensor = align_tensor_size(place.bytes(local.dtype))
         if not self._one_node:  # each rank's shard by itself needs more, if copies of it are sent
-            whole = max(whole, self._count * align_tensor_size(local.numel() * local.itemsize))
-        return TensorSpace(layout, words, place, whole, *like, find_block_targets(place, local.shape))
+            full_tensor = max(full_tensor, self._count * align_tensor_size(local.numel() * local.itemsize))
+        return TensorSpace(layout, words, place, full_tensor, *like, find_block_targets(place, local.shape))

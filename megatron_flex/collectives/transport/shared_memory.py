@@ -81,7 +81,7 @@ class SharedMemoryTransport:
         self._slot: Slot | None = None  # on the node's first rank
         self._segment: Segment | None = None
         self._capacity = 0
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         self._answer_pending = ring is None  # an answer that was not read yet
         self._copies: DeviceCopies | None = None
         self._broken, self._warned = "", False
@@ -158,8 +158,8 @@ class SharedMemoryTransport:
             at = parts.at.get(self.members[self.me].rank)
             if at is None:
                 return
-            whole = self._segment.tensor(at, local.shape, local.dtype)
-            pairs = [(whole, local)]
+            full = self._segment.tensor(at, local.shape, local.dtype)
+            pairs = [(full, local)]
         elif record.place.writes:
             shape = (record.place.planes, *record.place.shape)
             planes = self._segment.tensor(record.at, shape, local.dtype)
@@ -318,13 +318,13 @@ class SharedMemoryTransport:
         number = None if slot is None else slot.number
         size = 0 if slot is None else slot.segment.size
         note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers, "wrong": wrong}
-        new = slot is not None and slot.number not in self._told
+        new = slot is not None and slot.number not in self._announced
         for line in self._lines.values():
             # A rank that has ended needs no answer; if it should not have, the next step's end notices.
             with suppress(FlexError):
                 line.send(note, slot.fd if new and slot is not None else None)
         if slot is not None:
-            self._told.add(slot.number)
+            self._announced.add(slot.number)
 
     def _read_answer(self) -> None:
         """Read the answer of the node's first rank, waiting for it if need be."""

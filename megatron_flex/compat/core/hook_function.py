@@ -9,11 +9,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_flex.compat.distributed.offload_strategies import (
+from megatron_flex.compat.distributed.strategies import (
     BaseOffloadStrategy,
     CPUPinnedMemoryOffloadStrategy,
 )
@@ -24,7 +24,7 @@ from megatron_flex.runtime.hook_groups import ALL_GROUPS, check_groups
 from megatron_flex.runtime.hooks import EditingFunction, HookType
 
 if TYPE_CHECKING:
-    from megatron_flex.compat.distributed.parallel_state import ParallelState
+    from megatron_flex.compat.distributed.distributed_state import ParallelState
 
 
 def default_editing_function(
@@ -32,6 +32,30 @@ def default_editing_function(
 ) -> Tensor:
     """Return the tensor unchanged: the editing function of a HookFunction without one."""
     return inputs
+
+
+class SaveContext(Namespace):
+    """`save_ctx`: a Namespace that knows which names a call of an editing function may have changed.
+
+    Attributes:
+        touched: the names assigned, and those read whose list, dict or set may have been changed in place.
+    """
+
+    __slots__ = ("touched",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "touched", set())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.touched.add(name)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, (list, dict, set)) and name not in ("__dict__", "touched"):
+            self.touched.add(name)
+        return value
 
 
 @dataclass(frozen=True)
@@ -47,7 +71,7 @@ class SharedState:
 
     fmps: ParallelState
     output_ptr: dict[str, list[Tensor]]
-    save_ctx: Namespace
+    save_ctx: SaveContext
     modules: nn.ModuleDict
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_flex.collectives import broadcast_items
-from megatron_flex.compat.core.hook_function import HookFunction, SharedState
+from megatron_flex.compat.core.hook_function import HookFunction, SaveContext, SharedState
 from megatron_flex.runtime import HookFunction as NativeHook
 from megatron_flex.runtime import Key, Session
+from megatron_flex.runtime.context.context_scopes import ContextScopes
+from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import EditingFunction, HookType
 from megatron_flex.sites import GRADIENT_SUFFIX
 
@@ -33,7 +34,7 @@ class SaveContextReplay:
     one level deep.
     """
 
-    def __init__(self, context: Namespace) -> None:
+    def __init__(self, context: SaveContext) -> None:
         self.context = context
         self._step = -1
         self._before: dict[Hashable, dict[str, Any]] = {}
@@ -84,6 +85,30 @@ def _copy_containers(values: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() if isinstance(v, (list, dict, set)) else v for n, v in values.items()}
 
 
+@contextmanager
+def share_between_stages(context: SaveContext, scopes: ContextScopes) -> Iterator[None]:
+    """Let a call of an editing function see what functions on other virtual stages saved for the microbatch.
+
+    These values are put into save_ctx before the call; what the call assigns, changes in a list, dict or set,
+    or deletes there is passed on. Values of earlier microbatches stay on the stage that has them.
+
+    Args:
+        context: the save_ctx of one FlexModel.
+        scopes: the native values, which are sent from stage to stage; inside a call.
+    """
+    shared, own = scopes.call_values, vars(context)
+    assert shared is not None
+    own.update({name: shared.get(name) for name in shared.names()})
+    before = set(own)
+    context.touched.clear()
+    yield
+    for name in before - own.keys():
+        if name in shared:
+            shared.remove(name)
+    for name in own.keys() & (context.touched | (own.keys() - before)):
+        shared.set(name, own[name])
+
+
 GRADIENT_HOOK_TYPES = ("full_backward", "full_backward_pre", "tensor")
 
 
@@ -99,7 +124,7 @@ def wrap_editing_function(
     """An editing function with the signature of native hooks.
 
     Its input is captured under `label`, for each hook: the second hook at a hook point sees, and captures,
-    the result of the first. The native save_ctx is not used.
+    the result of the first. The native save_ctx only brings values from one pipeline stage to another.
 
     Args:
         hook: the hook with the editing function.
@@ -111,17 +136,21 @@ def wrap_editing_function(
         divisor: gradients are divided by this before the edit, and multiplied by it after the edit.
     """
     function, backward = hook.editing_function, kind in GRADIENT_HOOK_TYPES
+    uses = session.mesh["pp"].size > 1 and uses_context(function)
 
     def edit(module: nn.Module | None, inputs: Tensor, _context: Any, _modules: Any) -> Tensor:
         __tracebackhide__ = True
         shown = inputs if divisor == 1 else inputs / divisor
         key = session.record_inner_tensor(label, shown, replays=not backward)
         replaying = not backward and session.clock.replaying()
-        with rewind.replay(key) if replaying else rewind.first(key.step, key):
+        scopes, with_stages = session.edit_runner.scopes, session.context_relay.joins_stages
+        share = share_between_stages(state.save_ctx, scopes) if uses and with_stages else nullcontext()
+        with rewind.replay(key) if replaying else rewind.first(key.step, key), share:
             made = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)
         return made if divisor == 1 or not isinstance(made, Tensor) else made * divisor
 
     vars(edit)["user_functions"] = (function,)
+    vars(edit)["uses_context"] = uses
     edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
     with suppress(TypeError, ValueError):  # a built-in function without a signature
         vars(edit)["__signature__"] = inspect.signature(function)

@@ -1,20 +1,26 @@
 """FlexModel with the interface of 2023: a wrapper module with hooks on the modules inside.
 
-Also the names of modules, the registration of hooks, and DummyModule.
+Also the names of modules, and the registration of hooks.
 """
 
 from __future__ import annotations
 
 import warnings
-from argparse import Namespace
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from megatron_flex.collectives import gather_objects
-from megatron_flex.compat.core.hook_function import HookFunction, HookGroups, HookSelection, SharedState
+from megatron_flex.compat.core.hook_function import (
+    HookFunction,
+    HookGroups,
+    HookSelection,
+    SaveContext,
+    SharedState,
+)
 from megatron_flex.compat.core.native_hooks import (
     GRADIENT_HOOK_TYPES,
     CaptureDelivery,
@@ -22,7 +28,7 @@ from megatron_flex.compat.core.native_hooks import (
     capture_name,
     wrap_editing_function,
 )
-from megatron_flex.compat.distributed.parallel_state import build_parallel_state, start_torch_distributed
+from megatron_flex.compat.distributed.distributed_state import build_parallel_state, start_torch_distributed
 from megatron_flex.compat.utils import setup_from_environment
 from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
@@ -30,17 +36,6 @@ from megatron_flex.runtime import HookFunction as NativeHook
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.hook_groups import ALL_GROUPS
 from megatron_flex.runtime.hooks import POINT_OF_TYPE, EditingFunction, HookType, check_signature
-
-T = TypeVar("T")
-
-
-class DummyModule(nn.Module):
-    """The identity: insert one to hook a tensor that is no module's output."""
-
-    def forward(self, inputs: T) -> T:
-        """Return the input."""
-        return inputs
-
 
 # The attributes under which wrappers hold the wrapped module, at any position in a path.
 WRAPPER_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -211,6 +206,27 @@ class HookRegistrationMethods:
         return tuple(None if i in batches else n for i, n in enumerate(want))
 
 
+def _close_session(session: Session) -> None:
+    """Remove the hooks of a FlexModel that has been collected; does not wait for any rank.
+
+    If there are hooks on gradients, the FlexModel may have been dropped between a call and its backward pass:
+    hooks are then removed at the end of that pass.
+    """
+    if not session.open:
+        return
+    deliver = session.delivered
+    if deliver is None or not any(entry.hook.backward for entry in session.registry.entries):
+        session.close()
+        return
+
+    def finish() -> None:
+        deliver()
+        if session.open:
+            session.close()
+
+    session.delivered = finish
+
+
 class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     """A module whose full tensors are captured and edited.
 
@@ -220,14 +236,16 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     Args:
         module: the model, with or without wrappers; or the list of its virtual pipeline chunks.
         output_ptr: the dict to which captures are appended, by the hook's `module_name`: detached copies on
-            the CPU, in the order of the forward passes, on the first rank. The caller empties it.
+            the CPU, in the order of the forward passes, on every rank. The caller empties it.
         tensor_parallel_size: the number of ranks that share each tensor.
         pipeline_parallel_size: the number of pipeline stages.
         data_parallel_size: the number of replicas.
         process_group: the ranks that run the model; None for all.
-        everywhere: fill `output_ptr` on every rank.
+        everywhere: fill `output_ptr` on every rank; False fills it on the first rank only, and sends less.
         divide_gradients_by_dp: pass the gradients of modules divided by the data parallel size to hooks, and
-            multiply the result of an edit by that size, as FlexModel did.
+            multiply the result of an edit by that size. They are then those of one device if its loss is
+            the mean over the samples of all replicas, and each replica's loss the mean over its own. False
+            passes them on the scale of the backward pass, as where the replicas' losses are summed.
 
     Attributes:
         module: the wrapped module.
@@ -235,6 +253,10 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         save_ctx: the state that editing functions keep between calls; each rank has its own.
         trainable_modules: the modules registered by `register_trainable_module`.
         fmps: ranks and groups.
+        tp_size: the given tensor parallel size.
+        pp_size: the given pipeline parallel size.
+        dp_size: the given data parallel size.
+        process_group: the given process group.
 
     Raises:
         FlexError: the sizes differ from the model's.
@@ -251,8 +273,8 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         data_parallel_size: int = 1,
         process_group: Any = None,
         *,
-        everywhere: bool = False,
-        divide_gradients_by_dp: bool = False,
+        everywhere: bool = True,
+        divide_gradients_by_dp: bool = True,
     ) -> None:
         super().__init__()
         setup_from_environment()
@@ -270,7 +292,13 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         session = native.session
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(module)
         self.output_ptr = output_ptr
-        self.save_ctx = Namespace()
+        self.tp_size, self.pp_size, self.dp_size = (
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            data_parallel_size,
+        )
+        self.process_group = process_group
+        self.save_ctx = SaveContext()
         self.trainable_modules = native.trainable_modules
         self.fmps = build_parallel_state(session.mesh, process_group)
         self._names = ModuleNames(session)
@@ -278,6 +306,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         self._hook_fn_group_manager = HookGroups(native)
         self._delivery = CaptureDelivery(session, output_ptr, everywhere)
         self._rewind = SaveContextReplay(self.save_ctx)
+        weakref.finalize(self, _close_session, session).atexit = False
         self._divisor = self.fmps.get_data_parallel_world_size() if divide_gradients_by_dp else 1
 
     def forward(
@@ -456,8 +485,8 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     def restore(self) -> nn.Module | Sequence[nn.Module]:
         """Remove all hooks from the module, and return it as it was given. Sends nothing.
 
-        Until then hooks remain registered on the module, even if the FlexModel is garbage collected, like
-        torch's hooks without their handles. A hook that was never called causes a warning.
+        Hooks are removed as well when the FlexModel is garbage collected; let all ranks drop it at the same
+        place. A hook that was never called causes a warning.
         """
         session = self._flex.session
         quiet = [h.describe() for h in session.taps.list_local_uncalled_hooks()]

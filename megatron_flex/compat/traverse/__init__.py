@@ -3,16 +3,23 @@
 from megatron_flex.compat.traverse import nodes
 from megatron_flex.compat.traverse.nodes import (
     InternalNode,
+    InternalObject,
     LeafNode,
-    flatten,
+    LeafObject,
+    ScalarNode,
+    ScalarObject,
     register_internal_node_type,
     register_leaf_node_type,
-    unflatten,
 )
+from megatron_flex.compat.traverse.ops import flatten, unflatten
 
 __all__ = [
     "InternalNode",
+    "InternalObject",
     "LeafNode",
+    "LeafObject",
+    "ScalarNode",
+    "ScalarObject",
     "flatten",
     "nodes",
     "register_internal_node_type",

@@ -1,12 +1,9 @@
-"""Objects as trees of nodes: containers and leaves; other objects are kept unchanged.
-
-`flatten` converts an object to a tree and its leaves, `unflatten` rebuilds it from both.
-"""
+"""Objects as trees of nodes: containers and leaves; other objects are kept unchanged."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +12,9 @@ from torch import Tensor
 
 from megatron_flex.adapters import tensor_trees
 from megatron_flex.errors import FlexError
+
+# What an object or a node of a tree may be, for annotations: a container, a leaf, anything else.
+InternalObject = LeafObject = ScalarObject = ScalarNode = Any
 
 
 class InternalNode:
@@ -177,6 +177,10 @@ class RecordNode(InternalNode):
         )
 
 
+class BaseModelOutputWithPastNode(RecordNode):
+    """A `BaseModelOutputWithPast` of Transformers, by its fields; any other dataclass is handled alike."""
+
+
 def _copy_without_values(instance: Any) -> Any:
     """A copy without references to tensors."""
     shell = copy.copy(instance)
@@ -204,56 +208,47 @@ def node_of(obj: Any) -> InternalNode | LeafNode | None:
     return None
 
 
-def flatten(root_obj: Any) -> tuple[Any, list[Any]]:
-    """Flatten an object.
-
-    Args:
-        root_obj: nested tuples, lists, mappings, named tuples, dataclasses and registered types.
-
-    Returns:
-        The tree, with types, shapes and other objects; and the leaves, usually tensors, depth first.
-    """
-    leaves: list[Any] = []
-
-    def walk(obj: Any) -> Any:
-        node = node_of(obj)
-        if isinstance(node, LeafNode):
-            leaves.append(obj)
-        elif isinstance(node, InternalNode):
-            node.children = [walk(child) for child in node.flatten(obj)]
-        else:
-            return obj
-        return node
-
-    return walk(root_obj), leaves
-
-
-def unflatten(root_node: Any, leaves: Sequence[Any]) -> Any:
-    """Rebuild an object.
-
-    Args:
-        root_node: the tree that `flatten` returned.
-        leaves: as many as `flatten` returned, in the same order.
+def get_internal_node(internal_obj: Any) -> type[InternalNode]:
+    """The node class for a container.
 
     Raises:
-        FlexError: there are more leaves, or fewer.
+        FlexError: the object is no container.
     """
-    left = list(reversed(leaves))
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, LeafNode):
-            if not left:
-                raise FlexError(
-                    f"{len(leaves)} leaves are too few for this tree; give all that flatten() gave"
-                )
-            return left.pop()
-        if isinstance(node, InternalNode):
-            return node.unflatten([walk(child) for child in node.children])
-        return node
-
-    made = walk(root_node)
-    if left:
+    node = node_of(internal_obj)
+    if not isinstance(node, InternalNode):
         raise FlexError(
-            f"{len(leaves)} leaves are {len(left)} too many for this tree; give those of flatten()"
+            f"{type(internal_obj).__name__} is no container; register_internal_node_type makes a type one"
         )
-    return made
+    return type(node)
+
+
+def get_leaf_node(leaf_obj: Any) -> type[LeafNode]:
+    """The node class for a leaf.
+
+    Raises:
+        FlexError: the object is no leaf.
+    """
+    node = node_of(leaf_obj)
+    if not isinstance(node, LeafNode):
+        raise FlexError(f"{type(leaf_obj).__name__} is no leaf; register_leaf_node_type makes a type one")
+    return type(node)
+
+
+def is_leaf_obj(obj: Any) -> bool:
+    """Whether an object is a leaf, such as a tensor."""
+    return isinstance(node_of(obj), LeafNode)
+
+
+def is_internal_obj(obj: Any) -> bool:
+    """Whether an object is a container."""
+    return isinstance(node_of(obj), InternalNode)
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Whether a node of a tree is a leaf."""
+    return isinstance(node, LeafNode)
+
+
+def is_internal_node(node: Any) -> bool:
+    """Whether a node of a tree is a container."""
+    return isinstance(node, InternalNode)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_flex.dump.json_form import MOST_INTEGER
 from megatron_flex.dump.reader.sample_plan import (
     MicrobatchSamples,
     SamplePlan,
@@ -27,6 +29,30 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
 
 MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
+
+
+class StoredSequence(NamedTuple):
+    """A sequence of a microbatch.
+
+    Attributes:
+        iteration: number, and which run of the schedule in it.
+        microbatch: its number on the replica.
+        replica: the data parallel coordinate.
+        number: of the sequence in the iteration.
+        sample: the sample of the microbatch that has it.
+        tokens: its tokens among those of the sample that are kept.
+        positions: their positions in the sequence.
+        source: the microbatch.
+    """
+
+    iteration: IterationKey
+    microbatch: int
+    replica: int
+    number: int
+    sample: int
+    tokens: range
+    positions: Tensor
+    source: ActivationSource
 
 
 class ActivationSource:
@@ -125,6 +151,38 @@ class ActivationSource:
                     yield which, microbatch, replica, source
                 if self.plan(which).joined:
                     break
+
+    @property
+    def packed(self) -> bool:
+        """Whether the first iteration has packed sequences."""
+        return any(d.sequences for d in self.like.first.layout.dims)
+
+    def sequences(self) -> Iterator[StoredSequence]:
+        """The sequences of all iterations, in order of samples; a sample that is not packed is a sequence."""
+        for which in self.iteration_keys:
+            plan, number = self.plan(which), 0
+            for block in plan.blocks:
+                only = replace(self.which, only=(block.microbatch, block.replica))
+                source = ActivationSource(self.dump, only, [which])
+                layout, positions = source.like.first.layout, source.labels(which)[1]
+                if positions is None:
+                    raise DumpError(f"{self.name} has no dim of tokens, and so no sequences")
+                spans = next((d.sequences for d in layout.dims if d.sequences), ())
+                given = not spans and self._planner.selection.samples is not None
+                for row, span in enumerate(spans or [(0, MOST_INTEGER)] * len(block.kept)):
+                    own = positions if positions.ndim == 1 else positions[0 if spans else row]
+                    first, last = torch.searchsorted(own, torch.tensor(span)).tolist()  # they ascend
+                    yield StoredSequence(
+                        which,
+                        block.microbatch,
+                        block.replica,
+                        block.numbers[row] if given else number,
+                        0 if spans else row,
+                        range(first, last),
+                        own[first:last] - span[0],
+                        source,
+                    )
+                    number += 1
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -247,6 +305,19 @@ class ParameterSource:
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """A parameter belongs to no request."""
         return None
+
+    @property
+    def packed(self) -> bool:
+        """A parameter has no tokens."""
+        return False
+
+    def sequences(self) -> Iterator[StoredSequence]:
+        """A parameter has no sequences.
+
+        Raises:
+            DumpError: always.
+        """
+        raise DumpError(f"{self.name} is a parameter and has no sequences")
 
     def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ParameterSource]]:
         """Each iteration by itself."""

@@ -23,12 +23,12 @@ class IncompleteIteration(StoredIteration):
     Attributes:
         files: that open them.
         there: the parts of each rank that are.
-        whole: the ranks of which by the names of files no part is gone.
+        complete: the ranks of which by the names of files no part is gone.
     """
 
     files: PartFiles
     there: Mapping[int, tuple[Path, ...]]
-    whole: frozenset[int]
+    complete: frozenset[int]
 
     def paths(self, rank: int) -> Iterable[Path]:
         """The parts of a rank whose headers can be read, in order."""
@@ -41,7 +41,7 @@ class IncompleteIteration(StoredIteration):
 
     def lacks_parts(self, ranks: Iterable[int]) -> bool:
         """Whether a part of these ranks is gone, or its header cannot be read."""
-        return any(r not in self.whole or len(list(self.paths(r))) < len(self.there[r]) for r in ranks)
+        return any(r not in self.complete or len(list(self.paths(r))) < len(self.there[r]) for r in ranks)
 
 
 class IncompleteRun(DumpRun):
@@ -55,12 +55,12 @@ class IncompleteRun(DumpRun):
         self, iteration: int, run_of: int, like: StoredIteration | None = None
     ) -> IncompleteIteration | None:
         """What is left of an iteration; None of nothing."""
-        whole = super().stored_iteration(iteration, run_of, like)
+        complete = super().stored_iteration(iteration, run_of, like)
         folder = self.folder / format_iteration_folder(iteration, run_of)
-        if whole is not None:
-            there = {rank: tuple(whole.paths(rank)) for rank in whole.parts}
+        if complete is not None:
+            there = {rank: tuple(complete.paths(rank)) for rank in complete.parts}
             return IncompleteIteration(
-                self, iteration, run_of, folder, whole.parts, self.files, there, frozenset(there)
+                self, iteration, run_of, folder, complete.parts, self.files, there, frozenset(there)
             )
         try:
             names = sorted(os.listdir(folder))
@@ -108,7 +108,7 @@ class DamagedDump(OpenDump):
                 for run in self.runs
                 if isinstance(rest := run.stored_iteration(*which), IncompleteIteration)
             ]
-            best = next((rest for rest in several if rest.whole.issuperset(rest.run.coords)), None)
+            best = next((rest for rest in several if rest.complete.issuperset(rest.run.coords)), None)
             most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
             self._written[which] = best or most
         return self._written[which]

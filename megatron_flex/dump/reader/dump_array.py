@@ -147,6 +147,37 @@ class ArraySource(Protocol):
         """What was written at a time: iteration, microbatch, replica, and a source of that alone."""
         ...
 
+    @property
+    def packed(self) -> bool:
+        """Whether the first iteration has packed sequences."""
+        ...
+
+    def sequences(self) -> Iterator[Any]:
+        """The sequences, in order of samples, each a `StoredSequence`."""
+        ...
+
+
+class SequenceArray(NamedTuple):
+    """A sequence: one of a packed microbatch, or a sample of one that is not packed.
+
+    Attributes:
+        iteration: its number.
+        run_of: which run of the schedule in it.
+        sequence: its number in the iteration, in the order of microbatches and samples.
+        microbatch: the microbatch that has it, by its number on the replica.
+        replica: the data parallel coordinate.
+        positions: of its tokens in the sequence: `[token]`.
+        array: over (sample, token, *features), of one sample, without the padding of the pack.
+    """
+
+    iteration: int
+    run_of: int
+    sequence: int
+    microbatch: int
+    replica: int
+    positions: Tensor
+    array: DumpArray
+
 
 class MicrobatchArray(NamedTuple):
     """What was written at a time.
@@ -184,6 +215,15 @@ class DumpArray:
 
     Attributes:
         name: the name of the site or parameter.
+
+    Examples:
+        >>> array = open_dump("dumps/run")["decoder.layers.3"]
+        >>> dict(zip(array.dims, array.shape))
+        {'iteration': 2, 'sample': 4, 'token': 16, 'h': 32}
+        >>> array[-1, :, ::8]  # of the last iteration, every eighth token; reads nothing yet
+        DumpArray(decoder.layers.3: sample 4, token 2, h 32; float32, 1,024 bytes; [s, b, h])
+        >>> array[-1, :, ::8].torch().shape
+        torch.Size([4, 2, 32])
     """
 
     def __init__(self, source: ArraySource, view: list[DimIndex | int] | None = None) -> None:
@@ -312,10 +352,15 @@ class DumpArray:
         return (self[i] for i in range(len(self)))
 
     def at(self, *iterations: int | IterationKey) -> DumpArray:
-        """These iterations, by number; `(number, 1)` is the second run of the schedule in it.
+        """Return these iterations, by number; `(number, 1)` is the second run of the schedule in one.
 
         Raises:
             DumpError: one that the dump does not have whole.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"].at(1)
+            DumpArray(decoder.layers.3: iteration 1, sample 4, token 16, h 32; float32, 8,192 bytes; [s, b,
+            h])
         """
         wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
         source = self._source.among(wanted)
@@ -327,26 +372,88 @@ class DumpArray:
         return DumpArray(source, [range(len(wanted)), *self.view[1:]])
 
     def microbatch_arrays(self) -> Iterator[MicrobatchArray]:
-        """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
-        if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
-            raise DumpError(
-                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
-            )
+        """Iterate over what was written at a time, each as an array: for tensors whose shapes differ.
+
+        Returns:
+            An iterator over microbatches of the data parallel replicas.
+
+        Examples:
+            >>> for each in open_dump("dumps/run")["decoder.layers.3"].microbatch_arrays():
+            ...     print(each.iteration, each.microbatch, each.array.shape)
+            0 0 (2, 16, 32)
+            0 1 (2, 16, 32)
+            1 0 (2, 16, 32)
+            1 1 (2, 16, 32)
+        """
+        self._check_entire()
         for which, microbatch, replica, source in self._source.among(self.iteration_keys).microbatch_arrays():
             request = source.request(which, microbatch, replica)
             yield MicrobatchArray(which[0], which[1], microbatch, replica, DumpArray(source)[0], request)
 
+    @property
+    def packed(self) -> bool:
+        """Whether its microbatches are packed sequences: then one sample is a row of several sequences.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"].packed
+            False
+        """
+        return self._source.packed
+
+    def sequence_arrays(self) -> Iterator[SequenceArray]:
+        """Iterate over the sequences, packed or not, each as an array: packed runs read as unpacked ones.
+
+        Sequences are numbered in the order of microbatches and samples. Of a run that is not packed each
+        sample is a sequence, by its number in the global batch.
+
+        Returns:
+            An iterator over the sequences of all iterations of the array.
+
+        Raises:
+            DumpError: the array has no tokens, or is a slice.
+
+        Examples:
+            >>> for each in open_dump("dumps/run")["decoder.layers.3"].at(1).sequence_arrays():
+            ...     print(each.sequence, each.microbatch, each.array.shape)
+            0 0 (1, 16, 32)
+            1 0 (1, 16, 32)
+            2 1 (1, 16, 32)
+            3 1 (1, 16, 32)
+        """
+        self._check_entire()
+        for one in self._source.among(self.iteration_keys).sequences():
+            number, run_of = one.iteration
+            array = DumpArray(one.source)[0][one.sample : one.sample + 1]
+            place = one.number, one.microbatch, one.replica
+            yield SequenceArray(
+                number, run_of, *place, one.positions, array[:, one.tokens.start : one.tokens.stop]
+            )
+
+    def _check_entire(self) -> None:
+        """Refuse a slice, whose pieces would be other ones."""
+        if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
+            raise DumpError(
+                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
+            )
+
     # -- reading ---------------------------------------------------------------------------------------
 
     def torch(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        """Read it.
+        """Read the selected entries as a tensor.
 
         Args:
             dtype: to convert to; None for the one it is stored in.
             device: to copy to; None for the CPU.
 
+        Returns:
+            The tensor, on the CPU if no device is given.
+
         Raises:
             DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"][0].torch(torch.float64).shape
+            torch.Size([4, 16, 32])
         """
         where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
         source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
@@ -359,10 +466,17 @@ class DumpArray:
         return out if device is None else out.to(device)
 
     def numpy(self) -> Any:
-        """Read it as a numpy array; bfloat16 and 8-bit floats, which numpy does not have, become float32.
+        """Read the selected entries as a numpy array.
+
+        Returns:
+            The array; bfloat16 and 8-bit floats, which numpy does not have, become float32.
 
         Raises:
             DumpError: numpy is not installed.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"][0, 0].numpy().shape
+            (16, 32)
         """
         try:
             import numpy  # noqa: F401
@@ -374,12 +488,17 @@ class DumpArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
-            raise ValueError("an array of a dump is read from files: it cannot be had without a copy")
+            raise ValueError("an array of a dump is read from files: it is not available without a copy")
         found = self.numpy()
         return found if dtype is None else found.astype(dtype)
 
     def item(self) -> Any:
-        """The value of an array of one."""
+        """Return the value of an array that has one entry.
+
+        Examples:
+            >>> round(open_dump("dumps/run")["decoder.layers.3"][0, 0, 0, 0].item(), 4)
+            0.9017
+        """
         return self.torch().item()
 
     def __reduce__(self) -> Any:

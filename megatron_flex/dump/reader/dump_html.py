@@ -116,7 +116,7 @@ def render_dump(dump: DumpSummary) -> Markup:
         "dump.runs has them all",
     )
     groups = _group_tensor_cells(rows)
-    tensors = html_table(("", "kind", "whole", "layout", ">stage"), groups, len(groups), TENSORS_HINT)
+    tensors = html_table(("", "kind", "full shape", "layout", ">stage"), groups, len(groups), TENSORS_HINT)
     text = (
         f"{count_words(len(dump.runs), 'run')}, {count_words(len(complete), 'complete iteration')}"
         f"{_format_range(complete)}"
@@ -157,17 +157,19 @@ def _list_tensor_cells(manifest: Manifest) -> list[TensorCells]:
     ]
 
 
-def _make_tensor_cells(place: SiteRecord, kind: str, manifest: Manifest) -> TensorCells:
+def _make_tensor_cells(record: SiteRecord, kind: str, manifest: Manifest) -> TensorCells:
     try:
-        layout = layout_from_json(place.layout)
+        layout = layout_from_json(record.layout)
     except (FlexError, KeyError, TypeError, ValueError) as error:  # a damaged manifest is shown, not raised
-        return place.name, kind, " x ".join(map(str, place.shape)), f"cannot be read: {error}", place.stage
-    text = "in each part of the dump" if place.inferred else layout.describe(manifest.sizes)
+        return record.name, kind, " x ".join(map(str, record.shape)), f"cannot be read: {error}", record.stage
+    text = "in each part of the dump" if record.inferred else layout.describe(manifest.sizes)
     names = [dim.name for dim in layout.dims]
     if layout.permute is not None:
         names = [names[i] for i in layout.permute]
-    complete = format_shape(names, place.shape) if len(names) == len(place.shape) else str(list(place.shape))
-    return place.name, kind, "" if place.inferred else complete, text, place.stage
+    complete = (
+        format_shape(names, record.shape) if len(names) == len(record.shape) else str(list(record.shape))
+    )
+    return record.name, kind, "" if record.inferred else complete, text, record.stage
 
 
 def _group_tensor_cells(rows: list[TensorCells]) -> list[tuple[object, ...]]:

@@ -19,14 +19,16 @@ from megatron_flex.dump.reader.shard_files import MOST_OPEN_FILES, ChecksumPolic
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
-from megatron_flex.errors import DumpError, FlexWarning, suggest_nearest
-from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.errors import DumpError, FlexWarning, SiteError, suggest_nearest
+from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
+from megatron_flex.notebook_html import count_words
+from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
 
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
 
 
 def sort_by_execution(
-    files: PartFiles, written: StoredIteration, places: Mapping[str, SiteRecord]
+    files: PartFiles, written: StoredIteration, records: Mapping[str, SiteRecord]
 ) -> list[str]:
     """Names in the order of one microbatch: values stage by stage, then gradients the other way.
 
@@ -38,17 +40,17 @@ def sort_by_execution(
             for rank in written.run.ranks(stage, replica):
                 for path in written.paths(rank):
                     for entry in files.open(path).part.index.entries:
-                        if entry.kind in turns and entry.site in places:
+                        if entry.kind in turns and entry.site in records:
                             found = entry.microbatch, entry.call, entry.turn
                             first_turns = turns[entry.kind]
                             first_turns[entry.site] = min(found, first_turns.get(entry.site, found))
-        if len(turns[VALUE]) == len(places):
+        if len(turns[VALUE]) == len(records):
             break  # further replicas have the same sites; only experts are spread over them
-    model = {name: at for at, name in enumerate(places)}
+    model = {name: at for at, name in enumerate(records)}
 
     def key(name: str, first_turns: Mapping[str, ExecutionTurn], sign: int) -> tuple[int, ...]:
-        place = places[name]
-        return sign * place.chunk, sign * place.stage, *first_turns[name], model[name]
+        record = records[name]
+        return sign * record.chunk, sign * record.stage, *first_turns[name], model[name]
 
     values = sorted(turns[VALUE], key=lambda n: key(n, turns[VALUE], 1))
     gradients = sorted(turns[GRADIENT], key=lambda n: key(n, turns[GRADIENT], -1))
@@ -70,12 +72,17 @@ def open_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") ->
     An iteration that has lost a part is left out with a warning; an iteration that a killed run did not
     finish, or that the newest run may still be writing, without one. `OpenDump.missing` lists all of them.
 
+    Returns:
+        The dump: a mapping of names to arrays, which reads a tensor when it is converted.
+
     Raises:
         DumpError: there is no dump; the manifest of a run is missing, damaged or of another version; or the
             folder of a run was renamed.
 
-    Example:
-        `open_dump("dumps/run")["decoder.layers.3"]`
+    Examples:
+        >>> dump = open_dump("dumps/run")
+        >>> dump["decoder.layers.3"]
+        DumpArray(decoder.layers.3: iteration 2, sample 4, token 16, h 32; float32, 16,384 bytes; [s, b, h])
     """
     return OpenDump(path, check=check)
 
@@ -98,6 +105,14 @@ class OpenDump:
     Attributes:
         path: the folder.
         runs: the runs of the dump, in order.
+
+    Examples:
+        >>> dump = open_dump("dumps/run")
+        >>> dump
+        <OpenDump dumps/run: 54 sites, 8 parameters, 1 run>
+        >>> dump["decoder.layers.3"][-1, 0].torch().shape  # last iteration, first sample: [token, h]
+        torch.Size([16, 32])
+        >>> dump.close()
     """
 
     _warns = True  # about iterations that have lost a part
@@ -111,9 +126,9 @@ class OpenDump:
         self._written: dict[IterationKey, StoredIteration | None] = {}
 
     def __repr__(self) -> str:
-        runs = f"{len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
-        names = f"{len(self.site_records)} sites, {len(self._parameter_records)} parameters"
-        return f"<OpenDump {self.path}: {names}, {runs}>"
+        sites, parameters = len(self.site_records), len(self._parameter_records)
+        names = f"{count_words(sites, 'site')}, {count_words(parameters, 'parameter')}"
+        return f"<OpenDump {self.path}: {names}, {count_words(len(self.runs), 'run')}>"
 
     # -- what there is ---------------------------------------------------------------------------------
 
@@ -123,7 +138,12 @@ class OpenDump:
         return [run.manifest for run in self.runs]
 
     def describe_meshes(self) -> str:
-        """The mesh; of a dump continued in another layout each mesh with its iterations."""
+        """Return the mesh; of a dump continued in another layout each mesh with its iterations.
+
+        Examples:
+            >>> open_dump("dumps/run").describe_meshes()
+            'one rank'
+        """
         numbers: dict[str, list[int]] = {}
         for which in self.iteration_keys:
             manifest = self.stored_iteration(which).run.manifest
@@ -145,38 +165,43 @@ class OpenDump:
         return self.runs[0].manifest
 
     @cached_property
-    def _whole(self) -> dict[IterationKey, StoredIteration]:
+    def _complete(self) -> dict[IterationKey, StoredIteration]:
         every = sorted({which for run in self.runs for which in run.folders})
         found = {which: self._look(which) for which in every}
-        whole = {which: one for which, one in found.items() if one is not None}
-        if self._warns and len(whole) < len(every) and (available := lost(self.runs, whole)):
+        complete = {which: one for which, one in found.items() if one is not None}
+        if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
             text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
             warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
-        return whole
+        return complete
 
     @property
     def missing(self) -> list[str]:
         """What is not there, a line for each, by manifests and the names of files: runs without a manifest,
         iterations that no run has whole, and those between others of which there is no folder at all.
         """
-        return missing(self.path, self.runs, self._whole)
+        return missing(self.path, self.runs, self._complete)
 
     @property
     def iteration_keys(self) -> list[IterationKey]:
         """The complete iterations, with further runs of the schedule: (number, 0), (number, 1), ..."""
-        return list(self._whole)
+        return list(self._complete)
 
     @property
     def iterations(self) -> list[int]:
         """The numbers of the complete iterations."""
-        return [number for number, run_of in self._whole if run_of == 0]
+        return [number for number, run_of in self._complete if run_of == 0]
 
     def stored_iteration(self, which: IterationKey) -> StoredIteration:
-        """Return a complete iteration.
+        """Return a complete iteration: `which` is its number, and which run of the schedule in it, from 0.
 
         Raises:
             DumpError: the iteration is incomplete or absent.
+
+        Examples:
+            >>> dump = open_dump("dumps/run")
+            >>> dump.stored_iteration((1, 0)).iteration
+            1
         """
         found = self._look(which)
         if found is None:
@@ -189,11 +214,16 @@ class OpenDump:
 
     @cached_property
     def site_records(self) -> dict[str, SiteRecord]:
-        """The hook points of all runs, in model order."""
+        """Return the records of the hook points of all runs, in model order.
+
+        Examples:
+            >>> len(open_dump("dumps/run").site_records)
+            54
+        """
         out: dict[str, SiteRecord] = {}
         for manifest in self.manifests:
-            for place in manifest.sites:
-                out.setdefault(place.name, place)
+            for record in manifest.sites:
+                out.setdefault(record.name, record)
         return out
 
     @cached_property
@@ -205,6 +235,10 @@ class OpenDump:
 
         Raises:
             KeyError: no manifest has the name.
+
+        Examples:
+            >>> open_dump("dumps/run").site_record("decoder.layers.3:output").shape
+            ['s', 'b', 32]
         """
         found = self.site_records.get(name)
         return self._parameter_records[name] if found is None else found
@@ -213,16 +247,20 @@ class OpenDump:
         """Return the meaning of the dims of a hook point or parameter (`sequence`, `batch`), by layout name.
 
         From the manifest, or else from the first iteration's records; empty if neither has the information.
+
+        Examples:
+            >>> open_dump("dumps/run").axes("decoder.layers.3:output")
+            {'s': 'sequence', 'b': 'batch', 'h': 'hidden'}
         """
-        place = self.site_record(name)
-        if place.axes or not self.iteration_keys:
-            return dict(place.axes)
+        record = self.site_record(name)
+        if record.axes or not self.iteration_keys:
+            return dict(record.axes)
         written = self.stored_iteration(self.iteration_keys[0])
         kind = VALUE if name in self.site_records else PARAMETER
         found = (
             entry.axes
             for replica in written.run.replicas
-            for _, entry, _, _ in self.entries(written, name, kind, place.stage, replica)
+            for _, entry, _, _ in self.entries(written, name, kind, record.stage, replica)
         )
         return dict(next((axes for axes in found if axes), {}))
 
@@ -240,16 +278,25 @@ class OpenDump:
 
     @cached_property
     def order(self) -> list[str]:
-        """The names in execution order, values before gradients.
+        """Return the names in execution order, values before gradients.
 
         The order is that of the first iteration with gradients, or else of the first iteration.
+
+        Examples:
+            >>> list(open_dump("dumps/run").order)[:3]
+            ['embedding.word_embeddings:output', 'embedding:output', 'decoder.layers.0:input']
         """
-        written = next((w for k, w in self._whole.items() if k[1] == 0 and self.has_gradients(k)), None)
-        written = written or next(iter(self._whole.values()), None)
+        written = next((w for k, w in self._complete.items() if k[1] == 0 and self.has_gradients(k)), None)
+        written = written or next(iter(self._complete.values()), None)
         return [] if written is None else sort_by_execution(self.files, written, self.site_records)
 
     def has_gradients(self, which: IterationKey) -> bool:
-        """Return whether gradients were computed in an iteration."""
+        """Return whether gradients were computed in an iteration, `(number, run of the schedule)`.
+
+        Examples:
+            >>> open_dump("dumps/run").has_gradients((1, 0))
+            True
+        """
         written = self.stored_iteration(which)
         path = next(iter(written.paths(next(iter(written.run.coords)))))
         return self.files.open(path).part.index.training
@@ -266,11 +313,8 @@ class OpenDump:
 
     def __getitem__(self, key: str | tuple[str, int]) -> DumpArray:
         name, call = key if isinstance(key, tuple) else (key, None)
-        found = self._resolve_site(name)
-        if found is None:
-            raise DumpError(f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}")
-        site, kind = found
-        passes = [w for w in self._whole if w[1] == 0]
+        site, kind = self._resolve_site(name) or self._find_site(name)
+        passes = [w for w in self._complete if w[1] == 0]
         if kind == GRADIENT:
             passes = [w for w in passes if self.has_gradients(w)]
         stage = self.site_records[site].stage
@@ -288,11 +332,29 @@ class OpenDump:
         return len(self.sites)
 
     def keys(self) -> list[str]:
-        """The names of the hook points."""
+        """Return the names of the hook points.
+
+        Examples:
+            >>> [name for name in open_dump("dumps/run").keys() if name.startswith("decoder.layers.3.mlp:")]
+            ['decoder.layers.3.mlp:output']
+        """
         return self.sites
 
     def items(self) -> Iterator[tuple[str, DumpArray]]:
-        """Iterate over the hook points and their arrays."""
+        """Iterate over the hook points and their arrays.
+
+        Returns:
+            An iterator over pairs of a name and a DumpArray.
+
+        Examples:
+            >>> for name, array in open_dump("dumps/run").items():
+            ...     if name.endswith(".mlp:output"):
+            ...         print(name, array.shape)
+            decoder.layers.0.mlp:output (2, 4, 16, 32)
+            decoder.layers.1.mlp:output (2, 4, 16, 32)
+            decoder.layers.2.mlp:output (2, 4, 16, 32)
+            decoder.layers.3.mlp:output (2, 4, 16, 32)
+        """
         return ((name, self[name]) for name in self.sites)
 
     def parameter(self, name: str, gradient: bool = False) -> DumpArray:
@@ -304,15 +366,20 @@ class OpenDump:
 
         Raises:
             DumpError: the dump has no such parameter.
+
+        Examples:
+            >>> open_dump("dumps/run").parameter("decoder.final_layernorm.weight")
+            DumpArray(decoder.final_layernorm.weight: iteration 2, d0 32; float32, 256 bytes; [d0])
         """
-        place = self._parameter_records.get(name)
-        if place is None:
+        name = self._own_name(name)
+        record = self._parameter_records.get(name)
+        if record is None:
             raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
-        passes = [w for w in self._whole if w[1] == 0]
+        passes = [w for w in self._complete if w[1] == 0]
         if gradient:
             passes = [w for w in passes if self.has_gradients(w)]
         kind = PARAMETER_GRADIENT if gradient else PARAMETER
-        return DumpArray(ParameterSource(self, name, kind, place.stage, passes))
+        return DumpArray(ParameterSource(self, name, kind, record.stage, passes))
 
     # -- rows ------------------------------------------------------------------------------------------
 
@@ -334,6 +401,12 @@ class OpenDump:
 
         Raises:
             DumpError: a hook point has no samples, or samples or tokens differ between hook points.
+
+        Examples:
+            >>> rows = open_dump("dumps/run").dataset("decoder.layers.3", iterations=[1])
+            >>> len(rows), rows[0].shape
+            (64, torch.Size([32]))
+            >>> loader = torch.utils.data.DataLoader(rows, batch_size=16, shuffle=True)
         """
         return TokenRows(self._arrays(sites, iterations, tokens), _is_single_site(sites), dtype)
 
@@ -351,7 +424,7 @@ class OpenDump:
         block: int = 256,
         part: tuple[int, int] = (0, 1),
     ) -> ShuffledRows:
-        """Batches of token rows in random order, within bounded memory; see ShuffledRows.
+        """Iterate over batches of token rows in random order, within bounded memory; see ShuffledRows.
 
         Args:
             sites: names, or arrays of this dump as they were sliced; several give tuples of aligned batches.
@@ -365,8 +438,17 @@ class OpenDump:
             block: rows that are read at a time.
             part: `(r, n)`: the r-th of n parts, for n processes.
 
+        Returns:
+            An iterable of tensors `[batch_size, *features]`; for several hook points, of tuples of
+                them.
+
         Raises:
             DumpError: a site without samples, or several whose samples or tokens differ.
+
+        Examples:
+            >>> batches = open_dump("dumps/run").rows("decoder.layers.3", batch_size=32)
+            >>> [tuple(batch.shape) for batch in batches]
+            [(32, 32), (32, 32), (32, 32), (32, 32)]
         """
         arrays = self._arrays(sites, iterations, tokens)
         return ShuffledRows(
@@ -392,11 +474,49 @@ class OpenDump:
 
     def _resolve_site(self, name: str) -> tuple[str, str] | None:
         """Return a hook point and the kind of its tensors; a module's name means the module's output."""
+        name = self._own_name(name)
         for site, kind in ((name, VALUE), (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)):
             for full in (site, site + OUTPUT_SUFFIX):
                 if full in self.site_records and (kind == VALUE or full + GRADIENT_SUFFIX in self.order):
                     return full, kind
         return None
+
+    @cached_property
+    def gpt_names(self) -> GptNames:
+        """Return the correspondence with the names of a GPTModel.
+
+        Examples:
+            >>> open_dump("dumps/run").gpt_names.pattern
+            'TTTT'
+        """
+        layers = next((m.layers for m in self.manifests if m.layers), "")
+        return GptNames(layers or layer_pattern([*self.site_records, *self._parameter_records]))
+
+    def _own_name(self, name: str) -> str:
+        """The dump's name for one of a GPTModel, written `gpt:NAME`; other names as they are."""
+        if not name.startswith(NAMESPACE):
+            return name
+        try:
+            return self.gpt_names.to_model(name.removeprefix(NAMESPACE))
+        except SiteError as error:
+            raise DumpError(f"{self.path}: {error}") from None
+
+    def _find_site(self, name: str) -> tuple[str, str]:
+        """The same for the end of a module's name, or a pattern, that means one hook point."""
+        try:
+            found = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
+        except SiteError as error:
+            raise DumpError(str(error)) from None
+        if not found:
+            raise DumpError(f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}")
+        if len(found) > 1:
+            raise DumpError(
+                f"{self.path}: {name!r} means {', '.join(found[:4])}{' ...' * (len(found) > 4)}; "
+                "[...] takes one, and keys() lists them"
+            )
+        one = self._resolve_site(found[0])
+        assert one is not None  # it is one of `sites`
+        return one
 
     def _check_calls(self, name: str, site: str, kind: str, stage: int, which: IterationKey) -> None:
         written = self.stored_iteration(which)
@@ -412,7 +532,7 @@ class OpenDump:
     def entries(
         self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
     ) -> list[LocatedShard]:
-        """The shards of a site that the ranks of a stage of a replica wrote.
+        """Return the shards of a site that the ranks of a stage of a replica wrote.
 
         Args:
             written: the iteration.
@@ -421,8 +541,17 @@ class OpenDump:
             stage: the pipeline stage.
             replica: the data parallel replica.
 
+        Returns:
+            The shards, each with its file.
+
         Raises:
             DumpError: the coordinates of a file are not those of its rank's manifest.
+
+        Examples:
+            >>> dump = open_dump("dumps/run")
+            >>> written = dump.stored_iteration((0, 0))
+            >>> len(dump.entries(written, "decoder.layers.3:output", "value", stage=0, replica=0))
+            2
         """
         out: list[LocatedShard] = []
         for rank in written.run.ranks(stage, replica):
@@ -438,15 +567,21 @@ class OpenDump:
         return out
 
     def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """The error where an iteration has no activation of a site.
+        """Return the error for an iteration that has no activation of a site.
 
         Args:
             name: the name of the hook point.
             written: the iteration.
             stage: the pipeline stage of the hook point.
+
+        Examples:
+            >>> dump = open_dump("dumps/run")
+            >>> written = dump.stored_iteration((0, 0))
+            >>> type(dump.missing_activation_error("decoder.layers.3:output", written, stage=0)).__name__
+            'NoActivationError'
         """
         return NoActivationError(
-            f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
+            f"{name}: nothing was recorded there in {written.describe()}; choose others with .at(...)"
         )
 
     def _repr_html_(self) -> str:
@@ -455,7 +590,12 @@ class OpenDump:
         return render_dump(self)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files.
+
+        Examples:
+            >>> dump = open_dump("dumps/run")
+            >>> dump.close()
+        """
         self.files.close()
 
     def __enter__(self) -> OpenDump:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class ExpertTensor:
     Attributes:
         layout: of the tensor by token.
         dtype: of the tensor.
-        shape: of the whole.
+        shape: of the full tensor.
         where: what it is, for errors.
     """
 
@@ -58,6 +59,7 @@ class ExpertTensor:
         first_rows = next(iter(self._ranks.values()))
         self.dtype = first_rows.dtype
         dims = (*TOKEN_SAMPLE_DIMS, *home.dims[1:]) if expert is not None else home.dims
+        dims = (replace(dims[0], sequences=routing.sequences), *dims[1:])
         self.shape = *routing.shape, *((routing.slots,) if expert is None else ()), *first_rows.shape[1:]
         self.layout = Layout(dims)
         self._one = expert is not None

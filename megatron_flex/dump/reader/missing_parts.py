@@ -19,13 +19,13 @@ from megatron_flex.dump.schema import Manifest, read_settings
 MOST_DETAILED = 8  # iterations whose missing ranks are listed
 
 
-def missing(path: Path, runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
+def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationKey]) -> list[str]:
     """Runs without a manifest, and iterations that are incomplete or missing in all runs.
 
     Args:
         path: the dump's folder.
         runs: those that are read.
-        whole: the iterations that are complete in some run.
+        complete: the iterations that are complete in some run.
 
     Raises:
         DumpError: a folder cannot be read.
@@ -36,14 +36,14 @@ def missing(path: Path, runs: Sequence[DumpRun], whole: Collection[IterationKey]
     out += [one.text for one in renamed_runs(path)]
     for run in runs:
         for which in run.folders:
-            if which not in whole:
+            if which not in complete:
                 out.append(_describe(run, which, _absent(run, which) if len(out) < MOST_DETAILED else []))
     text = gaps_in_words(gaps((run.manifest, [number for number, _ in run.folders]) for run in runs))
     out += [text] if text else []
-    return out if whole else [*out, "no iteration is complete: nothing can be read yet"]
+    return out if complete else [*out, "no iteration is complete: nothing can be read yet"]
 
 
-def lost(runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
+def lost(runs: Sequence[DumpRun], complete: Collection[IterationKey]) -> list[str]:
     """Iterations that are incomplete in all runs, though the writer continued after them: parts are lost.
 
     What a killed run was writing, and what the newest run may be writing still, is not among them.
@@ -53,7 +53,7 @@ def lost(runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
     """
     out = []
     for run in runs:
-        incomplete = [which for which in run.folders if which not in whole]
+        incomplete = [which for which in run.folders if which not in complete]
         if not incomplete:
             continue
         later = [list_iteration_folder(run.folder / format_iteration_folder(*which), *which)
@@ -64,7 +64,7 @@ def lost(runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
             gone = [
                 rank
                 for rank in folder.missing(list(run.coords))
-                if which not in whole and (rank in folder.closed or latest.get(rank, (-1, 0)) > which)
+                if which not in complete and (rank in folder.closed or latest.get(rank, (-1, 0)) > which)
             ]
             if gone:
                 out.append(_describe(run, which, gone))

@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 def read_ahead(blocks: Iterable[B], read: Callable[[B], V]) -> Iterator[tuple[B, V]]:
-    """Each block with what was read of it, in order.
+    """Each block with its data, in order.
 
     Args:
         blocks: what to read, one after the other.

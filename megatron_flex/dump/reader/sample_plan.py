@@ -148,12 +148,12 @@ class SamplePlan:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Samples, tokens, features: what is kept."""
+        """The selected samples, tokens and features."""
         tokens = []
         if self.token is not None:
             length, every = self.first.shape[self.token], not self.drawn
-            whole = every and isinstance(self.selection.tokens, RandomTokens)
-            tokens = [length if whole else self.selection.count_kept_tokens(length)]
+            full = every and isinstance(self.selection.tokens, RandomTokens)
+            tokens = [length if full else self.selection.count_kept_tokens(length)]
         return (self.starts[-1], *tokens, *(self.first.shape[d] for d in self.rest))
 
 
@@ -290,7 +290,7 @@ class SamplePlanner:
         if found and REPLICA_AXIS in found[0][2].axes:
             found = [f for r in run.replicas for f in self.found(written, r).get(microbatch, [])]
         if not found:
-            raise DumpError(f"{where}: nothing passed there, and on other ranks something did")
+            raise DumpError(f"{where}: nothing was recorded there, unlike on other ranks")
         if found[0][1].route is not None:
             routed = self._expert_reader.tensor(written, microbatch, replica, found, where)
             return (
@@ -315,10 +315,10 @@ class SamplePlanner:
                 tokens, samples, layout, shape, run.sizes, coords, written.iteration, numbers
             )
 
-        whole: StoredTensor = AssembledTensor(self.dump.files, layout, run.sizes, shards, where, picking)
-        if self.selection.mean and self._has_tokens(whole):
-            return self._average_tokens(whole, written, microbatch, replica)
-        return whole
+        full: StoredTensor = AssembledTensor(self.dump.files, layout, run.sizes, shards, where, picking)
+        if self.selection.mean and self._has_tokens(full):
+            return self._average_tokens(full, written, microbatch, replica)
+        return full
 
     def _check_rows(self, layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], where: str) -> None:
         """Refuse picked shards that claim more rows than were written, before the rows are listed."""
@@ -341,26 +341,26 @@ class SamplePlanner:
                 )
 
     def _average_tokens(
-        self, whole: StoredTensor, written: StoredIteration, microbatch: int, replica: int
+        self, full: StoredTensor, written: StoredIteration, microbatch: int, replica: int
     ) -> TokenMean:
         """Its mean over tokens."""
         begin, token = (
-            self._first(written, microbatch, replica, _count_samples(whole), False),
-            whole.dim(TOKEN_DIM),
+            self._first(written, microbatch, replica, _count_samples(full), False),
+            full.dim(TOKEN_DIM),
         )
         assert token is not None
 
         def kept(sample: int) -> Sequence[int]:
-            length = whole.shape[token]
+            length = full.shape[token]
             return select_positions(self.selection.tokens, length, written.iteration, begin + sample)
 
-        return TokenMean(whole, kept, self.selection.dtype)
+        return TokenMean(full, kept, self.selection.dtype)
 
-    def _has_tokens(self, whole: StoredTensor) -> bool:
+    def _has_tokens(self, full: StoredTensor) -> bool:
         """Whether the mean over tokens is still to be taken: it could not be while writing."""
         record = self.dump.site_records[self.which.site]
-        return whole.dim(TOKEN_DIM) is not None and (
-            record.inferred or len(list_dim_names(record.layout)) == len(whole.shape)
+        return full.dim(TOKEN_DIM) is not None and (
+            record.inferred or len(list_dim_names(record.layout)) == len(full.shape)
         )
 
 

@@ -207,7 +207,7 @@ class WeightedCache(Generic[K, V]):
         return len(self._values)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all."""
         with self._lock:
             self._values.clear()
             self._weight = 0
@@ -332,7 +332,7 @@ class PartFiles:
         return mapped
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Release all files."""
         self._maps.clear()
         self._headers.clear()
 

@@ -46,7 +46,7 @@ class StoredShard:
         return self.pieces[0][1].shape
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all of its shards are stored."""
         spans = sorted(e.span for _, e in self.pieces if e.span is not None)
         if not spans:
@@ -72,7 +72,7 @@ class StoredTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole, as one device has it."""
+        """Of the full tensor."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class AssembledTensor:
     Attributes:
         layout: of the shards.
         dtype: of the tensor.
-        shape: of the whole, as one device has it.
+        shape: of the full tensor.
         where: what it is, for errors.
     """
 
@@ -125,18 +125,18 @@ class AssembledTensor:
         self.order = layout.permute or tuple(range(len(layout.dims)))
 
     def dim(self, name: str) -> int | None:
-        """The first dim of the whole of that name."""
+        """The first dim of the full tensor with that name."""
         at = find_dim(self.layout, name)
         return None if at is None else self.order.index(at)
 
     @property
     def dims(self) -> list[str]:
-        """The names of the dims of the whole."""
+        """The names of the dims of the full tensor."""
         found = [self.layout.dims[i] for i in self.order]
         return [d.name or f"d{i}" for i, d in enumerate(found)]
 
     def region(self, wanted: Sequence[DimIndex], out: Tensor | None = None) -> Tensor:
-        """The entries wanted of each dim of the whole, written to `out` if it is given.
+        """The entries wanted of each dim of the full tensor, written to `out` if it is given.
 
         Raises:
             DumpError: a shard is missing or damaged, or shards do not fit.
@@ -171,7 +171,7 @@ class AssembledTensor:
     def _read_spans(self, shard: StoredShard, where: RegionIndex) -> Tensor:
         """Of a shard in flat pieces: which pieces it is in, and what of them."""
         _check_inside(shard.pieces[0][0], shard.shape, where)
-        if not shard.whole:
+        if not shard.complete:
             raise DumpError(
                 f"{self.where}: ranks wrote only some of the flat pieces of a shard of {shard.shape}"
             )
@@ -283,7 +283,7 @@ def group_shards(
 def has_all_shards(layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], sizes: Sizes) -> bool:
     """Whether every shard of a tensor is stored."""
     wanted = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
-    return wanted <= set(shards) and all(s.whole for s in shards.values())
+    return wanted <= set(shards) and all(s.complete for s in shards.values())
 
 
 def _is_uneven(layout: Layout) -> bool:
@@ -300,7 +300,7 @@ class TokenMean:
     """A tensor without its dim of tokens.
 
     Args:
-        whole: the tensor.
+        complete: the tensor.
         kept: for a sample of it the positions to average.
         dtype: of the mean, which is taken in fp32.
     """
@@ -310,30 +310,30 @@ class TokenMean:
     ) -> None:
         token = tensor.dim(TOKEN_DIM)
         assert token is not None
-        self._whole, self._kept, self._token = tensor, kept, token
+        self._tensor, self._kept, self._token = tensor, kept, token
         self.dtype, self.where = dtype, tensor.where
         self.shape = tuple(n for d, n in enumerate(tensor.shape) if d != token)
 
     @property
     def layout(self) -> Layout:
         """Of the tensor as it is stored."""
-        return self._whole.layout
+        return self._tensor.layout
 
     @property
     def dims(self) -> list[str]:
         """The names of its dims."""
-        return [n for d, n in enumerate(self._whole.dims) if d != self._token]
+        return [n for d, n in enumerate(self._tensor.dims) if d != self._token]
 
     def dim(self, name: str) -> int | None:
         """The first dim of that name; there are no tokens."""
-        found = self._whole.dim(name)
+        found = self._tensor.dim(name)
         if found is None or name == TOKEN_DIM:
             return None
         return found - (found > self._token)
 
     def region(self, wanted: Sequence[DimIndex]) -> Tensor:
         """The entries wanted of each dim."""
-        sample = self._whole.dim(SAMPLE_DIM)
+        sample = self._tensor.dim(SAMPLE_DIM)
         each: list[tuple[int | None, Sequence[int]]] = [(None, self._kept(0))]
         at = None if sample is None else sample - (sample > self._token)
         if at is not None:
@@ -350,7 +350,7 @@ class TokenMean:
         if at is not None and item is not None:
             indices[at] = compact_index([item])
         indices.insert(self._token, compact_index(kept))
-        return self._whole.region(indices).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
+        return self._tensor.region(indices).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
 
 
 __all__ = ["AssembledTensor", "StoredShard", "group_shards", "has_all_shards"]

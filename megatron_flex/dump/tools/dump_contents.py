@@ -24,8 +24,9 @@ from megatron_flex.dump.schema import (
     list_dim_names,
 )
 from megatron_flex.errors import DumpError
-from megatron_flex.progress import track
+from megatron_flex.progress import format_bytes, track
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.text_table import format_series, format_table
 
 
 @dataclass(slots=True)
@@ -99,6 +100,26 @@ class DumpContents:
     iterations: list[int]
     nbytes: int
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Runs and tensors, a row for each."""
+        runs = [
+            (str(r.number), r.framework, format_series(r.whole), format_series(r.incomplete), r.damage)
+            for r in self.runs
+        ]
+        tensors = [
+            (
+                t.name,
+                "x".join(map(str, t.shape)),
+                t.dtype,
+                format_series(t.iterations),
+                format_bytes(t.nbytes),
+            )
+            for t in self.tensors
+        ]
+        lines = [*format_table(runs, (">run", "framework", "complete", "incomplete", "damage")), ""]
+        lines += format_table(tensors, ("tensor", "shape", "dtype", "iterations", ">size"))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""
@@ -181,9 +202,9 @@ def _sum_bytes(folders: list[RunFolder]) -> Counter[str]:
 def _make_tensor_row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
     row = TensorRow(name, kind, nbytes=sizes[name])
     if not dump.iteration_keys:  # then only what was known before the run is
-        place = dump.site_record(name)
-        row.dims = list_dim_names(place.layout)
-        row.shape = list(place.shape)
+        record = dump.site_record(name)
+        row.dims = list_dim_names(record.layout)
+        row.shape = list(record.shape)
         return row
     try:
         array = get_named_array(dump, name)
@@ -239,7 +260,7 @@ def _list_calls(dump: OpenDump, name: str) -> list[int]:
 
 
 def _iterate_entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[ShardEntry]:
-    written, place = dump.stored_iteration(which), dump.site_record(name)
+    written, record = dump.stored_iteration(which), dump.site_record(name)
     for replica in written.run.replicas:
-        for _, entry, _, _ in dump.entries(written, name, kind, place.stage, replica):
+        for _, entry, _, _ in dump.entries(written, name, kind, record.stage, replica):
             yield entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -36,8 +36,10 @@ from megatron_flex.dump.schema import (
 from megatron_flex.dump.writer.run_creation import check_same_dump
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
-from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.notebook_html import count_words
+from megatron_flex.progress import BYTES, ProgressBar, format_bytes, progress
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.text_table import format_series
 
 UNSHARED_AXES = (
     "pp",
@@ -49,6 +51,9 @@ UNSHARED_AXES = (
 class _Replica(NamedTuple):
     rank: int
     entry: ShardEntry
+
+
+MOST_RANKS = 8  # ranks that a finding names
 
 
 @dataclass(slots=True)
@@ -148,7 +153,7 @@ class Verification:
         tensors: whose checksum was computed.
         nbytes: of them.
         replicas: checksums of replicas that were compared.
-        whole: iterations that some run has whole.
+        complete: iterations that some run has whole.
     """
 
     findings: list[DumpFinding] = field(default_factory=list)
@@ -156,12 +161,42 @@ class Verification:
     tensors: int = 0
     nbytes: int = 0
     replicas: int = 0
-    whole: list[int] = field(default_factory=list)
+    complete: list[int] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
         """Whether nothing is lost or wrong."""
         return not any(f.error for f in self.findings)
+
+    def joined(self) -> list[DumpFinding]:
+        """The findings, errors first; parts of one iteration that several ranks lack are one finding."""
+        return sorted(_join_ranks(self.findings), key=lambda finding: not finding.error)
+
+    def summary(self) -> tuple[str, str]:
+        """The counts of files and tensors, and the verdict."""
+        findings = self.joined()
+        errors = sum(finding.error for finding in findings)
+        notes = len(findings) - errors
+        read = (
+            f"{count_words(self.files, 'file')}, {count_words(self.tensors, 'tensor')}, "
+            f"{format_bytes(self.nbytes)} read"
+        )
+        read += f", {count_words(self.replicas, 'replica')} compared" if self.replicas else ""
+        read += f"; complete iterations: {format_series(self.complete)}"
+        noted = f"; {count_words(notes, 'note')}" if notes else ""
+        if errors:
+            return read, f"{count_words(errors, 'error')}{noted}"
+        if not self.complete:
+            return read, f"no iteration is complete: there is nothing to read{noted}"
+        return read, f"all is as it was written{noted}"
+
+    def __str__(self) -> str:
+        """The findings, a line each, the counts of files and tensors, and the verdict."""
+        lines = [
+            f"{'error' if finding.error else 'note'}: {finding.kind}  {finding.where}  {finding.text}"
+            for finding in self.joined()
+        ]
+        return "\n".join([*lines, *self.summary()])
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""
@@ -171,9 +206,29 @@ class Verification:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "replicas": self.replicas,
-            "iterations": self.whole,
+            "iterations": self.complete,
             "findings": [f.to_json() for f in self.findings],
         }
+
+
+def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
+    """The findings; those of several ranks of which parts of one iteration are not there are one."""
+    out: dict[object, list[DumpFinding]] = {}
+    for number, finding in enumerate(findings):
+        joins = finding.kind in ("missing", "incomplete")
+        out.setdefault((finding.where, finding.error) if joins else number, []).append(finding)
+    joined = []
+    for first, *others in out.values():
+        if others:
+            ranks = [str(f.rank) for f in (first, *others)]
+            more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+            sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
+            lost = f"; lost: of {count_words(len(sites), 'site')} what they wrote" if sites else ""
+            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are not there{lost}"
+            elsewhere = "" if first.error else "; another run has it complete"
+            first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
+        joined.append(first)
+    return joined
 
 
 def verify_dump(path: Path, live: bool = False) -> Verification:
@@ -208,7 +263,7 @@ class _Verifier:
     def __init__(self, path: Path, runs: list[RunFolder], bar: ProgressBar, live: bool) -> None:
         self.path, self.runs, self.bar, self.live = path, runs, bar, live
         self.out = Verification()
-        self.whole = {
+        self.complete = {
             (f.number, f.run_of)
             for r in runs
             for f in r.iterations
@@ -216,7 +271,7 @@ class _Verifier:
         }
 
     def run(self) -> Verification:
-        self.out.whole = sorted({number for number, _ in self.whole})
+        self.out.complete = sorted({number for number, _ in self.complete})
         first = next((r.manifest for r in self.runs if r.manifest is not None), None)
         for run in self.runs:
             if run.manifest is None:
@@ -337,7 +392,7 @@ class _Verifier:
         ranks = run.ranks
         latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
         for n, folder in enumerate(run.iterations):
-            in_another_run = (folder.number, folder.run_of) in self.whole
+            in_another_run = (folder.number, folder.run_of) in self.complete
             for rank, absent in folder.missing(ranks).items():
                 closed = rank in folder.closed
                 stopped = not closed and latest.get(rank, -1) <= n
@@ -356,7 +411,7 @@ class _Verifier:
                 self._add(kind, folder.path, text, error=not in_another_run, **about)
         if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
             for name in sorted(set(map_stages(run.manifest)) - seen.sites):
-                text = f"{name}: the manifest has it, and no part does: nothing passed there"
+                text = f"{name}: the manifest has it, and no part does: nothing was recorded there"
                 self._add("contradiction", run.path, text, error=False, sites=(name,))
 
     def _lost(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.text_table import format_table
+
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # times a power of ten: widths of bins that a person can add up
 BUCKETS = 1 << 16
@@ -46,6 +48,13 @@ class ValueSummary:
     counts: list[int] = field(default_factory=list)
     below: int = 0
     above: int = 0
+
+    def __str__(self) -> str:
+        """A line for each statistic and quantile."""
+        names = ("count", "nan", "infinite", "zeros", "mean", "std", "rms", "absmax", "least", "most")
+        rows = [(name, "-" if (value := getattr(self, name)) is None else f"{value:.6g}") for name in names]
+        rows += [(f"p{100 * q:g}", f"{value:.6g}") for q, value in self.quantiles.items()]
+        return "\n".join(format_table(rows))
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""

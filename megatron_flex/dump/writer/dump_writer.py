@@ -39,7 +39,7 @@ class DumpWriter:
         self._largest_iteration = 0  # bytes of the largest iteration so far
         self._sides: dict[torch.device, CopyStream] = {}
         self._warned: set[str] = set()
-        self._told = 0.0
+        self._logged_at = 0.0
         self._closed = False
 
     @property
@@ -60,8 +60,8 @@ class DumpWriter:
         """Drop an iteration because the disk is too slow; all ranks drop the same one."""
         self.tally.dropped += 1
         now = time.monotonic()
-        if self.rank == 0 and (self.tally.dropped == 1 or now - self._told >= LOG_SECONDS):
-            self._told = now
+        if self.rank == 0 and (self.tally.dropped == 1 or now - self._logged_at >= LOG_SECONDS):
+            self._logged_at = now
             LOG.warning(
                 "%s: iteration %d is dropped, as the disk is too slow; %d so far",
                 self.folder,

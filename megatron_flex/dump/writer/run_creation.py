@@ -78,11 +78,11 @@ def find_access_problem(path: Path, manifest: Manifest, seconds: float = 5.0) ->
         try:
             os.listdir(path)  # makes such a file system look again
             if Manifest.read(folder).created != manifest.created:
-                return "sees another folder of that name"
+                return "found another folder of that name"
             return "" if os.access(folder, os.W_OK | os.X_OK) else "may not write to it"
         except (OSError, DumpError):
             if time.monotonic() > until:
-                return "does not see it"
+                return "cannot see it"
         time.sleep(0.1)
 
 

@@ -34,7 +34,7 @@ class HostBuffers:
 
     Attributes:
         most: bytes that may be held, but for a single larger tensor.
-        held: bytes in buffers that are handed out, and in tensors that are kept as they are.
+        held: bytes in buffers that are in use, and in tensors that are kept as they are.
         greatest: the most that was ever held.
     """
 
@@ -64,7 +64,7 @@ class HostBuffers:
         return not self.held or self.held + size <= self.most
 
     def hold(self, size: int) -> None:
-        """Count what is kept as it is; negative when it is let go."""
+        """Count bytes that are held without a copy; negative when they are released."""
         self.held += size
         self.greatest = max(self.greatest, self.held)
         self._shrink(self.most - self.held)
@@ -91,7 +91,7 @@ class HostBuffers:
             self._idle += size
 
     def clear(self) -> None:
-        """Let go of what nobody holds."""
+        """Release the buffers that nothing refers to."""
         self._shrink(0)
 
     def _shrink(self, most: int) -> None:
@@ -170,7 +170,7 @@ class WriteTally:
 class WriterThread:
     """The thread and its queue. It is a daemon: at the process's end it has as long as it makes progress.
 
-    A disk that has taken nothing for `flex_config.dump_seconds` counts as stalled; then nobody waits for it.
+    A disk that has taken nothing for `flex_config.dump_seconds` counts as stalled; then no rank waits for it.
 
     Attributes:
         folder: of the run.
@@ -188,7 +188,7 @@ class WriterThread:
         self.change = threading.Condition()
         self._queue: deque[PendingPart | PendingIteration] = deque()
         self._closing = self._busy = False
-        self._moved = self._told = time.monotonic()
+        self._moved = self._logged_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._open: PendingIteration | None = None
@@ -306,7 +306,7 @@ class WriterThread:
             self._at_exit = Finalize(None, self.close, exitpriority=100)
 
     def _until(self, ready: Callable[[], bool], report: Callable[[], None] = lambda: None) -> bool:
-        """Wait, as long as the disk takes anything; `tell` is called now and then, without the lock."""
+        """Wait, as long as the disk takes anything; it logs progress now and then, without the lock."""
         while True:
             with self.change:
                 if ready():
@@ -336,7 +336,7 @@ class WriterThread:
                     self._busy = False
                     self.tally.wrote += time.monotonic() - began
                     self.change.notify_all()
-            self._tell()
+            self._log_progress()
 
     def _part(self, part: PendingPart) -> None:
         running = part.running
@@ -358,8 +358,8 @@ class WriterThread:
     def _note_progress(self) -> None:
         self._moved = time.monotonic()
 
-    def _tell(self) -> None:
+    def _log_progress(self) -> None:
         now = time.monotonic()
-        if self.logs_progress and now - self._told >= LOG_SECONDS:
-            self._told = now
+        if self.logs_progress and now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
             LOG.info("%s: %s; %.1f MB to go", self.folder, str(self.tally), self.buffers.held / 1e6)

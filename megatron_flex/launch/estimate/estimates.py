@@ -77,7 +77,7 @@ def estimate_dump(
     disk_bytes_per_second: float | None = None,
     part_bytes: int = 256 << 20,
 ) -> DumpEstimate:
-    """Estimate the size of a dump of a Megatron run.
+    """Return the estimated size of a dump of a Megatron run.
 
     Megatron builds the model on meta tensors, stage by stage, in this process, which must not have process
     groups and has none afterwards; the adapter returns the sites. Data parallel ranks are only counted.
@@ -96,6 +96,14 @@ def estimate_dump(
     Raises:
         FlexError: the configuration is invalid; a pattern matches nothing, or only hidden sites; the process
             has groups already.
+
+    Examples:
+        >>> from megatron_flex.launch.estimate import estimate_dump
+        >>> size = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+        >>> run = {**size, "micro_batch_size": 2, "max_position_embeddings": 32, "vocab_size": 256}
+        >>> estimate = estimate_dump(run, "decoder.layers.*", mesh={"tp": 2, "dp": 4})
+        >>> estimate.ranks, estimate.total_bytes
+        (8, 262144)
     """
     share, kept = _split_token_fraction(tokens)
     how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
@@ -361,9 +369,20 @@ def estimate_hooks(
         dump: the dump of a step that is dumped; activations only, without parameters.
         statistics: the statistics of a step that is measured; without parameters.
 
+    Returns:
+        The estimate.
+
     Raises:
         FlexError: the configuration is invalid; a pattern matches nothing, or only hidden sites; a hook is
             malformed or not possible at its site; the process has groups already.
+
+    Examples:
+        >>> from megatron_flex.launch.estimate import estimate_hooks
+        >>> size = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+        >>> run = {**size, "micro_batch_size": 2, "max_position_embeddings": 32, "vocab_size": 256}
+        >>> estimate = estimate_hooks(run, read="decoder.layers.*", mesh={"tp": 2})
+        >>> estimate.slowest.role, estimate.slowest.moved.pcie  # bytes of a step
+        ('leader', 65536)
     """
     hooks = [*_parse_hooks(read, parse_read_hook), *_parse_hooks(edit, parse_edit_hook)]
     with cpu.runtime(force=True), silence_megatron():

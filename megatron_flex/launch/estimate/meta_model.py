@@ -1,6 +1,6 @@
 """The real model of every pipeline stage, on meta tensors, and the sites that the real adapter finds in it.
 
-One rank's view of a world that has just the axes which layouts speak of; pipeline stages are laid over it one
+One rank's view of a world that has just the axes that layouts name; pipeline stages are laid over it one
 after the other, and of layers that are built alike only the first is asked for its sites.
 """
 
@@ -255,14 +255,14 @@ class _SiteCollector:
         self.model.padded_vocabulary = max(self.model.padded_vocabulary, vocabulary)
         kinds = [(layer.layer_number - 1, _layer_signature(layer)) for layer in layers]
         new: dict[Hashable, int] = {}
-        for place, (_, kind) in enumerate(kinds):
+        for index, (_, kind) in enumerate(kinds):
             if kind not in self._kinds:
-                new.setdefault(kind, place)
-        root.decoder.layers = nn.ModuleList([layers[place] for place in new.values()])
+                new.setdefault(kind, index)
+        root.decoder.layers = nn.ModuleList([layers[index] for index in new.values()])
         adapter = self._adapter(root, stage, chunk)
         sites, parameters = adapter.sites(), adapter.parameters()
-        for kind, place in new.items():
-            front = f"decoder.layers.{kinds[place][0]}"
+        for kind, index in new.items():
+            front = f"decoder.layers.{kinds[index][0]}"
             self._kinds[kind] = _select_layer(sites, front), _select_layer(parameters, front)
         fixed = "decoder.layers."
         self.model.sites += [_move_to_stage(s, stage, chunk) for s in sites if not s.name.startswith(fixed)]
@@ -292,12 +292,12 @@ def _layer_signature(layer: nn.Module) -> Hashable:
     )
 
 
-def _select_layer(places: list[SiteOrParameter], front: str) -> list[SiteOrParameter]:
+def _select_layer(sites: list[SiteOrParameter], front: str) -> list[SiteOrParameter]:
     """Those of one layer, by the rest of their names."""
     return [
-        replace(p, name=p.name[len(front) :]) for p in places if p.name.startswith((front + ".", front + ":"))
+        replace(p, name=p.name[len(front) :]) for p in sites if p.name.startswith((front + ".", front + ":"))
     ]
 
 
-def _move_to_stage(place: SiteOrParameter, stage: int, chunk: int, front: str = "") -> SiteOrParameter:
-    return replace(place, name=front + place.name, stage=stage, chunk=chunk)
+def _move_to_stage(site: SiteOrParameter, stage: int, chunk: int, front: str = "") -> SiteOrParameter:
+    return replace(site, name=front + site.name, stage=stage, chunk=chunk)

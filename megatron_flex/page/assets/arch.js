@@ -6,8 +6,10 @@ flexPage.pane('architecture', {
   make(root) {
     const { page, state, STATES, el, svg, dot, fmt, select, matching } = flexPage;
     const { sites } = page;
-    const tree = flexTree, { PAD, HEAD, ROW, TICK, TALL } = tree;
-    const FAR = 0.5, LEAST = 0.02, MOST = 4; // scales: below the first, dots are drawn but not named
+    const tree = flexTree, { PAD, HEAD, ROW, LETTERS } = tree, { strip } = flexStrip;
+    const LEAST = 0.02, MOST = 4; // scales
+    const FAR = 12 / LETTERS; // below it letters would be smaller than 12 pixels, and dots are drawn without names
+    const narrow = matchMedia('(max-width: 1000px)'); // panes below each other: the page scrolls, not the pane
     const SOME = 24; // rows that are drawn together, of a block with many
     const places = new Map(); // of nested folds, which member is shown
     const view = { x: 0, y: 0, k: 1 };
@@ -15,6 +17,7 @@ flexPage.pane('architecture', {
     for (const [site, , error, tolerance, , odd] of (page.divergence || { rows: [] }).rows) {
       if (odd || error > tolerance) wrong.set(site, true);
     }
+    flexStrip.wrong = wrong;
     let scene = null, drawn = new Map(), tabbed = null, moved = false;
 
     const spine = svg('path', { class: 'spine' });
@@ -27,9 +30,16 @@ flexPage.pane('architecture', {
     root.querySelector('h2').append(el('span', { class: 'buttons' },
       button('−', 'Zoom out (-)', () => zoom(1 / 1.35)), button('+', 'Zoom in (+)', () => zoom(1.35)),
       button('⤢', 'Show all of it (0)', () => { fit(); render(); })));
-    root.append(canvas, flexPage.legend());
+    const scale = flexStrip.scale(() => redraw());
+    root.append(canvas, scale.root, flexPage.legend());
     flexPage.stepLayer = stepLayer;
-    new ResizeObserver(() => { if (canvas.clientWidth) { if (!moved) fit(); render(); } }).observe(canvas);
+    let wide = 0;
+    new ResizeObserver(() => {
+      if (!canvas.clientWidth) return;
+      if (canvas.clientWidth !== wide) { wide = canvas.clientWidth; place(); redraw(); } // dots are wrapped to the width
+      if (!moved) fit();
+      render();
+    }).observe(canvas);
     document.addEventListener('keydown', (event) => {
       if (/^(input|select|textarea)$/i.test(event.target.tagName) || event.ctrlKey || event.metaKey) return;
       if (event.key === '+' || event.key === '=') zoom(1.35);
@@ -41,12 +51,16 @@ flexPage.pane('architecture', {
 
     function place() {
       const shape = (canvas.clientWidth || 800) / (canvas.clientHeight || 600);
-      scene = tree.scene(tree.blocks, places, shape);
+      const edge = edges();
+      scene = tree.scene(tree.blocks, places, shape, (canvas.clientWidth || 800) - 2 * edge - 8);
+      canvas.style.height = narrow.matches ? `${Math.min(2400, Math.max(260, scene.height + 2 * edge))}px` : '';
     }
+    const edges = () => ((canvas.clientWidth || 800) < 420 ? 10 : 24);
     function fit() {
-      const w = canvas.clientWidth || 800, h = canvas.clientHeight || 600, edge = 34;
+      const w = canvas.clientWidth || 800, h = canvas.clientHeight || 600, edge = edges();
       const all = Math.min((w - 2 * edge) / scene.width, (h - 2 * edge) / scene.height);
-      view.k = Math.max(LEAST, Math.min(1.15, tree.blocks.some((b) => b.open) ? all : Math.max(all, Math.min(0.8, (w - 2 * edge) / scene.width))));
+      const legible = Math.max(all, FAR); // names can be read; what does not fit is dragged into view
+      view.k = Math.max(LEAST, Math.min(1.15, tree.blocks.some((b) => b.open) && all < 0.6 ? all : legible));
       view.x = Math.max(edge, (w - scene.width * view.k) / 2);
       view.y = Math.max(edge * 0.7, (h - scene.height * view.k) / 2);
       moved = false;
@@ -79,7 +93,7 @@ flexPage.pane('architecture', {
         const inner = box.y + HEAD + (box.strip || 0), few = far || box.h < 3 * SOME * ROW;
         const from = few ? 0 : Math.max(0, Math.floor((top - inner) / ROW / SOME) - 1) * SOME;
         const to = few ? Infinity : Math.max(0, Math.ceil((bottom - inner) / ROW / SOME) + 1) * SOME;
-        const name = `${n}${far ? 'f' : `n${from}-${to}`}`;
+        const name = `${n}${far ? `f${view.k.toFixed(3)}` : `n${from}-${to}`}`;
         seen.set(name, drawn.get(name) || box_(box, far, from, to));
       });
       spine.setAttribute('d', scene.spine);
@@ -116,35 +130,37 @@ flexPage.pane('architecture', {
         }
         group.append(svg('rect', { class: 'card', width: box.w, height: box.h, rx: 8 }));
       }
-      group.append(title(box, single));
+      group.append(title(box, single, far));
       const y = HEAD + (box.strip || 0);
-      if (box.strip && !far) group.append(strip(block.members, block.at, PAD, HEAD + 1, box.w - 2 * PAD, null));
+      if (box.strip && !far) group.append(strip(block.members, block.at, PAD, HEAD + 1, box.w - 2 * PAD, null, scale));
       if (far) {
         group.append(...specks(box, y));
-        if (single) group.append(svg('text', { class: 'number', x: box.w / 2, y: box.h / 2, 'font-size': Math.min(box.w, box.h) * 0.42, text: box.node.label }));
+        const large = Math.min(box.w, box.h) * 0.42;
+        if (single && large * view.k >= 12) group.append(svg('text', { class: 'number', x: box.w / 2, y: box.h / 2, 'font-size': large, text: box.node.label }));
         return group;
       }
       const { marks } = matching();
       for (const row of box.rows.filter((r) => r.strip || (r.y >= from * ROW && r.y < to * ROW))) {
-        const at = y + row.y + ROW / 2;
-        if (row.label) group.append(svg('text', { class: 'module', x: PAD + row.x, y: at + 4, text: row.label }));
-        for (const one of row.dots) group.append(site(one, PAD + one.x, at, marks[one.site]));
-        if (row.strip) group.append(strip(row.strip.members, row.strip.at, PAD + row.x, y + row.y + ROW, 250, row.strip.key));
+        if (row.label) group.append(svg('text', { class: 'module', x: PAD + row.x, y: y + row.y + ROW / 2 + 4, text: row.label }));
+        for (const one of row.dots) group.append(site(one, PAD + one.x, y + one.y + ROW / 2, marks[one.site]));
+        if (row.strip) group.append(strip(row.strip.members, row.strip.at, PAD + row.x, y + row.y + ROW, row.strip.wide, row.strip.key, scale));
       }
       return group;
     }
 
-    function title(box, single) {
-      const { block } = box;
+    function title(box, single, far) {
+      const { block } = box, by = far ? 1 / view.k : 1; // from afar in letters that stay as they are, where they fit
+      if (far && single) return svg('g'); // its number is drawn large
       const words = single ? `${block.title && `${block.title}.`}${box.node.label}` : block.title;
-      const head = svg('text', { class: 'title', x: box.head ? 0 : PAD, y: 19 }, words);
+      const head = svg('text', { class: 'title', transform: `translate(${box.head ? 0 : PAD} 19) scale(${by})` }, words);
+      if (far && !box.head && words.length * 8 * by > box.w - 2 * PAD) return svg('g');
       if (block.stack && !single) {
         head.append(svg('tspan', { class: 'count', dx: 7, text: `${block.words} × ${block.members.length}` }));
         if (!block.open) head.append(svg('tspan', { class: 'which', dx: 9, text: `layer ${box.node.label}` }));
         const opener = svg('g', {
           class: 'opener', role: 'button', tabindex: '0', 'data-open': block.title || 'layers', 'aria-expanded': String(block.open),
-          'aria-label': block.open ? 'Fold the layers' : 'Open the layers', transform: `translate(${box.w - (box.head ? 40 : 50)} 6)`,
-        }, svg('rect', { width: 40, height: 18, rx: 9 }), svg('text', { x: 20, y: 13, text: block.open ? 'fold' : 'open' }));
+          'aria-label': block.open ? 'Fold the layers' : 'Open the layers', transform: `translate(${box.w - (box.head ? 0 : 10)} ${far ? 24 : 6}) scale(${by}) translate(-44 ${far ? -18 : 0})`,
+        }, svg('rect', { width: 44, height: 19, rx: 9 }), svg('text', { x: 22, y: 14, text: block.open ? 'fold' : 'open' }));
         opener.flexOpen = block;
         return svg('g', null, head, opener);
       }
@@ -159,9 +175,9 @@ flexPage.pane('architecture', {
         class: `dot${chosen ? ' chosen' : ''}${fits ? '' : ' dim'}${wrong.has(number) ? ' wrong' : ''}`,
         transform: `translate(${x} ${y})`, role: 'option', tabindex: '-1', 'data-site': name, 'aria-selected': String(chosen),
         'aria-label': `${name}, ${STATES[kind]}${why}, ${page.layouts[sites.layout[number]].words}`,
-      }, svg('rect', { class: 'hit', x: -9, y: -9, width: 16 + text.length * 6.5 + 9, height: 18, rx: 9 }));
+      }, svg('rect', { class: 'hit', x: -9, y: -9.5, width: 16 + tree.wide(text) + 9, height: 19, rx: 9 }));
       if (wrong.has(number)) node.append(svg('circle', { class: 'differs', r: page.divergence.first === number ? 10 : 7.5 }));
-      node.append(dot(kind), svg('text', { class: 'point', x: wrong.has(number) ? 13 : 9, y: 3.6, text }));
+      node.append(dot(kind), svg('text', { class: 'point', x: wrong.has(number) ? 13 : 9, y: 4.2, text }));
       node.append(svg('title', { text: `${name}\n${STATES[kind]}${why}${(page.hooks[number] || []).map((h) => `\n${h}`).join('')}` }));
       return node;
     }
@@ -172,32 +188,10 @@ flexPage.pane('architecture', {
         for (const one of row.dots) {
           const kind = wrong.has(one.site) ? 'wrong' : `s${sites.state[one.site]}`;
           const name = `${kind}${marks[one.site] ? '' : ' dim'}`;
-          paths.set(name, `${paths.get(name) || ''}M${PAD + one.x} ${y + row.y + ROW / 2}h0`);
+          paths.set(name, `${paths.get(name) || ''}M${PAD + one.x} ${y + one.y + ROW / 2}h0`);
         }
       }
       return [...paths].map(([name, d]) => svg('path', { class: `specks ${name}`, d }));
-    }
-
-    function strip(members, at, x, y, wide, key) { // of each member a cell; the one that is shown is marked
-      const per = tree.perRow(wide);
-      const list = svg('g', { class: 'strip', role: 'listbox', 'aria-label': key === null ? 'Layers' : 'Numbered modules', transform: `translate(${x} ${y})` });
-      const { marks } = matching();
-      members.forEach((member, n) => {
-        const all = tree.inside(member);
-        const top = all.reduce((most, s) => (sites.state[s] <= 2 ? Math.max(most, sites.state[s]) : most), 0);
-        const bad = all.some((s) => wrong.has(s)), stage = sites.stage[all[0]];
-        const fits = all.some((s) => marks[s]);
-        const words = `${member.label}, stage ${stage}${top ? `, ${STATES[top]}` : ''}${bad ? ', differs' : ''}`;
-        const cell = svg('g', {
-          class: `cell${n === at ? ' here' : ''}${fits ? '' : ' dim'}`, role: 'option', tabindex: n === at ? '0' : '-1',
-          'aria-selected': String(n === at), 'aria-label': words, [key === null ? 'data-layer' : 'data-member']: member.label,
-          transform: `translate(${(n % per) * TICK} ${Math.floor(n / per) * (TALL + 2)})`,
-        }, svg('rect', { class: `tick p${stage % 2}`, width: TICK - 1.5, height: TALL, rx: 2 }), svg('title', { text: words }));
-        if (top || bad) cell.append(svg('circle', { class: bad ? 'bad' : `s${top}`, cx: (TICK - 1.5) / 2, cy: TALL / 2, r: 2.1 }));
-        cell.flexMember = { members, n, key, per };
-        list.append(cell);
-      });
-      return list;
     }
 
     function rove() { // one dot can be tabbed to
@@ -307,7 +301,7 @@ flexPage.pane('architecture', {
         if (!box.node || !tree.inside(box.node).includes(number)) continue;
         for (const row of box.rows) {
           for (const one of row.dots) {
-            if (one.site === number) return [box.x + PAD + one.x, box.y + HEAD + (box.strip || 0) + row.y + ROW / 2];
+            if (one.site === number) return [box.x + PAD + one.x, box.y + HEAD + (box.strip || 0) + one.y + ROW / 2];
           }
         }
       }
@@ -316,6 +310,7 @@ flexPage.pane('architecture', {
 
     place();
     fit();
+    flexPage.onTheme(() => { scale.update(); redraw(); });
     return {
       update(_, changed) {
         if (changed.has('layer') && state.layer !== null) {
@@ -330,7 +325,8 @@ flexPage.pane('architecture', {
           const at = whereIs(state.site);
           if (at) reveal(...at);
         }
-        if (['site', 'layer', 'filter', 'group', 'stage', 'kind'].some((n) => changed.has(n))) redraw();
+        if (['site', 'source', 'iteration'].some((n) => changed.has(n))) scale.update();
+        if (['site', 'layer', 'filter', 'group', 'stage', 'kind', 'source', 'iteration'].some((n) => changed.has(n))) redraw();
         canvas.setAttribute('data-shown', fmt.counted(drawn.size, 'block'));
       },
     };

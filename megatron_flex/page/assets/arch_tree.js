@@ -4,9 +4,9 @@
 const flexTree = (() => {
   const { page } = flexPage;
   const { sites } = page;
-  const ROW = 19, INDENT = 13, LETTER = 6.7, SMALL = 6.1, PAD = 14, HEAD = 30;
+  const ROW = 20, INDENT = 13, LETTERS = 12.5, LETTER = 7.55, SMALL = 7.3, PAD = 14, HEAD = 30; // LETTERS: the font's size
   const LEAST = 310; // the inner width of a block
-  const TICK = 9, TALL = 13; // of a layer in a strip
+  const TICK = 13, TALL = 18; // of a layer in a strip
   const width = (text, each) => text.length * each;
 
   // -- the tree ------------------------------------------------------------------------------------------
@@ -81,17 +81,25 @@ const flexTree = (() => {
 
   function blocks(node, out = []) { // in model order: plain ones, and stacks of layers
     if (node.path && !holds(node)) { out.push({ title: node.path, members: [node], stack: false }); return out; }
-    if (node.sites.length) out.push({ title: node.path, members: [{ ...node, children: new Map(), all: node.sites }], stack: false });
+    const inner = every({ sites: [], children: node.children })[0]; // sites are in the order of execution
+    const own = (fits) => {
+      const kept = node.sites.map((s, n) => n).filter((n) => fits(node.sites[n]));
+      const some = (all) => kept.map((n) => all[n]);
+      if (kept.length) out.push({ title: node.path, members: [{ ...node, kind: undefined, children: new Map(), sites: some(node.sites), points: some(node.points), all: some(node.sites) }], stack: false });
+    };
+    own((s) => s < inner);
     for (const group of grouped(node.children.values())) {
       if (numbered(group[0])) {
         out.push({ title: node.path, words: series(group), members: group, stack: true, at: 0, open: false });
       } else blocks(group[0], out);
     }
+    own((s) => s >= inner);
     return out;
   }
 
-  // Rows of a block: {label, x, y, dots: [{site, x, text}], strip: null | {key, members, at}}; its size.
-  function rows(node, places) {
+  // Rows of a block: {label, x, y, dots: [{site, x, y, text}], strip: null | {key, members, at, wide}}; its size.
+  // Dots that would be beyond `room` go on below.
+  function rows(node, places, room) {
     const out = [];
     walk(node, 0, '', '');
     const named = Math.max(0, ...out.map((r) => (r.dots.length ? r.x + width(r.label, LETTER) : 0)));
@@ -101,18 +109,21 @@ const flexTree = (() => {
       row.y = y;
       let x = from;
       for (const dot of row.dots) {
+        if (x > from && x + 12 + width(dot.text, SMALL) > room) { x = from; y += ROW; }
         dot.x = x;
-        x += 14 + width(dot.text, SMALL) + 13;
+        dot.y = y;
+        x += 14 + width(dot.text, SMALL) + 12;
+        wide = Math.max(wide, x - 12);
       }
-      wide = Math.max(wide, row.dots.length ? x - 13 : row.x + width(row.label, LETTER));
+      wide = Math.max(wide, row.x + width(row.label, LETTER));
       y += ROW;
-      if (row.strip) y += stripHeight(row.strip.members.length, 250) + 6;
+      if (row.strip) y += stripHeight(row.strip.members.length, row.strip.wide) + 6;
     }
-    for (const row of out) if (row.strip) wide = Math.max(wide, row.x + 250);
+    for (const row of out) if (row.strip) wide = Math.max(wide, row.x + row.strip.wide);
     return { rows: out, width: wide, height: y };
 
     function walk(at, depth, prefix, relative) {
-      const dots = at.sites.map((site, n) => ({ site, text: at.points[n] || 'output', x: 0 }));
+      const dots = at.sites.map((site, n) => ({ site, text: at.points[n] || 'output', x: 0, y: 0 }));
       const groups = grouped(at.children.values());
       const label = depth ? prefix + at.label : '';
       const through = depth && !dots.length && groups.length === 1 && groups[0].length === 1;
@@ -125,29 +136,30 @@ const flexTree = (() => {
         const chosen = Math.min(places.get(key) || 0, group.length - 1);
         out.push({
           label: `${next}${series(group)} × ${group.length}`, x: Math.max(0, deeper - 1) * INDENT, y: 0, dots: [],
-          strip: { key, members: group, at: chosen },
+          strip: { key, members: group, at: chosen, wide: Math.min(250, room - Math.max(0, deeper - 1) * INDENT) },
         });
         walk(group[chosen], deeper + 1, '', key);
       }
     }
   }
 
-  const perRow = (wide) => Math.max(8, Math.floor(wide / TICK));
-  const stripHeight = (count, wide) => Math.ceil(count / perRow(wide)) * (TALL + 2);
+  const tick = (count, wide) => Math.max(9, Math.min(TICK, Math.floor(wide / count))); // narrower where all fit into a row then
+  const perRow = (count, wide) => Math.max(8, Math.floor(wide / tick(count, wide)));
+  const stripHeight = (count, wide) => Math.ceil(count / perRow(count, wide)) * (TALL + 4);
 
   // Where blocks lie: boxes {block, number, node, x, y, w, h, rows, strip} of the whole scene.
-  function scene(all, places, shape) {
-    const boxes = [];
+  function scene(all, places, shape, wide) { // `wide`: the room for all of it
+    const boxes = [], room = Math.max(230, wide - 2 * PAD), least = Math.min(LEAST, room);
     let y = 0, widest = 0;
     const made = all.map((block) => {
       const node = block.members[block.stack && !block.open ? block.at : 0];
-      const one = rows(node, places);
+      const one = rows(node, places, room);
       widest = Math.max(widest, one.width);
       return one;
     });
     all.forEach((block, n) => {
       const one = made[n];
-      const inner = Math.max(widest, LEAST);
+      const inner = Math.max(widest, least);
       if (block.open) {
         const w = one.width + 2 * PAD, h = HEAD + one.height + PAD;
         const count = block.members.length;
@@ -157,7 +169,7 @@ const flexTree = (() => {
         block.members.forEach((node, i) => {
           boxes.push({
             block, node, number: i, x: (i % columns) * (w + 12), y: y + Math.floor(i / columns) * (h + 12), w, h,
-            get rows() { this.kept = this.kept || rows(node, places).rows; return this.kept; },
+            get rows() { this.kept = this.kept || rows(node, places, room).rows; return this.kept; },
           });
         });
         y += Math.ceil(count / columns) * (h + 12) + 16;
@@ -174,7 +186,7 @@ const flexTree = (() => {
     const right = Math.max(1, ...boxes.map((b) => b.x + b.w));
     const ends = boxes.filter((b) => !b.block.open || b.head), middle = Math.min(...ends.map((b) => b.w)) / 2;
     const spine = ends.slice(1).map((b) => `M${middle} ${b.y - 21}v15m-3.5 -4.5l3.5 4.5l3.5 -4.5`).join('');
-    return { boxes, spine, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, LEAST) };
+    return { boxes, spine, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, least) };
   }
 
   // Which member of which nested fold a site is in: {key: place}, so that its dot is drawn.
@@ -189,5 +201,5 @@ const flexTree = (() => {
     return out;
   }
 
-  return { blocks: blocks(grown()), scene, way, inside, perRow, stripHeight, ROW, PAD, HEAD, TICK, TALL };
+  return { blocks: blocks(grown()), scene, way, inside, tick, perRow, stripHeight, wide: (text) => width(text, SMALL), ROW, PAD, HEAD, TICK, TALL, LETTERS };
 })();

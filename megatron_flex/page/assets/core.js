@@ -6,7 +6,7 @@
 const flexPage = (() => {
   const page = JSON.parse(document.getElementById('page').textContent);
   const names = page.sites.name;
-  const STATES = ['possible', 'active', 'fired', 'hidden', 'read only'];
+  const STATES = ['available', 'hooked', 'recorded', 'hidden', 'read only'];
   const state = {
     site: null, rank: null, layer: null, part: null, source: 0, iteration: null,
     filter: '', group: '', stage: null, kind: null,
@@ -158,12 +158,14 @@ const flexPage = (() => {
   }
 
   function start() {
+    const wanted = remembered(), opening = page.chosen >= 0 && !('site' in wanted) ? { site: page.chosen } : {};
+    Object.assign(state, opening, wanted);
+    if (state.site !== null) state.layer = layerOf(state.site);
     for (const one of panes) {
       if (one.spec.title) one.root.append(el('h2', { text: one.spec.title }));
       attempt(one, () => { one.made = one.spec.make(one.root) || { update() {} }; });
     }
     tell(new Set(Object.keys(state)));
-    select(remembered());
     on((_, changed) => { if (changed.has('site') || changed.has('rank')) remember(); });
   }
 

@@ -3,41 +3,9 @@
 (() => {
   const { el, page, select } = flexPage;
 
-  /** A source with its packed numbers at hand. */
-  function opened(told) {
-    const tools = flexPage.dataTools, many = told.names.length, bySite = new Map();
-    told.sites.forEach((site, t) => {
-      if (site >= 0) bySite.set(site, [...(bySite.get(site) || []), t]);
-    });
-    const states = tools.bytes(told.state), kept = {}, wrong = new Map();
-    for (const [tensor, at, text] of told.troubles) wrong.set(at * many + tensor, told.texts[text] || 'it is damaged');
-    const source = { ...told, at: Math.max(0, told.iterations.length - 1) };
-    source.of = (site) => bySite.get(site) || [];
-    source.state = (i, t) => states[i * many + t];
-    source.trouble = (i, t) => wrong.get(i * many + t);
-    source.measure = (name, i, t) => {
-      kept[name] = kept[name] || tools.floats(told.measures[name]);
-      const state = source.state(i, t);
-      return (state & 3) ? null : kept[name][i * many + t];
-    };
-    source.heat = (t) => {
-      const several = told.heats[t];
-      return several && several.find((one) => one.at === source.at);
-    };
-    source.heatIterations = (t) => (told.heats[t] || []).map((one) => one.at);
-    return source;
-  }
-
-  /** The iteration that is nearest to the one that is wanted. */
-  function nearest(source, wanted) {
-    if (wanted === null || wanted === undefined) return Math.max(0, source.iterations.length - 1);
-    return source.iterations.reduce((best, n, i) =>
-      (Math.abs(n - wanted) < Math.abs(source.iterations[best] - wanted) ? i : best), 0);
-  }
-
   function make(root) {
     const tools = flexPage.dataTools;
-    const sources = page.data.map(opened);
+    const { all: sources, nearest } = flexSources;
     const views = (flexPage.dataViews || []).filter((v) => !v.available || v.available(page))
       .sort((a, b) => a.order - b.order);
     if (!sources.length && !page.divergence) {
@@ -46,7 +14,7 @@
       return { update() {} };
     }
     const local = {}, ctx = { page, sources, local, state: flexPage.state, both: false };
-    let view = page.divergence ? 'divergence' : 'norms', mine = false;
+    let view = page.divergence ? 'divergence' : flexPage.state.site === null ? 'norms' : 'site', mine = false, begun = false;
     const bar = el('div', { class: 'data-bar-top' }), notes = el('div', { class: 'data-notes' });
     const tabs = el('div', { class: 'data-tabs', role: 'tablist', 'aria-label': 'views of the data' });
     const body = el('div', { class: 'data-body', role: 'tabpanel', id: 'data-body' });
@@ -124,6 +92,7 @@
       tabbing();
       noting();
       body.replaceChildren();
+      tools.measure(body.clientWidth, ctx.both);
       body.setAttribute('aria-labelledby', `data-tab-${view}`);
       body.dataset.view = view;
       const found = views.find((one) => one.id === view) || views[0];
@@ -140,13 +109,16 @@
     const themed = () => { if (tools.isDark() !== shade) { shade = !shade; draw(); } };
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', themed);
     new MutationObserver(themed).observe(document.documentElement, { attributes: true });
+    let wide = 0; // charts are as wide as there is room, so that their letters have one size
+    new ResizeObserver(() => { if (body.clientWidth && body.clientWidth !== wide) { wide = body.clientWidth; draw(); } }).observe(body);
     draw();
     return {
       update(state, changed) {
         const has = (name) => !changed || changed.has(name);
         if (!['site', 'layer', 'source', 'iteration'].some(has)) return;
         if (has('source')) ctx.both = ctx.both && mine;
-        if (has('site') && !mine && state.site !== null) view = 'site';
+        if (has('site') && !mine && begun && state.site !== null) view = 'site'; // what it opens with is shown already
+        begun = true;
         draw();
       },
     };

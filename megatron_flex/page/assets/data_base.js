@@ -176,6 +176,15 @@
 
   // -- lines -----------------------------------------------------------------------------------------
 
+  let space = 520;
+  /** Note how wide the pane is inside, and whether two sources share it. */
+  function measure(pane, both) {
+    const inside = pane - 34;
+    space = both && inside > 560 ? (inside - 18) / 2 : inside;
+  }
+  /** The width of a chart in pixels. */
+  const room = () => Math.max(240, Math.min(1100, Math.floor(space)));
+
   /** Ends of an axis at round numbers, and the ticks between. */
   function ticks(lo, hi, count) {
     if (!(hi > lo)) { const pad = Math.abs(lo) / 10 || 1; lo -= pad; hi += pad; }
@@ -193,7 +202,7 @@
    * about: { lines, names(i), label, across, log, at, choose(i), height, key }
    */
   function chart(about) {
-    const width = 520, height = about.height || 170, left = 58, right = 10, top = 8, low = 30;
+    const width = room(), height = about.height || 190, left = 64, right = 14, top = 8, low = 34;
     const many = Math.max(...about.lines.map((l) => l.values.length));
     const fit = (v) => Number.isFinite(v) && (!about.log || v > 0);
     const good = about.lines.flatMap((l) => Array.from(l.values).filter(fit));
@@ -201,19 +210,18 @@
     const axis = ticks(good.length ? map(least(good)) : 0, good.length ? map(most(good)) : 1, 4);
     const x = (i) => left + ((width - left - right) * (many > 1 ? i / (many - 1) : 0.5));
     const y = (v) => top + (height - top - low) * (1 - (map(v) - axis.lo) / (axis.hi - axis.lo));
-    const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, class: 'data-chart', role: 'img',
-      'aria-label': about.label });
+    const root = svg('svg', { width, height, class: 'data-chart', role: 'img', 'aria-label': about.label });
     for (const tick of axis.ticks) {
       const value = about.log ? 10 ** tick : tick, at = y(value);
       root.append(svg('line', { x1: left, x2: width - right, y1: at, y2: at, class: 'data-grid' }),
         svg('text', { x: left - 6, y: at + 4, 'text-anchor': 'end' }, about.log ? number(value) : told(value, axis)));
     }
-    const each = Math.max(1, Math.ceil(many / 8));
+    const each = Math.max(1, Math.ceil(many / Math.max(4, Math.floor((width - left) / 56))));
     for (let i = 0; i < many; i += each) {
-      root.append(svg('text', { x: x(i), y: height - 13, 'text-anchor': 'middle' }, about.names(i)));
+      root.append(svg('text', { x: x(i), y: height - 18, 'text-anchor': 'middle' }, about.names(i)));
     }
     if (about.across) {
-      root.append(svg('text', { x: (left + width) / 2, y: height - 1, 'text-anchor': 'middle', class: 'data-dim' },
+      root.append(svg('text', { x: (left + width) / 2, y: height - 3, 'text-anchor': 'middle', class: 'data-dim' },
         about.across));
     }
     if (about.at !== undefined && about.at !== null && about.at >= 0) {
@@ -254,6 +262,7 @@
 
   const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
   const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
 
   // -- choices ---------------------------------------------------------------------------------------
 
@@ -299,6 +308,6 @@
   const head = (text, ...more) => el('h4', { class: 'data-head' }, text, ...more);
 
   flexPage.dataTools = { choice, menu, sentence, head, isDark,
-    bytes, floats, unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart,
-    least, most };
+    bytes, floats, unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart, room, measure,
+    least, most, sum };
 })();

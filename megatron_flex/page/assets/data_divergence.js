@@ -11,13 +11,13 @@
 
   /** Errors and tolerances of an iteration, on a scale of powers of ten. */
   function curve(ctx, found, rows) {
-    const width = 520, height = 210, left = 58, right = 10, top = 10, low = 26;
+    const width = tools.room(), height = 220, left = 64, right = 14, top = 10, low = 26;
     const finite = rows.flatMap((r) => [r[2], r[3]]).filter((v) => v !== null && v > 0);
     const lo = Math.floor(Math.log10(Math.max(FLOOR, tools.least(finite.length ? finite : [1e-6])))) - 1;
     const hi = Math.ceil(Math.log10(tools.most(finite.length ? finite : [1]))) + (rows.some((r) => r[5]) ? 1 : 0);
     const x = (i) => left + ((width - left - right) * (i + 0.5)) / rows.length;
     const y = (v) => top + (height - top - low) * (1 - (Math.log10(Math.max(v, 10 ** lo)) - lo) / Math.max(1, hi - lo));
-    const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, class: 'data-chart', role: 'img',
+    const root = svg('svg', { width, height, class: 'data-chart', role: 'img',
       'aria-label': 'error and tolerance by tensor, in the order of execution' });
     for (let power = lo; power <= hi; power += Math.max(1, Math.ceil((hi - lo) / 6))) {
       root.append(svg('line', { x1: left, x2: width - right, y1: y(10 ** power), y2: y(10 ** power), class: 'data-grid' }),

@@ -75,24 +75,24 @@
       return;
     }
     root.append(head('Logit lens', el('span', { class: 'data-dim' }, ` ${found.caption}`)), el('p', { class: 'data-dim' },
-      'The likeliest next token, by its number in the vocabulary, if the model ended behind each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
+      'The likeliest next token, by its number in the vocabulary, if the model ended after each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
     const top = tools.most(found.shares.flat(1).map((k) => k[0] ?? 0)) || 1;
     const colours = tools.ramp('share'), said = el('output', { class: 'data-said', 'aria-live': 'polite' });
     const table = el('table', { class: 'data-lens', 'aria-label': 'logit lens: likeliest token by layer and position' });
-    table.append(el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'behind layer'),
+    table.append(el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'after layer'),
       ...found.tokens.map((t) => el('th', { scope: 'col' }, String(t))))));
     const body = el('tbody', {});
-    for (let l = found.layers.length - 1; l >= 0; l -= 1) {
+    for (let l = 0; l < found.layers.length; l += 1) { // downwards, as the model runs
       const behind = found.layers[l] - 1, name = behind < 0 ? 'embedding' : String(behind);
       const row = el('tr', { class: state.layer !== null && behind === state.layer ? 'data-on' : '' },
         el('th', { scope: 'row' }, name));
       found.ids[l].forEach((ids, t) => {
         const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, top);
-        const cell = el('td', { tabindex: l === found.layers.length - 1 && t === 0 ? '0' : '-1' }, String(ids[0]));
+        const cell = el('td', { tabindex: l === 0 && t === 0 ? '0' : '-1' }, String(ids[0]));
         const [r, g, b] = colours[where];
         cell.style.background = tools.css(colours[where]);
         cell.style.color = 0.3 * r + 0.59 * g + 0.11 * b > 140 ? '#111' : '#fff';
-        const words = `position ${found.tokens[t]}, behind ${behind < 0 ? 'the embedding' : `layer ${behind}`}: ` +
+        const words = `position ${found.tokens[t]}, after ${behind < 0 ? 'the embedding' : `layer ${behind}`}: ` +
           ids.map((id, k) => `${id} (${number(found.shares[l][t][k])})`).join(', ');
         cell.setAttribute('aria-label', words);
         cell.addEventListener('pointerenter', () => { said.textContent = words; });

@@ -8,18 +8,19 @@ flexPage.pane('mesh', {
     const { sites } = page;
     const { parts, grid, tensor, colour, count } = flexParts;
     const EACH = 1024; // ranks that are elements of their own; more are drawn on a canvas
-    const BESIDE = 350; // pixels that the tensor and the estimates take
+    const BESIDE = 366; // pixels that the tensor and the estimates take
     const MOST = 32; // ranks in the list beside a canvas
     const small = count <= EACH;
     let laid = null, hover = null, along = null; // a rank under the pointer, or an axis
 
     const caption = el('span', { class: 'caption' });
     root.querySelector('h2').append(caption);
-    const field = el('div', { class: 'ranks', tabindex: '-1' });
+    const field = el('div', { class: 'ranks', tabindex: '-1', onscroll: () => cue() });
+    const more = el('p', { class: 'more', 'aria-hidden': 'true' });
     const told = el('p', { class: 'told', id: 'told', 'aria-live': 'polite' });
     const list = el('div', { class: 'found', role: 'listbox', 'aria-label': 'Ranks' });
     const side = el('div', { class: 'side' });
-    const column = el('div', { class: 'field' }, field, told, list);
+    const column = el('div', { class: 'field' }, field, more, told, list);
     const split = el('div', { class: 'split' }, column, side);
     root.append(split);
     const dark = () => getComputedStyle(document.documentElement).getPropertyValue('--dark').trim() === '1';
@@ -59,9 +60,12 @@ flexPage.pane('mesh', {
 
     let cells = [], plane = null;
     function build() {
-      const wide = Math.max(200, (split.clientWidth || 860) - BESIDE);
-      laid = grid(wide, Math.max(150, (split.clientHeight || 380) - (small ? 46 : 78)));
-      column.style.flexBasis = `${Math.min(wide, Math.max(250, laid.width + 8))}px`;
+      const all = split.clientWidth || 860, below = all < 470; // where the tensor goes below the ranks
+      split.classList.toggle('below', below);
+      const wide = below ? all - 40 : Math.max(200, all - BESIDE);
+      laid = grid(wide, below ? 240 : Math.max(120, (split.clientHeight || 380) - (small ? 50 : 84)));
+      column.style.flexBasis = below ? 'auto' : `${Math.min(wide, Math.max(190, laid.width + 8))}px`;
+      requestAnimationFrame(cue);
       caption.textContent = laid.words;
       if (!small) { plane = sheet(); return; }
       cells = [];
@@ -78,11 +82,18 @@ flexPage.pane('mesh', {
           class: 'rank', 'data-rank': rank, role: 'option', tabindex: '-1', 'aria-label': `rank ${rank}: ${mesh.inWords(rank)}`,
           transform: `translate(${laid.x[i]} ${laid.y[i]})`,
         }, svg('rect', { width: inner, height: inner, rx: Math.min(4, inner / 5) }));
-        if (laid.cell >= 22) cell.append(svg('text', { x: inner / 2, y: inner / 2 + 3.6, 'text-anchor': 'middle', text: rank }));
+        if (laid.cell >= 8 + 8 * String(rank).length) cell.append(svg('text', { x: inner / 2, y: inner / 2 + 4.3, 'text-anchor': 'middle', text: rank }));
         cells.push(cell);
         draw.append(cell);
       }
       field.replaceChildren(draw);
+    }
+    function cue() { // what is out of sight can be scrolled to, and one sees that
+      const [down, right] = [field.scrollHeight - field.clientHeight, field.scrollWidth - field.clientWidth];
+      const below = down - field.scrollTop > 2, beside = right - field.scrollLeft > 2;
+      field.classList.toggle('below', below);
+      more.textContent = [down > 2 && '↕', right > 2 && '↔'].filter(Boolean).length ? `scroll ${[down > 2 && (below ? 'down ↓' : 'up ↑'), right > 2 && (beside ? 'right →' : 'left ←')].filter(Boolean).join(', ')} for more ranks` : '';
+      more.hidden = !more.textContent;
     }
     function sheet() {
       const one = el('canvas', {
@@ -138,7 +149,7 @@ flexPage.pane('mesh', {
       }
       ctx.globalAlpha = 1;
       ctx.fillStyle = quiet;
-      ctx.font = '11px system-ui, sans-serif';
+      ctx.font = `12px ${style.getPropertyValue('--sans')}`;
       for (const tag of laid.tags) ctx.fillText(tag.text, tag.x, tag.y);
       if (state.rank !== null) {
         const i = state.rank - mesh.first;
@@ -165,20 +176,20 @@ flexPage.pane('mesh', {
     function besides() {
       side.replaceChildren();
       if (state.site === null) {
-        side.append(el('p', { class: 'quiet', text: 'Of a chosen site, here is how its tensor is cut, and what a hook there would send.' }));
+        side.append(el('p', { class: 'quiet', text: 'Choose a site to see how its tensor is sharded, and what a hook there would send.' }));
         return;
       }
       const found = held();
       if (found.picture) {
-        const drawn = tensor(found, dark());
+        const drawn = tensor(found, dark(), side.clientWidth || 300);
         drawn.addEventListener('pointerover', (e) => { const one = e.target.closest('[data-part]'); hover = one && { part: Number(one.dataset.part) }; paint(); });
         drawn.addEventListener('pointerleave', () => { hover = null; paint(); });
         drawn.addEventListener('click', (e) => { const one = e.target.closest('[data-part]'); if (one) choosePart(Number(one.dataset.part)); });
         drawn.addEventListener('keydown', pieces);
         side.append(drawn);
-        const notes = [found.picture.summed && 'Each rank has a summand; the whole is their sum.', found.picture.more.length && `${found.picture.more.join(', ')} cut too, and not drawn.`].filter(Boolean);
+        const notes = [found.picture.summed && 'Each rank has a partial sum; the full tensor is their sum.', found.picture.more.length && `${found.picture.more.join(', ')} sharded too, and not drawn.`].filter(Boolean);
         if (notes.length) side.append(el('p', { class: 'quiet', text: notes.join(' ') }));
-      } else side.append(el('p', { class: 'quiet', text: page.layouts[sites.layout[state.site]].words === 'known when the model runs' ? 'How this tensor is sharded is known when the model runs.' : 'Cut into more parts than can be drawn.' }));
+      } else side.append(el('p', { class: 'quiet', text: page.layouts[sites.layout[state.site]].words === 'known when the model runs' ? 'How this tensor is sharded is known when the model runs.' : 'Sharded into more parts than can be drawn.' }));
       side.append(estimates(), el('span'));
       mark();
     }
@@ -203,7 +214,7 @@ flexPage.pane('mesh', {
     }
     function estimates() {
       const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
-      if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can stand here.' : 'What a hook here would send is not known.' });
+      if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can be registered here.' : 'What a hook here would send is not known.' });
       return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
@@ -230,7 +241,7 @@ flexPage.pane('mesh', {
     function say(rank) {
       if (rank === null) { told.textContent = ' '; return; }
       const found = held(), part = found ? found.of[rank - mesh.first] : -1;
-      const holds = !found ? '' : part < 0 ? 'has nothing of this site: another stage' : !found.known ? '' : found.words.length === 1 ? 'holds the whole' : `holds part ${part + 1} of ${found.words.length}`;
+      const holds = !found ? '' : part < 0 ? 'has nothing of this site: another stage' : !found.known ? '' : found.words.length === 1 ? 'holds the full tensor' : `holds part ${part + 1} of ${found.words.length}`;
       told.textContent = `rank ${rank}:  ${mesh.inWords(rank)}${holds ? `  ·  ${holds}` : ''}`;
     }
     function pick(target) { if (target) select({ rank: Number(target.dataset.rank) }); }
@@ -265,7 +276,14 @@ flexPage.pane('mesh', {
 
     flexPage.onTheme(() => { if (laid) { besides(); paint(); } });
     let width = 0;
-    new ResizeObserver(() => { if (split.clientWidth !== width) { width = split.clientWidth; build(); paint(); } }).observe(split);
+    let height = 0;
+    new ResizeObserver(() => {
+      if (split.clientWidth === width && Math.abs(split.clientHeight - height) < 2) return;
+      if (split.clientWidth !== width) requestAnimationFrame(besides); // the tensor is as wide as there is room
+      [width, height] = [split.clientWidth, split.clientHeight];
+      build();
+      paint();
+    }).observe(split);
     build();
     return {
       update(_, changed) {

@@ -17,7 +17,10 @@
     said(page.mesh.axes),
     said(page.mesh.experts || []) && `experts ${said(page.mesh.experts)}`,
   ].filter(Boolean).join('  ·  ');
-  if (!page.data.length) document.querySelector('main').classList.add('bare');
+  const panes = document.querySelector('main').classList;
+  panes.toggle('bare', !page.data.length && !page.divergence); // there is nothing to draw in the data pane
+  panes.toggle('lone', !sites.name.length); // there is in no other
+  panes.toggle('single', page.mesh.ranks === 1); // a mesh of one rank is no picture
   for (const note of page.notes) byId('notes').append(el('p', { class: `note ${note.kind}`, text: note.text }));
 
   // -- finding -------------------------------------------------------------------------------------------
@@ -85,12 +88,12 @@
   function told() {
     const site = state.site;
     if (site === null) {
-      return [el('p', { class: 'quiet', text: 'Choose a dot to see its layout, who holds which part, and what was seen there. Press ? for keys.' })];
+      return [el('p', { class: 'quiet', text: 'Choose a dot to see its layout, which rank holds which part, and what was recorded there. Press ? for keys.' })];
     }
     const [module, point = ''] = sites.name[site].split(/:(?=[^:]*$)/);
     const reason = sites.reason[site] >= 0 ? page.reasons[sites.reason[site]] : '';
     const rows = [
-      ['whole', page.shapes[sites.shape[site]]],
+      ['full shape', page.shapes[sites.shape[site]]],
       ['layout', page.layouts[sites.layout[site]].words],
       ['stage', String(sites.stage[site]) + (sites.chunk[site] ? `, chunk ${sites.chunk[site]}` : '')],
     ];
@@ -103,7 +106,7 @@
         el('button', { class: 'plain', 'aria-label': 'Choose no site', title: 'Choose no site (Escape)', text: '×', onclick: () => select({ site: null }) })),
       el('dl', null, rows.map(([term, words]) => el('div', null, el('dt', { text: term }), el('dd', { text: words })))),
       reason ? el('p', { class: 'why', text: reason }) : null,
-      el('p', { class: 'quiet', text: state.rank !== null ? `rank ${state.rank}: ${mesh.inWords(state.rank)}` : '\u00a0' }), // so that nothing moves when one is chosen
+      el('p', { class: 'quiet last' }, flexCopy.buttons(site), state.rank !== null ? `rank ${state.rank}: ${mesh.inWords(state.rank)}` : ''),
     ].filter(Boolean);
   }
 
@@ -132,20 +135,20 @@
 
   const KEYS = [
     ['/', 'find sites'], ['Tab', 'to the next pane or control'], ['arrows', 'walk over dots, layers or ranks'],
-    ['Enter', 'choose what is walked to'], ['[  ]', 'the layer before, the layer behind'],
-    ['{  }', 'the site before, the site behind'], ['+  −  0', 'zoom the architecture; all of it'],
+    ['Enter', 'choose what is walked to'], ['[  ]', 'the previous layer, the next layer'],
+    ['{  }', 'the previous site, the next site'], ['+  −  0', 'zoom the architecture; all of it'],
     ['Escape', 'choose nothing'], ['t', 'light, dark, as the system'], ['?', 'this'],
   ];
   const DOTS = [
-    [0, 'a hook can stand here'], [1, 'a hook stands here'], [2, 'it has fired, or the dump has it'],
-    [3, 'no hook can: the reason is told when it is chosen'], [4, 'can be read, not edited'],
+    [0, 'a hook can be registered here'], [1, 'a hook is registered here'], [2, 'its hook was called, or the dump or statistics have it'],
+    [3, 'no hook can be registered: choose it to read why'], [4, 'can be read, not edited'],
   ];
   const mark = (kind) => flexPage.svg('svg', { width: 18, height: 18, viewBox: '-9 -9 18 18', 'aria-hidden': 'true' }, flexPage.dot(kind));
   flexPage.legend = () => el('ul', { class: 'legend', 'aria-label': 'Legend' },
     DOTS.map(([kind, words]) => el('li', { title: words }, mark(kind), STATES[kind])));
   help.append(
     el('h2', { text: 'What this shows' }),
-    el('p', { text: 'The model with every hook point; the ranks, and which part of the chosen site each of them holds; and what dumps or statistics saw. Choose a site, a rank or a layer anywhere, and all panes follow.' }),
+    el('p', { text: 'The model with every hook point; the ranks, and which part of the chosen site each of them holds; and what dumps or statistics recorded. Choose a site, a rank or a layer anywhere, and all panes follow.' }),
     el('ul', { class: 'dots' }, DOTS.map(([kind, words]) => el('li', null, mark(kind), el('b', { text: STATES[kind] }), words))),
     el('dl', { class: 'keys' }, KEYS.map(([key, words]) => el('div', null, el('dt', null, el('kbd', { text: key })), el('dd', { text: words })))),
     el('p', { class: 'quiet', text: 'This file holds everything it shows. It loads nothing and sends nothing.' }),

@@ -60,12 +60,12 @@ class ContextPlan:
             hook = entry.hook
             if hook.editing_function is None or not uses_context(hook.editing_function):
                 continue
-            places = {at.chunk * stages + at.stage for at in entry.sites}
-            places |= {at.chunk * stages + at.stage for at in entry.parameters}
+            virtual_stages = {at.chunk * stages + at.stage for at in entry.sites}
+            virtual_stages |= {at.chunk * stages + at.stage for at in entry.parameters}
             hooks.add(hook)
-            chain |= places
-            backward |= places if hook.backward else set()
-            (once if hook.run == "once" else replicated).update(p % stages for p in places)
+            chain |= virtual_stages
+            backward |= virtual_stages if hook.backward else set()
+            (once if hook.run == "once" else replicated).update(p % stages for p in virtual_stages)
         return ContextPlan(
             frozenset(hooks),
             tuple(sorted(chain)),
@@ -78,23 +78,23 @@ class ContextPlan:
     @property
     def links(self) -> bool:
         """Whether anything is sent between stages."""
-        return len({place % self.stages for place in self.chain}) > 1
+        return len({virtual_stage % self.stages for virtual_stage in self.chain}) > 1
 
-    def beside(self, place: int, step: int) -> int | None:
-        """The next place in the chain, or with `step` -1 the previous one, if it is on another stage."""
-        index = self.chain.index(place) + step if place in self.chain else -1
-        if not 0 <= index < len(self.chain) or self.chain[index] % self.stages == place % self.stages:
+    def beside(self, virtual_stage: int, step: int) -> int | None:
+        """The next virtual stage in the chain, with `step` -1 the previous one, if on another stage."""
+        index = self.chain.index(virtual_stage) + step if virtual_stage in self.chain else -1
+        if not 0 <= index < len(self.chain) or self.chain[index] % self.stages == virtual_stage % self.stages:
             return None
         return self.chain[index]
 
-    def needs_values_backward(self, place: int) -> bool:
-        """Whether a hook on gradients, at this place or later in the backward pass, may read values."""
-        return any(p <= place for p in self.backward)
+    def needs_values_backward(self, virtual_stage: int) -> bool:
+        """Whether a hook on gradients, here or later in the backward pass, may read values."""
+        return any(p <= virtual_stage for p in self.backward)
 
-    def leaves_stage(self, place: int, backward: bool) -> bool:
-        """Whether a microbatch does not return to this stage after this place."""
-        mine = [p for p in self.chain if p % self.stages == place % self.stages]
-        return not mine or place == (min(mine) if backward else max(mine))
+    def leaves_stage(self, virtual_stage: int, backward: bool) -> bool:
+        """Whether a microbatch does not return to this stage after this virtual stage."""
+        mine = [p for p in self.chain if p % self.stages == virtual_stage % self.stages]
+        return not mine or virtual_stage == (min(mine) if backward else max(mine))
 
     def describe(self) -> str:
         """The plan as text, for comparison between ranks."""
@@ -124,6 +124,11 @@ class ContextRelay:
         self._relay = PipelineRelay(mesh, name)
         self._leads, self._holders = is_leader(mesh), replica_mesh(Layout(()), mesh)
         self._due: int | None = None
+
+    @property
+    def joins_stages(self) -> bool:
+        """Whether functions on several virtual stages share values."""
+        return len(self.plan.chain) > 1
 
     def adopt(self, plan: ContextPlan) -> None:
         """Apply a plan. Collective over the leaders of the stages, the first time that the plan has links."""
@@ -156,7 +161,7 @@ class ContextRelay:
         """Begin a microbatch's forward pass through a virtual stage."""
         if self.plan.chain:
             self.scopes.begin()
-            self._due = self.plan.beside(self.scopes.place, -1)
+            self._due = self.plan.beside(self.scopes.virtual_stage, -1)
 
     def arrive(self) -> None:
         """Receive the values sent to this virtual stage for the running microbatch. Every rank makes the
@@ -171,17 +176,17 @@ class ContextRelay:
         if not self.plan.chain:
             return
         self.arrive()
-        place = self.scopes.place
-        target = self.plan.beside(place, 1)
+        virtual_stage = self.scopes.virtual_stage
+        target = self.plan.beside(virtual_stage, 1)
         if target is not None:
             self._send(target, backward=False)
-        if not self.scopes.begin().training and self.plan.leaves_stage(place, backward=False):
+        if not self.scopes.begin().training and self.plan.leaves_stage(virtual_stage, backward=False):
             self.scopes.drop(self.clock.microbatch)
 
     def backward_begins(self) -> None:
         """Begin the backward pass through a virtual stage."""
-        place = self.scopes.place
-        source = self.plan.beside(place, 1)
+        virtual_stage = self.scopes.virtual_stage
+        source = self.plan.beside(virtual_stage, 1)
         if source is not None and self.scopes.begin().training:
             self._receive(source, backward=True)
             self._relay.settle(self._message(source, backward=False))
@@ -190,23 +195,23 @@ class ContextRelay:
         """End the backward pass through the virtual stage."""
         if not self.plan.chain:
             return
-        place = self.scopes.place
-        target = self.plan.beside(place, -1)
+        virtual_stage = self.scopes.virtual_stage
+        target = self.plan.beside(virtual_stage, -1)
         if target is not None and self.scopes.begin().training:
             self._send(target, backward=True)
-        if self.plan.leaves_stage(place, backward=True):
+        if self.plan.leaves_stage(virtual_stage, backward=True):
             self.scopes.drop(self.clock.microbatch)
 
     # -- packages --------------------------------------------------------------------------------------
 
-    def _message(self, place: int, backward: bool) -> StageMessage:
-        return StageMessage(self.clock.step, self.clock.microbatch, place, backward)
+    def _message(self, virtual_stage: int, backward: bool) -> StageMessage:
+        return StageMessage(self.clock.step, self.clock.microbatch, virtual_stage, backward)
 
     def _send(self, target: int, backward: bool) -> None:
         micro, stage = self.scopes.begin(), target % self.plan.stages
         items: dict[Any, Any] = {}
         if backward:
-            away = [t for t in micro.account if t[0].place % self.plan.stages != self.scopes.stage]
+            away = [t for t in micro.account if t[0].virtual_stage % self.plan.stages != self.scopes.stage]
             items = {("grad", ticket): micro.account.pop(ticket) for ticket in away}
         if not backward or self.plan.needs_values_backward(target):
             items |= self._values(stage)
@@ -221,14 +226,15 @@ class ContextRelay:
             known = stage in entry.holders
             entry = micro.state[name] = replace(entry, holders=entry.holders | {stage})
             micro.held[entry.version] = entry
-            items["entry", name] = replace(entry, value=None if known else entry.value, place=None), known
+            sent = None if known else entry.value
+            items["entry", name] = replace(entry, value=sent, virtual_stage=None), known
         return items
 
     def _receive(self, source: int, backward: bool) -> None:
         package: Tensor | None = None
         if self._leads:
             stage = source % self.plan.stages
-            package = self._relay.receive(stage, self._message(self.scopes.place, backward))
+            package = self._relay.receive(stage, self._message(self.scopes.virtual_stage, backward))
         if self.scopes.shared:
             package = broadcast_package(package, self._holders)
         if package is None:

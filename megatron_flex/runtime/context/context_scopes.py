@@ -68,7 +68,7 @@ class ContextScopes:
         self._delta = CallChanges()
 
     @property
-    def place(self) -> int:
+    def virtual_stage(self) -> int:
         """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
 
@@ -166,7 +166,7 @@ class ContextScopes:
             if mode in (CallMode.FIRST, CallMode.APART) or not entry.wants[number]:
                 return item
             ticket = entry.version, number
-            if same and mode is CallMode.PLAIN and entry.place == self.place:
+            if same and mode is CallMode.PLAIN and entry.virtual_stage == self.virtual_stage:
                 return item
             if same and mode is CallMode.REPLAY and ticket in micro.made:
                 return micro.made[ticket]
@@ -180,7 +180,7 @@ class ContextScopes:
         delta, key, mode = CallChanges(), frame.key, frame.mode
         once = frame.hook.run == "once"
         for name, value in frame.values.touched().items():
-            version = ValueVersion(self.place, key.site, key.call, frame.index, name)
+            version = ValueVersion(self.virtual_stage, key.site, key.call, frame.index, name)
             found = list(enumerate(list_tensors(value)))
             if mode in (CallMode.PLAIN, CallMode.REPLAY):
                 self._anchors += [(once, (version, n), t) for n, t in found if t.requires_grad]
@@ -188,8 +188,8 @@ class ContextScopes:
                 frame.micro.made.update({(version, n): t for n, t in found if t.requires_grad})
                 continue
             wants = tuple(_wants_gradient(t, mode) for _, t in found)
-            place = self.place if mode is CallMode.PLAIN else None
-            delta.written[name] = ContextEntry(value, version, wants, place, once, frozenset({self.stage}))
+            stage = self.virtual_stage if mode is CallMode.PLAIN else None
+            delta.written[name] = ContextEntry(value, version, wants, stage, once, frozenset({self.stage}))
         if mode is CallMode.REPLAY:
             return
         delta.removed, delta.run_removed = frame.values.removed, frame.run.removed

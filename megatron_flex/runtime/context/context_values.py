@@ -25,14 +25,14 @@ class ValueVersion(NamedTuple):
     """Identifies the write of a value in one microbatch; the same in a replay.
 
     Attributes:
-        place: the virtual stage.
+        virtual_stage: the virtual stage.
         site: the site.
         call: the pass through the site.
         hook: the index of the hook at the site.
         name: the name.
     """
 
-    place: int
+    virtual_stage: int
     site: str
     call: int
     hook: int
@@ -50,7 +50,7 @@ class ContextEntry:
         value: nested dicts, lists and tuples of tensors and picklable objects.
         version: the write that made the value.
         wants: for each tensor, in order, whether a gradient is propagated back to its origin.
-        place: the virtual stage whose graph contains the tensors; None if no graph of this rank does.
+        virtual_stage: the virtual stage whose graph contains the tensors; None if no graph of this rank does.
         once: whether only one rank ran the function that wrote the value.
         holders: the pipeline stages that hold the value.
     """
@@ -58,7 +58,7 @@ class ContextEntry:
     value: Any
     version: ValueVersion
     wants: tuple[bool, ...] = ()
-    place: int | None = None
+    virtual_stage: int | None = None
     once: bool = False
     holders: frozenset[int] = frozenset()
 

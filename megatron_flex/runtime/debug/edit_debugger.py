@@ -75,6 +75,12 @@ def breakpoint() -> None:
 
     Raises:
         HookError: no editing function runs, or there is neither a terminal nor a port.
+
+    Examples:
+        >>> def look(current_module, inputs, save_ctx, modules):
+        ...     mf.breakpoint()  # at (Pdb): p inputs.abs().max(), then c
+        ...     return inputs
+        >>> edit = HookFunction("decoder.layers.2", editing_function=look, run="once")
     """
     now = CurrentEdit.edit
     if now is None:

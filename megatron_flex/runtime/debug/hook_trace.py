@@ -28,7 +28,7 @@ class HookCallTrace:
         key: the key of the pass.
         layout: the layout, as text.
         local: the shape of this rank's tensor.
-        whole: the shape of the full tensor; None if the tensor was only captured, or edited as a shard.
+        full_size: the shape of the full tensor; None if the tensor was only captured, or edited as a shard.
         out: the shape of the result.
         edits: the editing functions, as text.
         moves: the collectives of the forward pass, in order.
@@ -40,7 +40,7 @@ class HookCallTrace:
     key: Key
     layout: str
     local: tuple[int, ...]
-    whole: tuple[int, ...] | None = None
+    full_size: tuple[int, ...] | None = None
     out: tuple[int, ...] = ()
     edits: str = ""
     moves: list[CollectiveCall] = field(default_factory=list)
@@ -50,9 +50,9 @@ class HookCallTrace:
 
     def describe(self) -> str:
         """Format as one line."""
-        if self.whole is None and not self.here:
+        if self.full_size is None and not self.here:
             return f"{_format_key(self.key)}: {self.local} in {self.layout}, kept to be sent later"
-        made = "on the shard" if self.here else f"-> {self.whole}"
+        made = "on the shard" if self.here else f"-> {self.full_size}"
         parts = [f"{_format_key(self.key)}: {self.local} {made} in {self.layout}"]
         parts += describe_moves(self.moves)
         parts += [f"edit {self.seconds * 1e3:.2f} ms ({self.edits})", f"-> {self.out}"]
@@ -81,8 +81,8 @@ class Tracer:
         last: the last call at each site.
     """
 
-    def __init__(self, firing: HookDispatcher, say: Callable[[str], None] | None = None) -> None:
-        self.firing, self.say = firing, say or to_stderr
+    def __init__(self, firing: HookDispatcher, write: Callable[[str], None] | None = None) -> None:
+        self.firing, self.write = firing, write or to_stderr
         self.last: dict[str, HookCallTrace] = {}
         self._open: HookCallTrace | None = None  # the call whose backward pass is running
         vars(firing.edits).update(edit=self.edit)
@@ -104,7 +104,7 @@ class Tracer:
         words = (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
         self.last[key.site] = seen = HookCallTrace(key, words, tuple(local.shape), out=tuple(local.shape))
         CaptureDispatcher.capture(self.firing.captures, hooks, key, local, layout, route)
-        self.say(seen.describe())
+        self.write(seen.describe())
 
     def edit(
         self,
@@ -128,7 +128,7 @@ class Tracer:
         meter.sink = seen.moves.append
         try:
             full = gather_at_site(local, layout, route, firing.mesh)
-            seen.whole = tuple(full.shape)
+            seen.full_size = tuple(full.shape)
             if record:
                 firing.captures.keep_full(hooks, key, full, layout)
             before, start = len(seen.moves), Timestamp(full)
@@ -139,7 +139,7 @@ class Tracer:
             meter.sink = None
         seen.out = tuple(out.shape)
         self.last[key.site] = seen
-        self.say(seen.describe())
+        self.write(seen.describe())
         self._follow(seen, out)
         if full.grad_fn is not None:
             _find_first_node(full.grad_fn).register_hook(weak_hook(self._close))
@@ -164,7 +164,7 @@ class Tracer:
             meter.sink = None
         seen.out = tuple(out.shape)
         self.last[key.site] = seen
-        self.say(seen.describe())
+        self.write(seen.describe())
         if out is not local:
             self._follow(seen, out)
             if local.grad_fn is not None:
@@ -187,7 +187,7 @@ class Tracer:
     def _close(self, *_: Any) -> None:
         if self._open is not None:
             seen, self._open, meter.sink = self._open, None, None
-            self.say(seen.describe_back())
+            self.write(seen.describe_back())
 
 
 def _find_first_node(node: Any) -> Any:

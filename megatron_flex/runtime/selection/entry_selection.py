@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from megatron_flex.errors import HookError
+from megatron_flex.layout import Span
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS
 
 Indices = int | slice | Sequence[int]
+EACH = "each"  # instead of sequences: each of them, under a name of its own
 DimReference = str | int  # a dim's name, or its index
 
 
@@ -22,32 +24,40 @@ class DimChoice(NamedTuple):
         what: the name of the entries.
         entries: a slice, or indices; negative ones count from the end.
         heads: the number of heads packed in the dim, if `entries` are heads; 0 otherwise.
+        sequences: the packed sequences in which `entries` are counted; None to count them in the dim.
     """
 
     dim: int
     what: str
     entries: slice | tuple[int, ...]
     heads: int = 0
+    sequences: slice | tuple[int, ...] | None = None
 
-    def of(self, length: int) -> list[int]:
+    def of(self, length: int, packed: Sequence[Span] = ()) -> list[int]:
         """The selected indices of a dim of that length, in the requested order.
+
+        Args:
+            length: the number of entries of the dim.
+            packed: the first token and the end of each packed sequence of the dim.
 
         Raises:
             HookError: an index is out of range, or no entry is selected.
         """
-        count = self.heads or length
-        if isinstance(self.entries, slice):
-            found = list(range(count)[self.entries])
-        else:
-            wrong = [i for i in self.entries if not -count <= i < count]
-            if wrong:
+        if self.sequences is not None:
+            if not packed:
                 raise HookError(
-                    f"{self.what}: {wrong[0]} is beyond a dim of {count}; name some from {-count} to "
-                    f"{count - 1}"
+                    f"sequences: {format_entries(self.sequences)} of a microbatch that is not packed; select "
+                    "samples there, or call the model with packed_seq_params"
                 )
-            found = [i % count for i in self.entries]
-        if not found:
-            raise HookError(f"{self.what}: {format_entries(self.entries)} chooses none of {count}; name some")
+            which = _find_entries(self.sequences, len(packed), "sequences", f"a pack of {len(packed)}")
+            found = []
+            for number in which:
+                start, stop = packed[number]
+                where = f"sequence {number} of {stop - start} tokens"
+                found += [start + i for i in _find_entries(self.entries, stop - start, self.what, where)]
+            return found
+        count = self.heads or length
+        found = _find_entries(self.entries, count, self.what, f"a dim of {count}")
         if not self.heads:
             return found
         if length % count:
@@ -64,12 +74,25 @@ class Select:
     kept.
 
     Attributes:
-        positions: tokens, along the dim `s` (of attention scores: the queries).
+        positions: tokens, along the dim `s` (of attention scores: the queries). Of packed sequences: tokens
+            of the row, or with `sequences` of each of them.
+        sequences: packed sequences, without their padding, one after the other. `"each"` captures each under
+            a name of its own, `...:output.sequence0`, so that a reduction measures them one by one.
         samples: samples of the microbatch, along `b`.
-        heads: attention heads, along the dim of heads, or packed in the dim `nd`.
+        heads: attention heads, along the dim of heads, or packed in the dim `n*d`.
         neurons: entries of the last dim.
         dims: entries of other dims, by name or index: `{"e": 0}`.
         of: the number of packed heads, if the module does not provide the number.
+
+    Raises:
+        HookError: an entry is not a number, or `of` is below 1.
+
+    Examples:
+        >>> hook = HookFunction("decoder.layers.*", select=Select(positions=-1, neurons=slice(0, 4)))
+        >>> with attach(chunks, [hook]) as flex:
+        ...     train_step(chunks)
+        ...     flex.output_dict["decoder.layers.3"][0].shape
+        torch.Size([1, 2, 4])
     """
 
     positions: Indices | None = None
@@ -78,8 +101,12 @@ class Select:
     neurons: Indices | None = None
     dims: Mapping[DimReference, Indices] = field(default_factory=dict, hash=False)
     of: int | None = None
+    sequences: Indices | Literal["each"] | None = None
 
     def __post_init__(self) -> None:
+        if self.sequences is not None and self.sequences != EACH:
+            found = _check_entries(cast(Indices, self.sequences), "sequences")
+            object.__setattr__(self, "sequences", found)
         for name in ("positions", "samples", "heads", "neurons"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _check_entries(value, name))
@@ -98,13 +125,30 @@ class Select:
                 yet, which omits selections of packed heads.
             site: the name of the site.
 
+        Returns:
+            For each dim that is selected from, its index and entries.
+
         Raises:
             HookError: there is no such dim, or two arguments select entries of the same dim.
+
+        Examples:
+            >>> for choice in Select(positions=-1, dims={"h": [0, 5]}).choices(["s", "b", "h"]):
+            ...     print(choice.dim, choice.what, choice.entries)
+            0 positions (-1,)
+            2 dims['h'] (0, 5)
         """
         out: list[DimChoice] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
-            if (value := getattr(self, what)) is not None:
-                out.append(DimChoice(locate_dim(dim, names, what, site), what, value))
+            packed = self.sequences if dim == "s" else None
+            value = getattr(self, what)
+            if value is None and packed is None:
+                continue
+            at = locate_dim(dim, names, what if packed is None else "sequences", site)
+            within = None
+            if packed is not None:
+                within = _normalize_entries(slice(None) if packed == EACH else cast(Indices, packed))
+            entries = slice(None) if value is None else value
+            out.append(DimChoice(at, what, entries, 0, within))
         if self.heads is not None:
             at = _find_head_dim(names, site)
             packed = names[at] in PACKED_HEAD_DIMS
@@ -130,10 +174,15 @@ class Select:
         return out
 
     def describe(self) -> str:
-        """The selection as text: `positions -1, heads [0, 2]`."""
+        """Return the selection as text: `positions -1, heads [0, 2]`.
+
+        Examples:
+            >>> Select(positions=-1, heads=[0, 2]).describe()
+            'positions -1, heads [0, 2]'
+        """
         words = [
             f"{n} {format_entries(getattr(self, n))}"
-            for n in ("positions", "samples", "heads", "neurons")
+            for n in ("sequences", "positions", "samples", "heads", "neurons")
             if getattr(self, n) is not None
         ]
         return ", ".join(words + [f"{d} {format_entries(v)}" for d, v in self.dims.items()]) or "everything"
@@ -152,8 +201,24 @@ def locate_dim(dim: DimReference, names: Sequence[str], what: str, site: str = "
     raise HookError(f"{what}: {site} has dims [{', '.join(names)}], no {dim!r}; name one of those")
 
 
-def format_entries(entries: Indices) -> str:
+def _find_entries(entries: slice | tuple[int, ...], count: int, what: str, where: str) -> list[int]:
+    """The selected indices of `count` entries, which `where` describes."""
+    if isinstance(entries, slice):
+        found = list(range(count)[entries])
+    else:
+        wrong = [i for i in entries if not -count <= i < count]
+        if wrong:
+            raise HookError(f"{what}: {wrong[0]} is beyond {where}; name some from {-count} to {count - 1}")
+        found = [i % count for i in entries]
+    if not found:
+        raise HookError(f"{what}: {format_entries(entries)} chooses none of {count}; name some")
+    return found
+
+
+def format_entries(entries: Indices | str) -> str:
     """Format indices as a user writes them."""
+    if isinstance(entries, str):
+        return entries
     if isinstance(entries, slice):
         ends = ["" if v is None else str(v) for v in (entries.start, entries.stop)]
         return ":".join(ends) + ("" if entries.step is None else f":{entries.step}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
 from megatron_flex.layout.region import compact_index, is_partial
-from megatron_flex.runtime.selection.entry_selection import DimChoice, Select
+from megatron_flex.runtime.selection.entry_selection import EACH, DimChoice, Select
 from megatron_flex.runtime.selection.reduce import Reduction, ReductionContext, Results
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, Site
 
@@ -41,6 +41,15 @@ class CaptureSelection:
     def same(self, other: CaptureSelection | None) -> bool:
         """Whether two are equal."""
         return other is not None and self.select == other.select and self.reduce is other.reduce
+
+    @property
+    def each_sequence(self) -> bool:
+        """Whether each packed sequence is captured under a name of its own."""
+        return self.select.sequences == EACH
+
+    def in_sequence(self, number: int) -> CaptureSelection:
+        """The same of one packed sequence."""
+        return CaptureSelection(replace(self.select, sequences=number), self.reduce)
 
     def describe(self) -> str:
         """The selection and the reduction as text."""
@@ -195,7 +204,7 @@ def plan_selection(
     names = [d.name for d in dims]
     choices = {c.dim: c for c in wanted.select.choices(names, heads)}
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
-    chosen = {d: c.of(n) for d, c in choices.items() if (n := lengths[d]) is not None}
+    chosen = {d: c.of(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None}
     targets = wanted.reduce.places(names) if wanted.reduce is not None else ()
     counts = [len(chosen[d]) if d in chosen else lengths[d] for d in targets]
     reduction = wanted.reduce
@@ -292,7 +301,7 @@ class _PlanBuilder:
             return
         dim, length = self._dims[d], self._lengths[d]
         live = tuple(c for c in dim.cuts if self._sizes.get(c.axis, 1) > 1)
-        self.result[d] = Dim(dim.name, tuple(replace(c, order="contiguous") for c in live))
+        self.result[d] = Dim(dim.name, tuple(replace(c, order="contiguous", segments=(1,)) for c in live))
         if length is None:  # select all local entries, without indices: they are not known
             return
         if entries is None:

@@ -153,7 +153,7 @@ def own_keys_gradient(models: list[Any], state: State, magnitude: float) -> Iter
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[ctx.order].chunk(ctx.group.size())[ctx.group.rank()], None
 
-    with patch.object(context._Gather, "backward", staticmethod(backward)):
+    with patch.object(context.Gather, "backward", staticmethod(backward)):
         yield
 
 

@@ -1,0 +1,168 @@
+"""GPTModel's names on a HybridModel, which has each transformer layer as two: attention, then MLP or experts.
+
+Layer `k` of a GPTModel is layers `2k` and `2k + 1` of its migration. Both models have modules called
+`decoder.layers.1.mlp`, which are different ones; so a GPTModel's name is written `gpt:decoder.layers.1.mlp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from megatron_flex.errors import SiteError
+
+NAMESPACE = "gpt:"  # in front of a GPTModel's name, where a model's own names are expected
+TRANSFORMER, ATTENTION, MLP, OTHER = "T", "*", "-", "?"  # the kinds of layers in a pattern
+GPT_FINAL_NORM, HYBRID_FINAL_NORM = "decoder.final_layernorm", "decoder.final_norm"
+PART_KINDS = {  # the modules directly in a layer, and what they make it
+    "self_attention": ATTENTION,
+    "input_layernorm": ATTENTION,
+    "mlp": MLP,
+    "pre_mlp_layernorm": MLP,
+}
+# Points of the residual stream, of an attention layer and of an MLP layer, and a GPTModel's names of them.
+STREAM_POINTS = ({"input": "input", "output": "mid"}, {"output": "output"})
+LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(\w+))?(?=[.:]|$)")
+NAME_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)(?=[.:]|$)(?:\.(\w+)(?=[.:]|$))?(?::(\w+))?(.*)")
+NO_STACK = "it has no decoder.layers"
+
+
+def part_kind(part: str) -> str:
+    """The kind of layer that a module directly in it shows: attention, MLP, or another one."""
+    return PART_KINDS.get(part, OTHER)
+
+
+def layer_pattern(names: Iterable[str]) -> str:
+    """The kinds of a decoder's layers, a character each, from the names of its sites or parameters.
+
+    `T` is a layer with attention and MLP, as a GPTModel has them, `*` attention, `-` MLP or experts, `?`
+    another one, or one of which the names do not tell. Empty if no name is in a decoder's layer.
+
+    Examples:
+        >>> from megatron_flex.gpt_names import layer_pattern
+        >>> layer_pattern(["decoder.layers.0.self_attention:output", "decoder.layers.1.mlp:output"])
+        '*-'
+    """
+    kinds: dict[int, set[str]] = {}
+    for found in filter(None, map(LAYER.match, names)):
+        kinds.setdefault(int(found[1]), set()).update([part_kind(found[2])] if found[2] else [])
+    return "".join(_kind_of_layer(kinds.get(n, set())) for n in range(max(kinds, default=-1) + 1))
+
+
+def _kind_of_layer(parts: set[str]) -> str:
+    if {ATTENTION, MLP} <= parts:
+        return TRANSFORMER
+    return parts.pop() if len(parts) == 1 else OTHER
+
+
+class GptNames:
+    """The correspondence of a model's names and those of a GPTModel with the same weights.
+
+    Args:
+        pattern: the kinds of the model's layers, as `layer_pattern` returns them.
+
+    Attributes:
+        pattern: likewise.
+        same: whether the model's names are a GPTModel's already.
+        why: why there is no correspondence; empty if there is one.
+        renames: whether there is a correspondence, by which names change.
+
+    Examples:
+        >>> from megatron_flex.gpt_names import GptNames
+        >>> names = GptNames("*-*-")
+        >>> names.to_model("decoder.layers.1:mid"), names.to_gpt("decoder.layers.3.mlp:output")
+        ('decoder.layers.2:output', 'decoder.layers.1.mlp:output')
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.same = TRANSFORMER in pattern
+        self.why = "" if self.same else _why_not_pairs(pattern)
+        self.renames = not self.same and not self.why
+
+    def to_gpt(self, name: str) -> str | None:
+        """A GPTModel's name for a name of this model; None if a GPTModel has no such hook point.
+
+        The input of an MLP layer has none: it is the output of the attention layer before it, which a
+        GPTModel calls `mid`.
+
+        Args:
+            name: of a site or parameter, perhaps with `.grad`, `#1` or `[1]` after it.
+
+        Raises:
+            SiteError: there is no correspondence.
+        """
+        self.check(name)
+        found = None if self.same else NAME_IN_LAYER.fullmatch(name)
+        if found is None:
+            return name if self.same else _replace_start(name, HYBRID_FINAL_NORM, GPT_FINAL_NORM)
+        number, part, point, rest = int(found[1]), found[2], found[3], found[4]
+        layer = f"decoder.layers.{number // 2}"
+        if part:
+            return f"{layer}.{part}{':' + point if point else ''}{rest}"
+        theirs = STREAM_POINTS[number % 2].get(point or "output")
+        return None if theirs is None else f"{layer}:{theirs}{rest}"
+
+    def to_model(self, name: str) -> str:
+        """This model's name for a GPTModel's; a layer without a point is its output.
+
+        Raises:
+            SiteError: there is no correspondence.
+        """
+        self.check(name)
+        found = None if self.same else NAME_IN_LAYER.fullmatch(name)
+        if found is None:
+            return name if self.same else _replace_start(name, GPT_FINAL_NORM, HYBRID_FINAL_NORM)
+        number, part, point, rest = 2 * int(found[1]), found[2], found[3], found[4]
+        if part:
+            of_mlp = part_kind(part) == MLP
+            return f"decoder.layers.{number + of_mlp}.{part}{':' + point if point else ''}{rest}"
+        for second, points in enumerate(STREAM_POINTS):
+            for own, theirs in points.items():
+                if theirs == (point or "output"):
+                    return f"decoder.layers.{number + second}{':' + own if point else ''}{rest}"
+        return f"decoder.layers.{number + 1}:{point}{rest}"
+
+    def check(self, name: str) -> None:
+        """Raise if the model's layers are no pairs of attention and MLP.
+
+        Raises:
+            SiteError: likewise; the message has `name`.
+        """
+        if self.why:
+            raise SiteError(
+                f"{NAMESPACE}{name.removeprefix(NAMESPACE)}: a GPTModel's layers are pairs of attention and "
+                f"MLP, and this model has others: {self.why}; use its own name, without {NAMESPACE!r}"
+            )
+
+
+def own_name(name: str, names: Iterable[str]) -> str:
+    """A model's own name for a GPTModel's with the prefix `gpt:`; other names as they are.
+
+    Args:
+        name: of a site or parameter.
+        names: those of all the model's sites, or of all its parameters.
+
+    Raises:
+        SiteError: the model has no layers as a GPTModel has them.
+    """
+    if not name.startswith(NAMESPACE):
+        return name
+    return GptNames(layer_pattern(names)).to_model(name.removeprefix(NAMESPACE))
+
+
+def _why_not_pairs(pattern: str) -> str:
+    """Why the layers are no pairs of attention and MLP; empty if they are."""
+    if not pattern:
+        return NO_STACK
+    for number, kind in enumerate(pattern):
+        if kind != (MLP if number % 2 else ATTENTION):
+            wanted = "MLP or experts" if number % 2 else "attention"
+            return f"its layer {number} would have to be {wanted}, in the pattern {pattern}"
+    return "" if len(pattern) % 2 == 0 else f"its last layer has no MLP, in the pattern {pattern}"
+
+
+def _replace_start(name: str, old: str, new: str) -> str:
+    """The name with another path of the final norm."""
+    rest = name.removeprefix(old)
+    return new + rest if rest != name and rest[:1] in ("", ".", ":") else name

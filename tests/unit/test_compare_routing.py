@@ -1,0 +1,98 @@
+"""Tokens that a correct run routes to other experts are no divergence; those that a fault sends there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_flex.compare import Comparison, compare
+from megatron_flex.compare.routing_ties import count_ties
+from tests.support import dumps
+from tests.support.dumps import Given
+
+LAYER = "decoder.layers.0"
+MLP, LOGITS, PROBS = f"{LAYER}.mlp:output", f"{LAYER}.mlp.router:logits", f"{LAYER}.mlp.router:probs"
+SAMPLES, TOKENS, WIDTH, EXPERTS = 8, 16, 32, 4
+MODEL = {"num_layers": 1, "hidden_size": WIDTH, "num_moe_experts": EXPERTS, "moe_router_topk": 2}
+IN_BF16 = {**MODEL, "bf16": True}
+
+
+def output(dtype: torch.dtype, others: int = 0) -> Tensor:
+    """The experts' result of all tokens; the first ones in the last sample are of other experts."""
+    value = dumps.random(1, SAMPLES, TOKENS, WIDTH)
+    value[0, -1, :others] = dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=1)[0, -1, :others]
+    return value.to(dtype)
+
+
+def compared(tmp_path: Path, a: dict[str, Tensor], b: dict[str, Tensor], model: Any) -> Comparison:
+    for folder, values in (("a", a), ("b", b)):
+        dumps.write(tmp_path / folder, {n: Given(v) for n, v in values.items()}, model=model)
+    return compare(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("site", [MLP, f"{LAYER}:output"])
+def test_few_tokens_of_a_model_with_experts_may_be_ties(tmp_path: Path, site: str) -> None:
+    dtype = torch.bfloat16
+    found = compared(tmp_path, {site: output(dtype)}, {site: output(dtype, others=2)}, IN_BF16)
+    assert found.exit_status == 0, str(found)
+    (note,) = (n for n in found.notes if "other experts" in n)
+    assert f"{site}, iteration 0: 2 of 128 tokens differ" in note
+    assert f"dump {LAYER}.mlp.router to see it" in note
+
+
+@pytest.mark.parametrize(
+    ("site", "others", "dtype", "model"),
+    [
+        (MLP, 16, torch.bfloat16, IN_BF16),
+        (MLP, 2, torch.bfloat16, {**IN_BF16, "num_moe_experts": None}),
+        (MLP, 2, torch.bfloat16, {**IN_BF16, "moe_router_topk": EXPERTS}),
+        (MLP, 2, torch.float32, MODEL),
+        (f"{LAYER}.self_attention:output", 2, torch.bfloat16, IN_BF16),
+    ],
+    ids=["too many tokens", "no experts", "all experts", "fp32", "before the router"],
+)
+def test_what_ties_do_not_explain_diverges(
+    tmp_path: Path, site: str, others: int, dtype: torch.dtype, model: Any
+) -> None:
+    found = compared(tmp_path, {site: output(dtype)}, {site: output(dtype, others)}, model)
+    assert found.exit_status == 1
+    assert found.first is not None
+    assert found.first.name == site
+
+
+def test_the_other_tokens_are_held_to_their_bound(tmp_path: Path) -> None:
+    dtype = torch.bfloat16
+    wrong = (output(dtype, others=2).float() * 1.3).to(dtype)
+    assert compared(tmp_path, {MLP: output(dtype)}, {MLP: wrong}, IN_BF16).exit_status == 1
+
+
+@pytest.mark.parametrize(("gap", "status"), [(1e-4, 0), (0.5, 1)], ids=["tied", "apart"])
+def test_logits_decide_where_the_router_was_dumped(tmp_path: Path, gap: float, status: int) -> None:
+    """One token's second and third expert are exchanged."""
+    logits = torch.tensor([3.0, 2.0, 2.0 - gap, -1.0]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
+    chosen = torch.tensor([0.7, 0.3, 0.0, 0.0]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
+    other = chosen.clone()
+    other[0, 0, 3] = torch.tensor([0.7, 0.0, 0.3, 0.0])
+    right = {LOGITS: logits, PROBS: chosen, MLP: output(torch.bfloat16)}
+    turned = {LOGITS: logits + 1e-3, PROBS: other, MLP: output(torch.bfloat16)}
+    found = compared(tmp_path, right, turned, IN_BF16)
+    assert found.exit_status == status, str(found)
+    assert [n for n in found.notes if "1 of 128 tokens have other experts" in n] or status
+
+
+def test_the_number_of_ties_is_that_of_normal_logits() -> None:
+    """Noise turns the choice of about as many tokens as the bound expects."""
+    generator = torch.Generator().manual_seed(2)
+    noise, tokens = 1e-2, 100_000
+    for experts, chosen in ((4, 2), (64, 6)):
+        logits = torch.randn(tokens, experts, generator=generator)
+        others = logits + noise * torch.randn(tokens, experts, generator=generator)
+        one, two = (x.topk(chosen).indices.sort().values for x in (logits, others))
+        turned = int((one != two).any(-1).sum())
+        model = {"num_moe_experts": experts, "moe_router_topk": chosen}
+        assert turned < count_ties(tokens, noise, model) < 2.5 * turned
+    assert count_ties(tokens, noise, {"num_moe_experts": 2, "moe_router_topk": 2}) == 0

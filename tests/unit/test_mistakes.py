@@ -1,0 +1,333 @@
+"""Mistakes that people make: each is one line that names what was given, and what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatron_flex as mf
+from megatron_flex import Dump, FlexError, FlexModel, HookFunction, Statistics
+from tests.support import dumps
+from tests.support.dumps import Given, random
+from tests.support.pool import run
+
+ROOT = Path(__file__).parents[2]
+
+
+def edit(current_module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs
+
+
+def torch_hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output
+
+
+class Model(nn.Module):
+    """Four layers whose names are as Megatron's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.decoder.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+def hook() -> HookFunction:
+    return HookFunction("decoder.layers.1")
+
+
+ATTACH: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "names as hooks": (
+        lambda m: mf.attach(m, ["decoder.layers.1"]),  # type: ignore[list-item]
+        "not the name 'decoder.layers.1'; give HookFunction('decoder.layers.1')",
+    ),
+    "a name as hooks": (
+        lambda m: mf.attach(m, "decoder.layers.1"),  # type: ignore[arg-type]
+        "give HookFunction('decoder.layers.1') in a list",
+    ),
+    "one hook without a list": (
+        lambda m: mf.attach(m, hook()),  # type: ignore[arg-type]
+        "hooks is one hook and no list; give attach(model, [hook])",
+    ),
+    "a function as a hook": (
+        lambda m: mf.attach(m, [edit]),  # type: ignore[list-item]
+        "give HookFunction('decoder.layers.3', editing_function=edit)",
+    ),
+    "a dump as a hook": (
+        lambda m: mf.attach(m, [Dump("x", ["decoder.layers.1"])]),  # type: ignore[list-item]
+        "give it to register_dump, or as attach(..., dumps=...)",
+    ),
+    "model and hooks swapped": (
+        lambda m: mf.attach([hook()], m),  # type: ignore[arg-type]
+        "the model is given first, then its hooks: attach(model, hooks)",
+    ),
+    "model and a hook swapped": (
+        lambda m: mf.attach(hook(), m),  # type: ignore[arg-type]
+        "the model is given first, then its hooks: attach(model, hooks)",
+    ),
+    "a folder as a dump": (
+        lambda m: mf.attach(m, dumps="out"),  # type: ignore[arg-type]
+        "attach(dumps=...) takes a Dump, not 'out'; give Dump('FOLDER', ['decoder.layers.3'])",
+    ),
+    "a folder as statistics": (
+        lambda m: mf.attach(m, statistics=["out"]),  # type: ignore[list-item]
+        "takes a Statistics, not 'out'; give Statistics('FOLDER', ['decoder.layers.3'])",
+    ),
+    "no model": (lambda m: mf.attach(None), "None is no model: give an nn.Module"),
+    "a name as a model": (lambda m: FlexModel("gpt"), "'gpt' is no model: give an nn.Module"),
+    "a FlexModel as a model": (
+        lambda m: FlexModel(FlexModel(m)),
+        "the model is a FlexModel already; register hooks with it, or restore() it first",
+    ),
+    "name and function swapped": (
+        lambda m: HookFunction(edit, "decoder.layers.1"),  # type: ignore[arg-type]
+        "HookFunction('decoder.layers.1', editing_function=edit)",
+    ),
+    "a function as a shape": (
+        lambda m: HookFunction("decoder.layers.1", edit),  # type: ignore[arg-type]
+        "HookFunction('decoder.layers.1', editing_function=edit)",
+    ),
+    "a function as a name": (
+        lambda m: HookFunction(edit),  # type: ignore[arg-type]
+        "an editing function is given as HookFunction('decoder.layers.3', editing_function=edit)",
+    ),
+    "names as a name": (
+        lambda m: HookFunction(["decoder.layers.1"]),  # type: ignore[arg-type]
+        "module_name=['decoder.layers.1'] is no name; give one name or pattern",
+    ),
+    "a module as a name": (
+        lambda m: HookFunction(m),  # type: ignore[arg-type]
+        "module_name is a Model; give its name, as flex.sites() lists it",
+    ),
+}
+
+REGISTER: dict[str, tuple[Callable[[FlexModel], Any], str]] = {
+    "a function": (
+        lambda f: f.register_forward_hook(edit),  # type: ignore[arg-type]
+        "register_forward_hook takes a HookFunction, not the function edit; give "
+        "HookFunction('decoder.layers.3', editing_function=edit), whose function takes (current_module, "
+        "inputs, save_ctx, modules)",
+    ),
+    "torch's hook": (
+        lambda f: f.register_full_backward_hook(torch_hook),  # type: ignore[arg-type]
+        "register_full_backward_hook takes a HookFunction, not the function torch_hook",
+    ),
+    "torch's hook with a name": (
+        lambda f: f.register_forward_pre_hook(
+            HookFunction("decoder.layers.1", editing_function=torch_hook)  # type: ignore[arg-type]
+        ),
+        "cannot be called with the four arguments (current_module, inputs, save_ctx, modules)",
+    ),
+    "a name": (
+        lambda f: f.register_hook("decoder.layers.1"),  # type: ignore[arg-type]
+        "register_hook takes a HookFunction, not the name 'decoder.layers.1'",
+    ),
+    "a list": (
+        lambda f: f.register_forward_hook([hook()]),  # type: ignore[arg-type]
+        "register hooks one by one, or give attach() the list",
+    ),
+    "a folder as a dump": (
+        lambda f: f.register_dump("out"),  # type: ignore[arg-type]
+        "register_dump takes a Dump, not 'out'",
+    ),
+    "a folder as statistics": (
+        lambda f: f.register_statistics("out"),  # type: ignore[arg-type]
+        "register_statistics takes a Statistics, not 'out'",
+    ),
+    "a layer that is not there": (
+        lambda f: f.register_forward_hook(HookFunction("decoder.layers.9")),
+        "'decoder.layers.9' matches no site; of decoder.layers there are 0-3",
+    ),
+    "a layer of a pattern": (
+        lambda f: f.sites("decoder.layers.4:*"),
+        "matches no site; of decoder.layers there are 0-3",
+    ),
+    "a layer of a parameter": (
+        lambda f: f.get_module_parameter("decoder.layers.12.weight"),
+        "no parameter 'decoder.layers.12.weight'; of decoder.layers there are 0-3",
+    ),
+    "a dump of a layer that is not there": (
+        lambda f: f.register_dump(Dump("x", ["decoder.layers.4"])),
+        "of decoder.layers there are 0-3",
+    ),
+    "statistics of a layer that is not there": (
+        lambda f: f.register_statistics(Statistics("x", ["decoder.layers.4"])),
+        "of decoder.layers there are 0-3",
+    ),
+}
+
+
+def check_line(error: FlexError, said: str) -> None:
+    text = str(error)
+    assert said in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("mistake", ATTACH)
+def test_arguments_of_attach(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    act, said = ATTACH[mistake]
+    model = Model()
+    with pytest.raises(FlexError) as raised:
+        act(model)
+    check_line(raised.value, said)
+    mf.attach(model, [hook()]).session.close(failed=True)  # the mistake left nothing behind
+
+
+@pytest.mark.parametrize("mistake", REGISTER)
+def test_arguments_of_register(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    act, said = REGISTER[mistake]
+    flex = FlexModel(Model())
+    with pytest.raises(FlexError) as raised:
+        act(flex)
+    check_line(raised.value, said)
+    assert not any(tmp_path.iterdir())
+    flex.restore()
+
+
+def test_patterns_of_every_kind_are_names() -> None:
+    import re
+
+    flex = FlexModel(Model())
+    for pattern in ("decoder.layers.*", re.compile(r".*layers.1"), lambda site: site.point == "output"):
+        with flex.register_forward_hook(HookFunction(pattern)):
+            flex(torch.zeros(1, 4))
+    flex.restore()
+
+
+# -- names of TransformerLens, and tokens: a Megatron model ------------------------------------------------
+
+
+def lens_mistakes() -> list[tuple[str, str]]:
+    from tests.support import gpt, ranks
+    from tests.support.gpt import Case
+
+    (model,) = ranks.start(Case("one", layers=2))
+    tokens = gpt.data(1)[0]["tokens"]
+    flex = FlexModel(model)
+
+    def same(tensor: Tensor, hook: Any) -> Tensor:
+        return tensor
+
+    acts: list[Callable[[], Any]] = [
+        lambda: flex.register_forward_hook(HookFunction("blocks.0.hook_resid_pre")),
+        lambda: flex.sites("blocks.1.attn.q.hook_out"),
+        lambda: flex.register_dump(Dump("x", ["blocks.0.mlp.hook_post"])),
+        lambda: flex.register_statistics(Statistics("x", ["blocks.0.hook_resid_post"])),
+        lambda: flex.sites("blocks.7.hook_resid_pre"),
+        lambda: flex.interp.run_with_cache(tokens, "blocks.7.hook_resid_pre"),
+        lambda: flex.interp.run_with_cache("Hello world"),  # type: ignore[arg-type]
+        lambda: flex.interp.run_with_hooks([1, 2, 3]),  # type: ignore[arg-type]
+        lambda: flex.interp.run_with_hooks(tokens, "blocks.0.hook_mlp_out"),  # type: ignore[arg-type]
+        lambda: flex.interp.run_with_hooks(tokens, ("blocks.0.hook_mlp_out", same)),  # type: ignore[arg-type]
+        lambda: flex.interp.run_with_hooks(tokens, [hook()]),  # type: ignore[list-item]
+    ]
+    said = []
+    for act in acts:
+        try:
+            act()
+        except FlexError as error:
+            said.append((type(error).__name__, str(error)))
+        else:
+            said.append(("no error", ""))
+    logits, _ = flex.interp.run_with_cache(tokens, "blocks.0.hook_resid_pre")
+    assert logits is not None
+    flex.restore()
+    return said
+
+
+def test_names_of_transformer_lens_and_tokens() -> None:
+    pytest.importorskip("megatron.core")
+    (said,) = run(1, lens_mistakes)
+    form = "give a list of pairs: [('blocks.0.hook_mlp_out', function)]"
+    expected = [
+        "which flex.interp takes (run_with_cache, run_with_hooks); the site of this model is "
+        "'decoder.layers.0:input'",
+        "the site of this model is 'decoder.layers.1.self_attention.linear_qkv:q'",
+        "the site of this model is 'decoder.layers.0.mlp.linear_fc2:input'",
+        "the site of this model is 'decoder.layers.0:output'",
+        "for flex.interp, and no site; of blocks there are 0-1",
+        "of blocks there are 0-1",
+        "tokens='Hello world' is text; give token ids [batch, sequence], such as tokenizer(text, "
+        "return_tensors='pt').input_ids",
+        "tokens is a list; give a tensor of token ids [batch, sequence], such as torch.tensor([ids])",
+        f"fwd_hooks is 'blocks.0.hook_mlp_out'; {form}",
+        f"fwd_hooks has 'blocks.0.hook_mlp_out', which is no pair of a name and a function; {form}",
+        f"{form}, or register it with register_forward_hook",
+    ]
+    assert len(said) == len(expected)
+    for (kind, text), part in zip(said, expected, strict=True):
+        assert part in text, (kind, text)
+        assert "\n" not in text
+
+
+# -- extras that are not installed -------------------------------------------------------------------------
+
+BLOCKED = """
+import sys, warnings
+warnings.simplefilter("ignore")
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+sys.meta_path.insert(0, Blocked())
+import torch
+import megatron_flex as mf
+flex = mf.FlexModel(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+def flags():
+    mf.add_flex_args
+def page():
+    flex.report.to_html("page.html")
+def plot():
+    mf.plot.norms("dump")
+def arrow():
+    mf.Statistics("x", ["0"], format="parquet")
+    flex.register_statistics(mf.Statistics("x", ["0"], format="parquet"))
+for act in (flags, page, plot, arrow):
+    try:
+        act()
+    except BaseException as error:
+        print(act.__name__, type(error).__name__, " ".join(str(error).split()))
+    else:
+        print(act.__name__, "no error")
+"""
+
+
+def test_missing_extras_are_named(tmp_path: Path) -> None:
+    given = {f"decoder.layers.{n}:output": Given(random(1, 2, 4, 4)) for n in range(2)}
+    dumps.write(tmp_path / "dump", given)
+    missing = ["pydantic", "yaml", "numpy", "matplotlib", "pyarrow"]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *missing],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert lines.keys() == {"flags", "page", "plot", "arrow"}, done.stderr
+    assert "pip install 'megatron-flex[launch]'" in lines["flags"]
+    assert "pip install numpy, which megatron-flex[cli] has" in lines["page"]
+    assert "pip install megatron-flex[plot]" in lines["plot"]
+    assert "pip install pyarrow, or say format='jsonl'" in lines["arrow"]
+    assert all("Error " in line for line in lines.values())
+
+
+def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps.write(tmp_path / "dump", {"decoder.layers.0:output": Given(random(1, 2, 4, 4))})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FlexError, match=r"pip install megatron-flex\[plot\]"):
+        mf.plot.norms(tmp_path / "dump")

@@ -1,0 +1,63 @@
+"""The difference of two tensors against the same figures in double precision, over blocks and strides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_flex.alignment.tensor_difference import BLOCK, DIFFERENT, measure
+
+
+def in_double(here: Tensor, there: Tensor) -> tuple[float, float]:
+    """The relative norm and the peak of the difference."""
+    a, b = here.double(), there.double()
+    return (
+        float((a - b).norm() / max(a.norm(), b.norm())),
+        float((a - b).abs().max() / max(a.abs().max(), b.abs().max())),
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_blocks_give_the_figures_of_the_full_tensor(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    there = (scale * torch.randn(3, 2 * BLOCK // 100 + 7, 101, generator=generator, dtype=torch.float64)).to(
+        dtype
+    )
+    here = (
+        there.double() * (1 + 1e-2 * torch.randn(there.shape, generator=generator, dtype=torch.float64))
+    ).to(dtype)
+    place = (2, BLOCK // 100 + 3, 5)
+    here[place] = 9 * scale
+    for a, b in ((here, there), (here.transpose(0, 1).contiguous().transpose(0, 1), there)):
+        found = measure(a, b)
+        relative, peak = in_double(a, b)
+        assert found.relative == pytest.approx(relative, rel=1e-4)
+        assert found.peak == pytest.approx(peak, rel=1e-6)
+        assert found.error == max(found.relative, found.peak)
+        assert found.index == place
+        assert (found.here, found.there) == (float(here[place]), float(there[place]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("both", [False, True])
+def test_an_entry_that_is_no_number_is_found(bad: float, both: bool) -> None:
+    there = torch.randn(3, BLOCK)
+    here = there.clone()
+    here[2, 17] = bad
+    if both:
+        there[2, 17] = bad
+    found = measure(here, there)
+    assert (found.error, found.index) == (DIFFERENT, (2, 17))
+
+
+def test_small_cases() -> None:
+    assert measure(torch.zeros(4), torch.zeros(4)).error == 0
+    assert measure(torch.zeros(0, 3), torch.zeros(0, 3)).error == 0
+    assert measure(torch.zeros(4), torch.zeros(5)).error == DIFFERENT
+    assert measure(torch.tensor(1.0), torch.tensor(2.0)).error == 0.5
+    found = measure(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 5, 4]))
+    assert (found.error, found.index, found.here, found.there) == (0.25, (2,), 3, 5)
