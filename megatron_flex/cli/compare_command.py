@@ -27,32 +27,43 @@ VERDICT_STYLES = {
     "equal": "green",
 }
 
+ToleranceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tolerance",
+        "-t",
+        metavar="[PATTERN=]X",
+        help="How far right runs may differ, as a part of a tensor's norm; of all sites, or of "
+        "those that match; may be repeated. Else derived from dtype and depth.",
+        show_default=False,
+    ),
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--reference",
+        "--tolerance-from",
+        metavar="C",
+        help="A dump of a run that is correct but for round-off, such as A with its weights perturbed in "
+        "the last digit; how far it differs is the tolerance.",
+        show_default=False,
+    ),
+]
+PageOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a page of the two models side by side, for dumps of Hugging Face and Megatron.",
+        show_default=False,
+    ),
+]
+
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="A dump.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any layout.", show_default=False)],
-    tolerance: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tolerance",
-            "-t",
-            metavar="[PATTERN=]X",
-            help="How far right runs may differ, as a part of a tensor's norm; of all sites, or of "
-            "those that match; may be repeated. Else derived from dtype and depth.",
-            show_default=False,
-        ),
-    ] = None,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            "--reference",
-            "--tolerance-from",
-            metavar="C",
-            help="A dump of a run that is correct but for round-off, such as A with its weights perturbed in "
-            "the last digit; how far it differs is the tolerance.",
-            show_default=False,
-        ),
-    ] = None,
+    tolerance: ToleranceOption = None,
+    reference: ReferenceOption = None,
     iterations: Annotated[
         str | None,
         typer.Option(metavar="N[,N...]", help="Compare only these; 3:7 is 3 to 6.", show_default=False),
@@ -72,14 +83,7 @@ def compare(
         ),
     ] = False,
     most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a page of the two models side by side, for dumps of Hugging Face and Megatron.",
-            show_default=False,
-        ),
-    ] = None,
+    html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two dumps and name the first site that diverges.

@@ -188,7 +188,9 @@ def test_names_that_no_encoding_has_are_written_even_so(tmp_path: Path) -> None:
 
 
 def test_scripts_of_the_page_take_no_markup_and_load_nothing() -> None:
-    for path in ASSETS.iterdir():
+    paths = [path for path in ASSETS.rglob("*") if path.is_file()]
+    assert {path.parent for path in paths} == {ASSETS, ASSETS / "alignment"}
+    for path in paths:
         text = path.read_text(encoding="utf-8")
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
