@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_flex.collectives import gather_objects
 from megatron_flex.conversion import place_full_tensors
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel
+from megatron_flex.runtime.full_parameters import ParameterRequest, gather_all_parameters
 
 LOSS, PART = "loss:output", "gradients"
 
@@ -36,7 +38,8 @@ class StepGradients:
         batch: the tokens; each predicts the next one.
 
     Raises:
-        FlexError: on all ranks: the layout is not supported, such as experts on several data parallel ranks.
+        FlexError: on all ranks: gradients cannot be gathered, such as those under torch's
+            DistributedDataParallel with sequence parallelism.
     """
 
     def __init__(self, hf_model: Any, flex: FlexModel, batch: TokenBatch) -> None:
@@ -48,16 +51,14 @@ class StepGradients:
         if not bool(self._counted.any()):
             raise FlexError("no token predicts another; give sequences of two tokens or more")
         _clear_gradients(adapter.chunks)
-        loss = adapter.run_backward(batch.tokens, self._labels, self._counted)
-        mesh = flex.session.mesh
-        losses = gather_objects(loss, mesh, [axis.name for axis in mesh])
-        self._loss = next(float(value) for value in losses if value is not None)
+        found = adapter.run_backward(batch.tokens, self._labels, self._counted)
+        self._loss = _full_loss(flex, found.loss)
         try:
-            gradients = dict(flex.named_full_parameters(gradients=True))
+            gradients = dict(_full_gradients(flex, found.reduced))
         except FlexError as error:
             raise FlexError(
-                f"gradients cannot be compared in this layout ({error}); align without gradients, or with "
-                "--expert-model-parallel-size 1 and expert tensor parallelism of the tensor parallel size"
+                f"gradients cannot be compared here ({error}); align without gradients, or wrap the "
+                "chunks in Megatron's DistributedDataParallel"
             ) from None
         self._placed = copy.deepcopy(hf_model) if hf_model is not None else None
         if self._placed is not None:
@@ -113,6 +114,23 @@ class StepGradients:
         return SiteVerdict(
             site, other, PART, measure(here, there), bound, EQUAL, 0.0, tuple(there.shape), words
         )
+
+
+def _full_loss(flex: FlexModel, part: float | None) -> float:
+    """The loss on every rank, of which context parallel ranks of the last stage have parts. Collective."""
+    mesh = flex.session.mesh
+    # Replicas have the same loss, so that only the first one's parts are added.
+    first = part is not None and all(axis.coord == 0 for axis in mesh if axis.name in ("dp", "tp"))
+    parts = gather_objects(part if first else None, mesh, [axis.name for axis in mesh])
+    return float(sum(value for value in parts if value is not None))
+
+
+def _full_gradients(flex: FlexModel, reduced: bool | None) -> Iterator[tuple[str, Tensor]]:
+    """The full gradients of the first replica's mean. Collective: every rank iterates to the end."""
+    index = flex.session.parameter_index
+    if reduced is False:
+        index.average_replicas()
+    return gather_all_parameters(index, ParameterRequest(True, reduced, averaged=reduced is False))
 
 
 def _clear_gradients(chunks: list[nn.Module]) -> None:

@@ -45,7 +45,7 @@ SMALLEST, GREATEST = 1e-12, 1e15  # magnitudes whose squares, and those of their
 def measure(here: Tensor, there: Tensor) -> Difference:
     """The difference of two tensors.
 
-    The tensors are read once, in blocks that stay in the processor's cache.
+    The tensors are read once, in blocks that stay in the processor's cache. Equal ones are found before.
 
     Args:
         here: Megatron's.
@@ -60,6 +60,8 @@ def measure(here: Tensor, there: Tensor) -> Difference:
         place = _index(int(wrong.int().argmax()), here.shape)
         fraction = float(wrong.float().mean())
         return Difference(fraction, fraction, fraction, place, float(here[place]), float(there[place]))
+    if here.dtype == there.dtype and torch.equal(here, there) and math.isfinite(float(here.sum())):
+        return EQUAL
     squares, norms, peak, greatest = 0.0, (0.0, 0.0), 0.0, 0.0
     at, around = 0, torch.zeros(1)  # the block of the greatest difference
     for start, a, b in _blocks(here, there):

@@ -58,6 +58,7 @@ from megatron_flex.collectives.reductions import (
     PendingReduction,
     broadcast_copies,
     combine_replicas,
+    sum_along,
     sum_over_ranks,
 )
 from megatron_flex.collectives.tensor_transfer import (
@@ -134,6 +135,7 @@ __all__ = [
     "scatter_rows",
     "send_from_stage",
     "store_value",
+    "sum_along",
     "sum_over_ranks",
     "takes_part",
     "to_edit_rank",

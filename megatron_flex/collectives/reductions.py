@@ -65,6 +65,19 @@ def sum_over_ranks(value: Tensor, mesh: Mesh, axes: Sequence[str]) -> float:
     return float(total)
 
 
+def sum_along(tensor: Tensor, mesh: Mesh, axes: Sequence[str]) -> None:
+    """Overwrite a tensor by its sum over the ranks along `axes`. Collective over these axes.
+
+    Args:
+        tensor: contiguous, and of the same shape and dtype on all these ranks.
+        mesh: the run's axes.
+        axes: the axes to sum over; one collective for each with more than one rank.
+    """
+    for axis in (mesh[n] for n in axes):
+        if axis.size > 1:
+            call_metered("all_reduce", axis, tensor, lambda group: dist.all_reduce(tensor, group=group))
+
+
 class BackgroundReduction:
     """All-reduces over all ranks of a mesh. The constructor is collective if these are not all of the job.
 

@@ -23,6 +23,7 @@ from megatron_flex.collectives import (
     gather_objects,
     join_flat_parts,
     send_from_stage,
+    sum_along,
 )
 from megatron_flex.errors import FlexError, LayoutError, SiteError, suggest_nearest
 from megatron_flex.gpt_names import own_name
@@ -46,6 +47,7 @@ class ParameterRequest(NamedTuple):
         everywhere: return the tensor on every rank, not only on the leader.
         expected: the full tensor's shape; for a parameter of a plain module the shape shows which dims are
             sharded.
+        averaged: whether replicas hold the mean of their gradients, which `average_replicas` has made.
     """
 
     gradient: bool = False
@@ -53,6 +55,7 @@ class ParameterRequest(NamedTuple):
     padded: bool = False
     everywhere: bool = False
     expected: tuple[int | None, ...] | None = None
+    averaged: bool = False
 
     @property
     def summands(self) -> bool:
@@ -213,8 +216,11 @@ class ParameterIndex:
                 None if tensor is None else tensor.dtype,
                 self.adapter.gradient_partial_axes(site.name) is None,
             )
+            apart = want.summands and not want.averaged
             return note._replace(
-                dtype=dtype, unsure=unsure, problem=self._no_sum(site) if want.summands else ""
+                dtype=dtype,
+                unsure=unsure,
+                problem=self._no_sum(site) if apart else "",
             )
         return None
 
@@ -242,11 +248,31 @@ class ParameterIndex:
                 self._check_reduced(here)
         return {n: found[n] for n in names if n in found}
 
+    def average_replicas(self) -> None:
+        """Average the gradients that no code of the framework reduces, over data parallel replicas.
+
+        For chunks without a wrapper, as Megatron's wrapper does: the context parallel ranks' parts are added,
+        and an expert's gradient is the sum over all ranks that run it, divided by as many replicas. A
+        parameter without a gradient gets one of zeros. Collective over the replicas.
+        """
+        replicas = self.mesh["dp"].size * self.mesh["cp"].size
+        if replicas == 1 and self.mesh["edp"].size == 1:
+            return
+        for site, parameter in (found for name in self.own for found in self.held(name)):
+            if not parameter.requires_grad:
+                continue
+            there = {*site.layout.axes, *site.layout.shared}
+            over = ("edp",) if is_expert(site) else ("dp", "cp")
+            found = self.adapter.gradient(parameter, False).tensor
+            gradient = torch.zeros_like(parameter) if found is None else found.detach().clone()
+            sum_along(gradient, self.mesh, [axis for axis in over if axis not in there])
+            self.adapter.put_gradient(parameter, gradient.div_(replicas), False)
+
     def _no_sum(self, site: ParameterSite) -> str:
         """Why the gradient cannot be gathered before its reduction; empty if it can."""
         axes, sizes = {*site.layout.axes, *site.layout.shared}, self.mesh.sizes
         apart = sizes.get("ep", 1) > 1 or sizes.get("etp", 1) != sizes.get("tp", 1)
-        if apart and (site.owner or axes & EXPERT_AXES):
+        if apart and is_expert(site):
             return "an expert's gradient comes from several data parallel ranks; reduced=True reads the sum"
         if self.mesh["cp"].size > 1 and "cp" not in axes:
             return "with context parallelism each rank has a share of it; reduced=True reads the sum"
@@ -303,6 +329,11 @@ class ParameterIndex:
         return {}
 
 
+def is_expert(site: ParameterSite) -> bool:
+    """Whether a parameter is an expert's, which `ep`, `etp` and `edp` divide."""
+    return bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
+
+
 def find_copy_axes(site: ParameterSite, copied: bool) -> set[str]:
     """The axes along which ranks must hold equal copies of a parameter.
 
@@ -312,8 +343,7 @@ def find_copy_axes(site: ParameterSite, copied: bool) -> set[str]:
     """
     if site.inferred:
         return {"dp"}
-    expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
-    axes = {"etp", "edp"} if expert else {"tp", "cp", "dp"}
+    axes = {"etp", "edp"} if is_expert(site) else {"tp", "cp", "dp"}
     return (axes | ({"pp"} if copied else set())) - set(site.layout.axes)
 
 

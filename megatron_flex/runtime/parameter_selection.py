@@ -15,10 +15,10 @@ from megatron_flex.errors import FlexError, FlexWarning, SiteError
 from megatron_flex.layout import TENSOR_AXIS, Layout
 from megatron_flex.mesh import Axis
 from megatron_flex.runtime.full_parameters import (
-    EXPERT_AXES,
     ParameterIndex,
     ParameterRequest,
     find_copy_axes,
+    is_expert,
 )
 from megatron_flex.runtime.shard_recorder import ShardRecorder
 from megatron_flex.sites import Pattern, Site, SiteTable
@@ -132,8 +132,8 @@ class ParameterSelection:
         """The axes along which ranks may hold equal copies of a parameter."""
         mesh, found = self.parameter_index.mesh, find_copy_axes(site, False)
         named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
-        expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
-        return [a for a in (mesh.experts if expert else mesh.axes) if a.name in found | named]
+        axes = mesh.experts if is_expert(site) else mesh.axes
+        return [a for a in axes if a.name in found | named]
 
     @staticmethod
     def apart(over: Sequence[Axis]) -> list[Axis]:

@@ -168,23 +168,74 @@ def test_padding_is_moved_and_shown() -> None:
         assert "11 of 32 tokens are padding" in text
 
 
-def with_gradients(case: Case, family: str, fault: str = "") -> Any:
+def with_gradients(case: Case, family: str, fault: str = "", wrap: dict[str, Any] | None = None) -> Any:
     if fault:
         return alignment_faults.find(fault, case, gradients=True)
-    return aligned.aligned(family, case, gradients=True)
+    more = {"calculate_per_token_loss": True} if wrap and wrap.pop("per_token", False) else {}
+    return aligned.aligned(family, case, gradients=True, wrap=wrap, **more)
 
 
-@pytest.mark.parametrize(
-    ("family", "case"), [("llama", PIPELINE), ("mixtral", TENSOR)], ids=["llama", "mixtral"]
-)
-def test_loss_and_gradients_are_equal(family: str, case: Case) -> None:
-    (first, *_) = run(case.world, with_gradients, case, family)
+CONTEXT = Case("tp2 sp cp2", tp=2, cp=2, sp=True, microbatches=1)
+INTERLEAVED = Case("pp2 vpp2", pp=2, vpp=2, microbatches=1)
+REPLICATED = Case("dp2 cp2", dp=2, cp=2, microbatches=1)
+EXPERT_PIPELINE = Case("pp2 ep2", pp=2, dp=2, ep=2, microbatches=1)
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
+GRADIENT_CASES: dict[str, tuple[str, Case, dict[str, Any] | None]] = {
+    "pipeline": ("llama", PIPELINE, None),
+    "tied": ("qwen2", PIPELINE, None),
+    "expert tensor": ("mixtral", TENSOR, None),
+    "experts": ("qwen3_moe", EXPERTS, None),
+    "context": ("llama", CONTEXT, None),
+    "replicas": ("qwen2", REPLICATED, None),
+    "interleaved": ("llama", INTERLEAVED, None),
+    "experts, stages": ("mixtral", EXPERT_PIPELINE, None),
+    "wrapped": ("qwen2", PIPELINE, {}),
+    "wrapped experts": ("qwen3_moe", EXPERTS, DISTRIBUTED),
+    "wrapped context": ("llama", CONTEXT, {}),
+    "wrapped, by tokens": ("llama", REPLICATED, {"per_token": True}),
+    "wrapped, interleaved": ("llama", INTERLEAVED, DISTRIBUTED),
+}
+
+
+@pytest.mark.parametrize(("family", "case", "wrap"), GRADIENT_CASES.values(), ids=GRADIENT_CASES)
+def test_loss_and_gradients_are_equal(family: str, case: Case, wrap: dict[str, Any] | None) -> None:
+    ranks = run(case.world, with_gradients, case, family, "", wrap)
+    first = ranks[0]
+    assert {str(found) for found in ranks} == {str(first)}
     assert first.agrees, str(first)
     names = {g.other for g in first.gradients}
-    assert {"loss:output", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
+    assert {"loss:output", "model.embed_tokens.weight", "model.norm.weight"} <= names
     assert max(g.accumulated.error for g in first.gradients) < BOUND
     model = hugging_face.make_model(family)
     assert names == {n for n, _ in model.named_parameters()} | {"loss:output"}
+
+
+def biases_kept(wrap: dict[str, Any] | None) -> tuple[bool, bool, bool]:
+    """Whether routers have correction biases, and keep them; and whether the settings of the chunks stay."""
+    from megatron_flex.alignment import align
+    from megatron_flex.model import FlexModel
+
+    hf_model, chunks = aligned.rank_models("deepseek_v3", ONE)
+    if wrap is not None:
+        chunks = aligned.wrapped(chunks, **wrap)
+    config: Any = chunks[0].config  # type: ignore[assignment]
+    config.moe_router_bias_update_rate = 0.1
+    config.grad_scale_func = scale = lambda loss: loss * 8
+    before = {n: b.clone() for n, b in chunks[0].named_buffers()}
+    with FlexModel(chunks) as flex:
+        found = align(hf_model, flex, hugging_face.tokens(), gradients=True)
+    assert found.agrees, str(found)
+    after = dict(chunks[0].named_buffers())
+    return (
+        any(n.endswith("expert_bias") for n in before),
+        all(torch.equal(b, after[n]) for n, b in before.items()),
+        config.grad_scale_func is scale and config.finalize_model_grads_func is None,
+    )
+
+
+@pytest.mark.parametrize("wrap", [None, {}], ids=["bare", "wrapped"])
+def test_a_step_for_gradients_leaves_biases_and_settings(wrap: dict[str, Any] | None) -> None:
+    assert run(1, biases_kept, wrap)[0] == (True, True, True)
 
 
 def test_a_difference_in_the_loss_shows_in_gradients() -> None:

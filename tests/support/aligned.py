@@ -55,13 +55,38 @@ def aligned(
     batch: Any = None,
     gradients: bool = False,
     isolate: bool = False,
+    wrap: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """What `align` finds."""
+    """What `align` finds.
+
+    Args:
+        family: the architecture.
+        case: the layout.
+        dtype: of both models.
+        batch: tokens; None for some.
+        gradients: compare those of one step.
+        isolate: run with the layer inputs of Hugging Face in any case.
+        wrap: settings of Megatron's DistributedDataParallel around the chunks; None for bare chunks.
+        more: for `rank_models`.
+    """
     from megatron_flex.alignment import align
     from megatron_flex.model import FlexModel
 
     hf_model, chunks = rank_models(family, case, dtype, **more)
+    if wrap is not None:
+        chunks = wrapped(chunks, **wrap)
     with FlexModel(chunks) as flex:
         tokens = hugging_face.tokens() if batch is None else batch
         return align(hf_model, flex, tokens, gradients=gradients, isolate=isolate)
+
+
+def wrapped(chunks: list[nn.Module], **settings: Any) -> list[nn.Module]:
+    """The chunks in Megatron's DistributedDataParallel, with no function that finalizes gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(**settings)
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, latent
+from tests.support import context, gpt, latent
 from tests.support.gpt import Case
 
 SEQUENCE, SAMPLES, LAYERS = 16, 2, 4
@@ -210,6 +210,9 @@ def _chunk(case: Case, arguments: Any, stage: int | None, more: dict[str, Any]) 
     if arguments.latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = latent.core_attention()
+    elif case.cp > 1:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = context.attention()
     return GPTModel(config, spec, vp_stage=stage, **common)
 
 

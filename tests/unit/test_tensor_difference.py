@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.alignment.tensor_difference import BLOCK, DIFFERENT, measure
+from megatron_flex.alignment import tensor_difference
+from megatron_flex.alignment.tensor_difference import BLOCK, DIFFERENT, EQUAL, measure
 
 
 def in_double(here: Tensor, there: Tensor) -> tuple[float, float]:
@@ -61,3 +62,17 @@ def test_small_cases() -> None:
     assert measure(torch.tensor(1.0), torch.tensor(2.0)).error == 0.5
     found = measure(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 5, 4]))
     assert (found.error, found.index, found.here, found.there) == (0.25, (2,), 3, 5)
+
+
+def test_equal_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.randn(300, 500)
+    monkeypatch.setattr(tensor_difference, "_blocks", None)
+    assert measure(full, full.clone()) is EQUAL
+    monkeypatch.undo()
+    for wrong in (math.inf, math.nan):
+        full[7, 3] = wrong
+        found = measure(full, full.clone())
+        assert (found.error, found.index) == (math.inf, (7, 3)), wrong
+    full[7, 3] = 3e38
+    full[7, 4] = 3e38  # the sum is infinite, and no entry is
+    assert measure(full, full.clone()).error == 0

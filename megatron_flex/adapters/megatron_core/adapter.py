@@ -23,6 +23,7 @@ from megatron_flex.adapters.adapter_base import (
     Part,
     Undo,
 )
+from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
 from megatron_flex.adapters.megatron_core.further_modules import FurtherModules
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
@@ -49,7 +50,6 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
 )
 from megatron_flex.adapters.megatron_core.schedules import (
     read_architecture,
-    run_backward,
     run_forward,
     watch_schedules,
 )
@@ -292,10 +292,11 @@ class MegatronAdapter:
         self.wait_until_ready()
         run_forward(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
 
-    def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> float | None:
-        """Run one forward and backward pass; see `schedules.run_backward`."""
+    def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> BackwardResult:
+        """Run one forward and backward pass; see `backward_pass.run_backward`."""
         self.wait_until_ready()
-        return run_backward(self.chunks, self.roots[0], self.mesh, tokens, labels, counted)
+        of = self.chunks, self.roots[0], self.mesh, self._gradients
+        return run_backward(*of, tokens, labels, counted)
 
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""

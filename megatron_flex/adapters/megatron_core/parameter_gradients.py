@@ -5,7 +5,8 @@ Also freezing all parameters, in Megatron's wrappers and under its recomputation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,26 @@ class MegatronGradients:
         if self.config.finalize_model_grads_func is None:
             return f"no finalize_model_grads_func is set; {REDUCED_REMEDY}"
         return f"the model ran outside the schedule; {REDUCED_REMEDY}" if called else True
+
+    @contextmanager
+    def finalization(self) -> Iterator[None]:
+        """Let a schedule finalize gradients in this block, without the scale of an optimizer's loss.
+
+        Megatron's `finalize_model_grads` does so where the user has set no function and chunks are wrapped.
+        """
+        finalize = None
+        if self.wrappers:
+            from megatron.core.distributed import finalize_model_grads
+
+            finalize = self.config.finalize_model_grads_func or finalize_model_grads
+        undos = [
+            _set_attribute(self.config, "finalize_model_grads_func", finalize),
+            _set_attribute(self.config, "grad_scale_func", None),
+        ]
+        try:
+            yield
+        finally:
+            _undo_all(undos)
 
     def _reduced_by_torch(self) -> bool | str:
         """`reduced` where torch's wrapper averages over data parallel ranks, and nothing else is reduced."""

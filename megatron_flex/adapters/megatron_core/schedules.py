@@ -292,13 +292,13 @@ def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, 
         )
     check_tokens(root, mesh, tokens, size)
     _check_runs_without_labels(root.config)
-    microbatches = [_local_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
-    missing = _microbatches_needed(root.config, len(microbatches), len(chunks)) - len(microbatches)
+    microbatches = [shard_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
+    missing = count_microbatches(root.config, len(microbatches), len(chunks)) - len(microbatches)
     microbatches += microbatches[-1:] * missing
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     interleaved = len(chunks) > 1
-    with torch.no_grad(), _keep_random_states():
+    with torch.no_grad(), keep_random_states():
         get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
@@ -309,55 +309,6 @@ def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, 
             forward_only=True,
             collect_non_loss_data=True,  # so that the output is not treated as a loss
         )
-
-
-def run_backward(
-    chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, labels: Tensor, counted: Tensor
-) -> float | None:
-    """One forward and backward pass over a batch; gradients stay where Megatron leaves them.
-
-    Args:
-        chunks: this rank's chunks.
-        root: the first of them, unwrapped.
-        mesh: the axes of the run.
-        tokens: `[batch, sequence]`, the same on all ranks.
-        labels: the tokens to predict, `[batch, sequence]`.
-        counted: which of them are in the loss, the mean of their cross entropies, `[batch, sequence]`.
-
-    Returns:
-        The loss, on the last stage.
-
-    Raises:
-        FlexError: on all ranks: the model cannot take these tokens, or divides a sequence over ranks.
-    """
-    check_tokens(root, mesh, tokens, len(tokens))
-    if mesh["cp"].size > 1 or len(chunks) > 1:
-        raise FlexError(
-            "gradients are compared without context parallelism and virtual stages; leave them out"
-        )
-    device = next(root.parameters()).device
-    places = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    wanted, weights = labels.to(device), counted.to(device).float()
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def loss(output: Tensor) -> tuple[Tensor, dict[str, float]]:
-        mean = (output.float() * weights).sum() / weights.sum()
-        return mean, {"loss": float(mean)}
-
-    def step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
-        return model(tokens.to(device), places, None, labels=wanted), loss
-
-    with _keep_random_states():
-        found = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter([None]),
-            model=chunks[0],
-            num_microbatches=1,
-            seq_length=tokens.shape[1],
-            micro_batch_size=len(tokens),
-            forward_only=False,
-        )
-    return float(found[0]["loss"]) if found else None
 
 
 def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
@@ -403,13 +354,20 @@ def _check_runs_without_labels(config: Any) -> None:
         raise FlexError(NEEDS_LABELS.format(depths))
 
 
-def _local_batch(root: Any, mesh: Mesh, tokens: Tensor) -> dict[str, Tensor]:
-    """This rank's part of one microbatch, under context parallelism."""
+def shard_batch(root: Any, mesh: Mesh, tokens: Tensor, **more: Tensor) -> dict[str, Tensor]:
+    """This rank's part of one microbatch under context parallelism: of the tokens, positions and `more`.
+
+    Args:
+        root: the unwrapped model.
+        mesh: the axes of the run.
+        tokens: `[batch, sequence]`.
+        more: further tensors of that shape.
+    """
     device = next(root.parameters()).device
     layout = ModelLayouts(root.config, mesh, None).loss()
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    share = [extract(layout, t.cpu(), mesh.coords, mesh.sizes) for t in (tokens.long(), places)]
-    return dict(zip(("tokens", "positions"), (t.contiguous().to(device) for t in share), strict=True))
+    batch = {"tokens": tokens.long(), "positions": torch.arange(tokens.shape[1]).expand_as(tokens), **more}
+    shards = {name: extract(layout, t.cpu(), mesh.coords, mesh.sizes) for name, t in batch.items()}
+    return {name: shard.contiguous().to(device) for name, shard in shards.items()}
 
 
 def _forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
@@ -421,7 +379,7 @@ def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:
     """Megatron's logits."""
 
 
-def _microbatches_needed(config: Any, count: int, chunks: int) -> int:
+def count_microbatches(config: Any, count: int, chunks: int) -> int:
     """The minimum number of microbatches of the schedule: an interleaved one runs them in groups."""
     if chunks == 1:
         return count
@@ -431,7 +389,7 @@ def _microbatches_needed(config: Any, count: int, chunks: int) -> int:
 
 
 @contextmanager
-def _keep_random_states() -> Iterator[None]:
+def keep_random_states() -> Iterator[None]:
     """Restore the random generators, so that a training run continues unchanged."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
