@@ -46,8 +46,8 @@ def run_backward(
     """Run one forward and backward pass; gradients stay where Megatron leaves them.
 
     Every data parallel rank runs the whole batch. An interleaved schedule runs the batch several times, and
-    its gradients are the mean. Buffers, such as the correction biases of routers, which
-    `finalize_model_grads` updates, are put back.
+    its gradients are the mean. Buffers, such as the tokens that routers count and the biases that some
+    versions of `finalize_model_grads` update, are put back.
 
     Args:
         chunks: this rank's chunks.
