@@ -14,14 +14,14 @@ from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import NameTable, make_console, print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
-from megatron_flex.compare.comparison import INCOMPARABLE, INDISTINGUISHABLE
+from megatron_flex.compare.comparison import INCOMPARABLE, INCOMPLETE, INDISTINGUISHABLE
 from megatron_flex.compare.statistics_comparison import find_statistics
 from megatron_flex.errors import FlexError
 
 MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
-VERDICT_STYLES = {
+VERDICT_STYLES: dict[str, str] = {
     "diverges": "bold red",
-    "incomplete": "bold red",
+    INCOMPLETE: "bold red",
     INCOMPARABLE: "bold yellow",
     INDISTINGUISHABLE: "green",
     "equal": "green",

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-Verdict = Literal["equal", "not distinguishable from round-off", "diverges", "cannot be compared"]
+Verdict = Literal[
+    "equal", "not distinguishable from round-off", "diverges", "incomplete", "cannot be compared"
+]
 INDISTINGUISHABLE: Verdict = "not distinguishable from round-off"
 INCOMPARABLE: Verdict = "cannot be compared"
+INCOMPLETE: Verdict = "incomplete"
 MOST_SHOWN = 20  # rows of a shortened table
 COMPARISON_HEADS = (
     "site",
@@ -242,12 +245,20 @@ class Comparison:
         """`equal` if every entry is the same; `diverges` if a test exceeds its bound, or replicas differ.
 
         `not distinguishable from round-off` says that whatever differs is below what can be detected: see
-        `floor` of the rows. Only about the common tensors: see `missing`.
+        `floor` of the rows. `incomplete` says that nothing diverges of what both have, and that only one of
+        them has a site or an iteration, which `allow_missing` did not allow: see `missing`.
         """
         if self.incomparable:
             return INCOMPARABLE
         if self.first is not None or self.replicas:
             return "diverges"
+        if self.incomplete:
+            return INCOMPLETE
+        return self._common_verdict
+
+    @property
+    def _common_verdict(self) -> Verdict:
+        """The verdict about the tensors that both have, if none diverges."""
         return "equal" if all(r.equal for r in self.rows) else INDISTINGUISHABLE
 
     @property
@@ -329,7 +340,7 @@ class Comparison:
             lines.append(f"and {len(self.replicas) - 3} more replicas")
         if first is None:
             worst = max(self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
-            within = {
+            within: dict[str, str] = {
                 "equal": f"equal: all entries of {count_words(len(self.rows), 'tensor')} are the same",
                 INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(self.rows)} tensors are within their bounds; "
                 f"nearest is {worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}",
@@ -337,7 +348,13 @@ class Comparison:
                 "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
                 "tensors is within its tolerances",
             }
-            return [*lines, within[self.verdict], *self._describe_power(), *self._left_out(), *self.notes]
+            verdict = self.verdict
+            if verdict == INCOMPLETE:
+                common = within[self._common_verdict]
+                lines += [*self._left_out(), f"  of what both have, {common}"]
+            else:
+                lines.append(within[verdict])
+            return [*lines, *self._describe_power(), *self.notes]
         if self.incomparable:
             lines.append(f"{INCOMPARABLE}: {self.incomparable}")
         word = "differs" if self.incomparable else "diverges"
@@ -391,7 +408,7 @@ class Comparison:
 
     def _describe_power(self) -> list[str]:
         """Lines about what would have been detected, for the first and the last iteration."""
-        if self.verdict == "equal":
+        if all(r.equal for r in self.rows):
             return []
         shown = {self.rows[0].iteration, self.rows[-1].iteration}
         return [f"  {p}" for p in self.power() if p.iteration in shown]
@@ -469,6 +486,7 @@ VERDICT_COLOURS: dict[str, str] = {
     INDISTINGUISHABLE: GOOD,
     "diverges": BAD_COLOUR,
     INCOMPARABLE: WARN_COLOUR,
+    INCOMPLETE: WARN_COLOUR,
 }
 ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
 

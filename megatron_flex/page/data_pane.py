@@ -58,7 +58,12 @@ class DescribedComparison(ComparisonLike, Protocol):
 
     @property
     def verdict(self) -> str:
-        """`equal`, `not distinguishable from round-off`, `diverges`, `cannot be compared`."""
+        """`equal`, `not distinguishable from round-off`, `diverges`, `incomplete`, `cannot be compared`."""
+        ...
+
+    @property
+    def incomparable(self) -> str:
+        """Why the two cannot be compared at all; empty if they can."""
         ...
 
     @property
@@ -83,7 +88,9 @@ def divergence_json(
         most: maximum number of rows; beyond it iterations are left out, and then sites.
 
     Returns:
-        verdict     `equal`, `not distinguishable from round-off`, `diverges`, `cannot be compared`
+        verdict     `equal`, `not distinguishable from round-off`, `diverges`, `incomplete`,
+                    `cannot be compared`
+        incomparable  why they cannot be compared; empty if they can
         a, b        the dumps in words
         names       of the compared tensors, in the order of execution; gradients end in `.grad`
         iterations  those that are shown
@@ -100,7 +107,15 @@ def divergence_json(
         notes = [{"kind": "info", "text": str(error)}]
         empty: dict[str, Any] = {"names": [], "iterations": [], "rows": [], "hints": []}
         none: dict[str, Any] = {"first": None, "first_row": None}
-        return {"verdict": "nothing", "a": comparison.a, "b": comparison.b, **empty, **none, "notes": notes}
+        return {
+            "verdict": "nothing",
+            "incomparable": "",
+            "a": comparison.a,
+            "b": comparison.b,
+            **empty,
+            **none,
+            "notes": notes,
+        }
     notes = [{"kind": "info", "text": text} for text in comparison.notes]
     kept = set(range(len(found.sites)))
     iterations = list(found.iterations)
@@ -118,6 +133,7 @@ def divergence_json(
     rows, first_row = _comparison_rows(comparison, found, names, set(iterations), kept)
     return {
         "verdict": comparison.verdict,
+        "incomparable": comparison.incomparable,
         "a": comparison.a,
         "b": comparison.b,
         "names": list(found.sites),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_flex import open_dump
 from megatron_flex.compare import compare
 from megatron_flex.dump.schema import layout_from_json
-from megatron_flex.layout import spans
+from megatron_flex.layout import Dim, Layout, spans
 from megatron_flex.view import describe_layout, describe_shape
 from tests.browser.conftest import Make, Open
+from tests.support import dumps, paged
+from tests.support.dumps import Given
 
 SITES = [
     "decoder.layers.1:output",
@@ -104,3 +108,26 @@ def test_the_first_divergence_is_marked(show: Open, made: Make) -> None:
     told = window.text("#data")
     assert found.first.name in told
     assert re.search(r"first", told, re.IGNORECASE)
+
+
+def test_the_verdict_of_two_dumps_is_that_of_the_comparison(show: Open, tmp_path: Path) -> None:
+    table = dumps.random(1, 64, 4)
+    embedded, more = "embedding.word_embeddings:output", "decoder.layers.0:output"
+
+    def write(name: str, shift: int, *sites: str) -> Path:
+        tokens = (torch.arange(8 * 16).reshape(8, 16) + shift) % 64
+        dumps.write(
+            tmp_path / name,
+            {site: Given(table[:, tokens], dumps.SEQUENCE) for site in (embedded, *sites)},
+            parameters={"embedding.word_embeddings.weight": Given(table, Layout((Dim("v"), Dim("h"))))},
+        )
+        return tmp_path / name
+
+    base = write("a", 0)
+    for other, sentence in (
+        (write("equal", 0), "Every entry of every tensor is the same."),
+        (write("more", 0, more), "Nothing diverges of what both have"),
+        (write("shifted", 5), "They cannot be compared: the tokens of 8 of 8 samples are others"),
+    ):
+        window = show(paged.viewed(tmp_path / f"{other.name}.html", base, other))
+        assert window.text(".data-verdict").startswith(sentence), other.name

@@ -89,6 +89,9 @@ def test_what_only_one_has_is_status_2_unless_it_is_allowed(command, three, tmp_
     assert done.status == 2
     assert "only in A: decoder.layers.1" in done.out
     assert "--allow-missing" in done.out
+    assert json.loads(command("compare", "more", "less", "--json").out)["verdict"] == "incomplete"
+    assert command("view", "more", "less", "--out", "page.html").status == 0
+    assert '"verdict":"incomplete"' in (tmp_path / "page.html").read_text().replace(": ", ":")
     assert command("compare", "more", "less", "--allow-missing").status == 0
     assert command("compare", "less", "less").status == 0
 
@@ -126,7 +129,7 @@ def test_statistics_have_the_same_statuses_in_terminal_json_and_page(command, tm
     file.write_text("{" + file.read_text())
     dumps.write(tmp_path / "dump", {n: Given(v, SEQUENCE) for n, v in values.items()}, mesh={"tp": 2})
     expected = {"a": (0, "equal"), "near": (0, "not distinguishable from round-off")}
-    expected |= {"broken": (1, "diverges"), "less": (2, "equal")}  # but of one, which only A has
+    expected |= {"broken": (1, "diverges"), "less": (2, "incomplete")}  # of one, which only A has
     for other, (status, verdict) in expected.items():
         done, shown = command("compare", "a", other, "--json"), command("compare", "a", other)
         assert (done.status, shown.status) == (status, status), (other, done.err)

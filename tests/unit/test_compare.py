@@ -178,7 +178,7 @@ def test_what_only_one_has_is_told(tmp_path: Path) -> None:
     dumps.write(tmp_path / "a", {FIRST: given(value), SECOND: given(value)}, tokens=slice(0, None, 2))
     dumps.write(tmp_path / "b", {FIRST: given(value[1:])}, iterations=[1, 2], samples=slice(0, 4))
     result = compare(tmp_path / "a", tmp_path / "b")
-    assert result.verdict == "equal"
+    assert result.verdict == "incomplete"
     assert [r.iteration for r in result.rows] == [1, 2]
     assert result.rows[0].count == 4 * 8 * WIDTH
     text = " ".join(result.notes)
@@ -190,9 +190,12 @@ def test_what_only_one_has_is_told(tmp_path: Path) -> None:
     assert result.incomplete
     assert result.exit_status == 2
     assert any(line.startswith("incomplete: ") for line in result.summary())
+    assert any("both have, equal: all entries of 2 tensors" in line for line in result.summary())
     assert result.to_json()["incomplete"] is True
+    assert result.to_json()["verdict"] == "incomplete"
+    assert "Comparison · incomplete" in result._repr_html_()
     allowed = compare(tmp_path / "a", tmp_path / "b", allow_missing=True)
-    assert (allowed.exit_status, allowed.missing) == (0, result.missing)
+    assert (allowed.verdict, allowed.exit_status, allowed.missing) == ("equal", 0, result.missing)
     assert not [line for line in allowed.summary() if line.startswith("incomplete: ")]
     assert compare(tmp_path / "b", tmp_path / "b").missing == ()
 

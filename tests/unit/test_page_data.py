@@ -496,6 +496,7 @@ def compared(*rows: tuple[str, int, float, float]) -> Any:
         rows=every,
         first=first,
         verdict="diverges" if first else "not distinguishable from round-off",
+        incomparable="",
         hints=["a hint"],
         notes=[],
     )
