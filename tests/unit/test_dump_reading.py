@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import subprocess
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_flex as mf
+from megatron_flex.dump.reader import result_memory
 from megatron_flex.dump.reader.read_ahead import read_ahead
+from megatron_flex.dump.reader.result_memory import allocate_result
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -650,3 +653,44 @@ def test_a_block_that_cannot_be_read_is_an_error_when_it_is_due(monkeypatch: pyt
     with pytest.raises(ZeroDivisionError):
         next(found)
     assert used == [(4, 1), (2, 2)]
+
+
+def huge_pages() -> bool:
+    """Whether Linux gives huge pages to programs that advise them."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.exists() and "[never]" not in path.read_text()
+
+
+@pytest.mark.skipif(not huge_pages(), reason="this system has no huge pages that a program can advise")
+def test_a_large_result_takes_few_page_faults() -> None:
+    """Counted: a page of 4 KiB has a fault of its own, 512 of them in a page of 2 MiB have one together."""
+    import resource
+
+    def faults(allocate: Any) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        allocate([64, 1024, 256], torch.float32).fill_(1.0)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    pages = 64 * 1024 * 256 * 4 // 4096
+    plain = faults(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    assert plain > pages // 2
+    assert faults(allocate_result) < plain // 4
+
+
+def test_results_are_advised_in_full_pages_and_only_if_they_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advised: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(result_memory, "HUGE_PAGES", 14)
+    monkeypatch.setattr(result_memory, "_load_madvise", lambda: lambda *args: advised.append(args))
+    small = allocate_result([result_memory.MIN_ADVISED_BYTES // 4 - 1], torch.float32)
+    assert (small.numel() * 4 < result_memory.MIN_ADVISED_BYTES, advised) == (True, [])
+    large = allocate_result([result_memory.MIN_ADVISED_BYTES // 2 + 3], torch.bfloat16)
+    ((start, length, advice),) = advised
+    end = large.data_ptr() + large.numel() * 2
+    assert (start % mmap.PAGESIZE, length % mmap.PAGESIZE, advice) == (0, 0, 14)
+    assert large.data_ptr() <= start < large.data_ptr() + mmap.PAGESIZE
+    assert end - mmap.PAGESIZE < start + length <= end
+    monkeypatch.setattr(result_memory, "_load_madvise", lambda: None)  # a C library without it
+    assert allocate_result([result_memory.MIN_ADVISED_BYTES], torch.uint8).is_contiguous()
+    assert len(advised) == 1

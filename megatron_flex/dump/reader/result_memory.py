@@ -1,0 +1,55 @@
+"""Memory for the tensors that a reader returns: large ones on the huge pages of the operating system.
+
+Each page of new memory costs a page fault when it is first written. Pages of 4 KiB make half of the time in
+which a large tensor is copied out of a file; Linux uses pages of 2 MiB where a program advises it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MIN_ADVISED_BYTES = 8 << 20  # below, memory comes from a heap whose pages are there already
+HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # None where the system has no such advice
+
+
+def allocate_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor on the CPU.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+    """
+    out = torch.empty(list(shape), dtype=dtype)
+    storage = out.untyped_storage()
+    if storage.nbytes() >= MIN_ADVISED_BYTES:
+        _advise(storage.data_ptr(), storage.nbytes())
+    return out
+
+
+def _advise(address: int, nbytes: int) -> None:
+    """Advise huge pages for the full pages of some memory. Whether the system follows does not matter."""
+    advise = _load_madvise()
+    if advise is None or HUGE_PAGES is None:
+        return
+    page = mmap.PAGESIZE
+    first, last = -(-address // page) * page, (address + nbytes) // page * page
+    advise(first, last - first, HUGE_PAGES)
+
+
+@cache
+def _load_madvise() -> Callable[[int, int, int], int] | None:
+    """The function of the C library; None where there is none."""
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    found.restype = ctypes.c_int
+    call: Callable[[int, int, int], int] = found
+    return call
