@@ -677,9 +677,7 @@ def test_a_large_result_takes_few_page_faults() -> None:
     assert faults(allocate_result) < plain // 4
 
 
-def test_results_are_advised_in_full_pages_and_only_if_they_are_large(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_full_pages_of_large_results_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int, int]] = []
     monkeypatch.setattr(result_memory, "HUGE_PAGES", 14)
     monkeypatch.setattr(result_memory, "_load_madvise", lambda: lambda *args: advised.append(args))
