@@ -79,6 +79,52 @@ def test_gradients_of_a_head_that_is_not_marked() -> None:
 # -- classes derived from GPTModel, and wrappers that call their model `module` ---------------------------
 
 
+PART_NAMES = (
+    "embedding",
+    "decoder",
+    "decoder.layers.1",
+    "decoder.layers.1.mlp",
+    "decoder.final_layernorm",
+    "output_layer",
+)
+
+
+def with_own_classes(case: Case, parts: tuple[str, ...]) -> dict[str, Any]:
+    """The sites of a model with modules of classes derived from Megatron's, and what the model computes."""
+    chunks = ranks.start(case)
+    gpt.load(chunks, one_state(case))
+    for part in parts:
+        module = chunks[0].get_submodule(part)
+        module.__class__ = type("Own", (type(module),), {"__module__": "somebody.models"})
+    hooks = [mf.HookFunction(n) for n in ("embedding", "decoder.layers.*.mlp", "decoder", "output_layer")]
+    with mf.attach(chunks, hooks) as flex:
+        gpt.step(case, chunks, 0)
+        gradients = flex.named_full_parameters(gradients=True, everywhere=True, reduced=False)
+        return {
+            "names": [s.name for s in flex.sites()],
+            "hidden": [s.name for s in flex.sites() if s.hidden],
+            "unknown": sorted(flex.session.adapter.without_layout()),
+            "gradients": [(n, g.clone()) for n, g in gradients],
+            "read": {n: [t.detach() for t in r] for n, r in flex.output_dict.items()},
+        }
+
+
+@pytest.mark.parametrize("part", [*PART_NAMES, "all"])
+def test_a_class_derived_from_a_part_of_megatrons_is_that_part(part: str) -> None:
+    parts = PART_NAMES if part == "all" else (part,)
+    plain = run(2, with_own_classes, PLAIN, ())
+    own = run(2, with_own_classes, PLAIN, parts)
+    for a, b in zip(plain, own, strict=True):
+        assert a["names"] == b["names"]
+        assert (a["hidden"], a["unknown"]) == (b["hidden"], b["unknown"])
+        assert [n for n, _ in a["gradients"]] == [n for n, _ in b["gradients"]]
+        assert all(torch.equal(g, h) for (_, g), (_, h) in zip(a["gradients"], b["gradients"], strict=True))
+        assert a["read"].keys() == b["read"].keys()
+        for name, tensors in a["read"].items():
+            assert all(torch.equal(t, u) for t, u in zip(tensors, b["read"][name], strict=True)), name
+    assert plain[0]["read"].keys() >= {"embedding:output", "decoder:output", "output_layer:output"}
+
+
 def derived(case: Case) -> dict[str, Any]:
     """What a class derived from GPTModel with a head of its own has, and the values that its head gives."""
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -18,9 +18,11 @@ from megatron_flex.adapters.layout_rules import FULL, Rule, Spread
 from megatron_flex.adapters.megatron_core.dense_layers import DENSE_PARAMETERS
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.model_parts import EMBEDDING, END, POSITIONS, ModelPart
+from megatron_flex.adapters.megatron_core.model_sites import PARTS_WITH_SITES
 from megatron_flex.adapters.megatron_core.module_classes import (
     is_megatron,
     is_megatrons_own,
+    is_megatrons_part,
     is_wrapper,
 )
 from megatron_flex.adapters.megatron_core.site_builder import COLUMN_LINEARS, ROW_LINEARS, KindTable
@@ -70,7 +72,7 @@ class FurtherModules:
                 at = f"{path}.{name}" if path else name
                 if child in parts:
                     left.append((at, child, True))
-                elif not inside or not (is_megatrons_own(child) or name in TORCH_CHILDREN):
+                elif not inside or not _is_known(name, child):
                     if not is_megatron(child, CALLED_DIRECTLY):
                         yield at, child
                     left.append((at, child, False))
@@ -158,6 +160,12 @@ class FurtherModules:
         return self._adapter
 
 
+def _is_known(name: str, child: nn.Module) -> bool:
+    """Whether a child of one of Megatron's models is a part whose sites and parameters are declared."""
+    derived = name in PARTS_WITH_SITES and is_megatrons_part(child)
+    return is_megatrons_own(child) or derived or name in TORCH_CHILDREN
+
+
 def _over_context(layout: Layout, mesh: Mesh) -> Layout:
     """Context parallel ranks see different tokens, so that each has a partial gradient."""
     return replace(layout, shared=(*layout.shared, "cp")) if mesh["cp"].size > 1 else layout
@@ -181,15 +189,16 @@ class HolderRules:
         """The rules of the children of each part, whose insides are not traced."""
         for part in parts:
             of = ModelLayouts(part.module.config, self.mesh)
-            for child in part.module.children():
+            for name, child in part.module.named_children():
+                known = name not in TORCH_CHILDREN and _is_known(name, child)
                 if is_megatron(child, *STACKS):
                     yield child, self._stream(of.sequence_parallel)
                 elif is_megatron(child, "LanguageModelEmbedding"):
                     scattered = bool(getattr(child, "scatter_to_sequence_parallel", True))
                     yield child, self._stream(scattered and of.sequence_parallel)
-                elif is_megatrons_own(child) and not is_megatron(child, *COLUMN_LINEARS[:1]):
+                elif known and not is_megatron(child, *COLUMN_LINEARS[:1]):
                     yield child, Rule(hidden=NOT_TRACED)
-                elif is_megatrons_own(child) and part.is_language_model:
+                elif known and part.is_language_model:
                     yield child, Rule(hidden=NOT_TRACED)  # each call decides whether it gathers the logits
 
     def _stream(self, cut: bool) -> Rule:

@@ -37,6 +37,21 @@ def is_megatrons_own(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("megatron.", "transformer_engine."))
 
 
+PLAIN_BASES = ("MegatronModule", "GraphableMegatronModule")  # of any module, also of a user's head
+
+
+def is_megatrons_part(module: nn.Module) -> bool:
+    """Whether a module's class is Megatron's or Transformer Engine's, or derived from one of a certain part.
+
+    A fork or a package beside Megatron derives its own `TransformerBlock` or `ColumnParallelLinear`, which is
+    that part all the same.
+    """
+    return any(
+        c.__module__.startswith(("megatron.", "transformer_engine.")) and c.__name__ not in PLAIN_BASES
+        for c in type(module).__mro__
+    )
+
+
 def is_identity(module: Any) -> bool:
     """Whether a spec left this submodule empty."""
     return module is None or is_megatron(module, "IdentityOp", "IdentityFuncOp")
