@@ -35,6 +35,8 @@ from megatron_flex.runtime.site_rejection import (
 )
 from megatron_flex.sites import GRADIENT_SUFFIX, Site
 
+NO_LAYOUT = (PARTS_DIFFER, USES_DIFFER)  # reasons for which no layout describes a gradient
+
 
 class GradientDispatcher:
     """Dispatches a gradient to its hooks: captures, sinks, edits.
@@ -138,9 +140,10 @@ class GradientDispatcher:
         found, own = find(), find_dumped().layout
         layout = found.layout or self._expected_layout(name, key, found.reason, grad)
         if layout is None:
-            why = found.reason
+            why, shape = found.reason, found.reason not in NO_LAYOUT
             for hook in (h for h in self.registry.at(name) if h.backward):
-                self._rejection.reject(hook, name, key, why, partial(raise_no_gradient_layout, name, why))
+                tell = partial(raise_no_gradient_layout, name, why, shape)
+                self._rejection.reject(hook, name, key, why, tell)
             self._backward_seen()
             return None
         if compare == "assumed":
@@ -159,7 +162,7 @@ class GradientDispatcher:
 
         None without such a shape, and where it is known that no layout describes the gradient.
         """
-        if self.registry.expected(name) is None or reason in (PARTS_DIFFER, USES_DIFFER):
+        if self.registry.expected(name) is None or reason in NO_LAYOUT:
             return None
         return self.inference.layout_expected(name, key, grad, backward=True)
 

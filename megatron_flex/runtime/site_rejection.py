@@ -53,6 +53,15 @@ def raise_partial_gradient(name: str, why: str) -> None:
     raise HookError(f"the gradient at {name} is not complete, {why}; use trainable modules elsewhere")
 
 
-def raise_no_gradient_layout(name: str, why: str) -> None:
-    """Raise that the layout of a gradient is not known."""
-    raise HookError(f"the layout of the gradient at {name} is not known: {why}; hook the gradient elsewhere")
+def raise_no_gradient_layout(name: str, why: str, takes_shape: bool = False) -> None:
+    """Raise that the layout of a gradient is not known.
+
+    Args:
+        name: the site or parameter.
+        why: the reason.
+        takes_shape: whether the full shape of the tensor would tell the layout.
+    """
+    shape = "say its full shape by the hook's expected_shape, or " if takes_shape else ""
+    raise HookError(
+        f"the layout of the gradient at {name} is not known: {why}; {shape}hook the gradient elsewhere"
+    )

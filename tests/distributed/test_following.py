@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megatron_flex as mf
+from tests.distributed.matrix import relative
 from tests.support import fairscaled, llama, proof
 from tests.support.pool import run
 
@@ -270,6 +271,105 @@ def test_what_is_not_known() -> None:
     assert first[6] == ("", (2, 3, llama.HIDDEN))
     assert first[7] == ("", (2, 3, llama.HIDDEN))
     assert first[8] == ("", (2, 3, llama.HIDDEN))
+
+
+class Cube(torch.autograd.Function):
+    """A function of somebody's own, through which no layout is followed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Cubed(nn.Module):
+    """Two parallel linears, and between them a function that is not followed."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        parts, draw = fairscaled.parts(), torch.Generator().manual_seed(4)
+        self.up, self.down = (
+            parts.linear("column", llama.HIDDEN, llama.FFN),
+            parts.linear("row", llama.FFN, llama.HIDDEN),
+        )
+        for dim, linear in enumerate((self.up, self.down)):
+            full = torch.randn(linear.out_features, linear.in_features, generator=draw) / 4
+            linear.weight.data.copy_(full.chunk(size, dim)[rank])
+        self.after = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(self.after(Cube.apply(self.up(x))))
+        return made
+
+
+def centre(current_module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    """What needs the full tensor: each entry minus the mean of its token's."""
+    return inputs - inputs.mean(-1, keepdim=True) + 0.1 * inputs.flip(-1)
+
+
+def _cubed(size: int, edits: tuple[str, ...], shape: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    import torch.distributed as dist
+
+    fairscaled.start(size)
+    model = Cubed(size, dist.get_rank() if size > 1 else 0)
+    x = torch.randn(2, 3, llama.HIDDEN, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    with followed(model, size) as flex:
+        for name in ("up:output", "after:output"):
+            for kind in ("forward", "tensor"):
+                edit = {"editing_function": centre} if f"{name} {kind}" in edits else {}
+                register = flex.register_forward_hook if kind == "forward" else flex.register_hook
+                register(mf.HookFunction(name, expected_shape=shape, **edit))
+        model(x).pow(2).sum().backward()
+        read = {n: t.detach() for n, r in flex.output_dict.items() for t in r}
+        full = dict(flex.named_full_parameters(gradients=True, everywhere=True, reduced=False))
+        assert x.grad is not None
+        return read, [x.grad, *(full[n] for n in sorted(full))]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "edits", [(), ("up:output tensor",), ("after:output forward", "up:output tensor")], ids=len
+)
+def test_a_shape_tells_how_a_gradient_is_sharded(size: int, edits: tuple[str, ...]) -> None:
+    """Where a tensor goes through a function that is not followed, no rule says it."""
+    shape = (2, 3, llama.FFN)
+    ((want, gradients),) = run(1, _cubed, 1, edits, shape)
+    assert want.keys() == {f"{n}:output{e}" for n in ("up", "after") for e in ("", ".grad")}
+    ranks = run(size, _cubed, size, edits, shape)
+    leader = ranks[0][0]
+    assert leader.keys() == want.keys()
+    for name, tensor in want.items():
+        assert leader[name].shape == tensor.shape == shape, name
+        assert relative(leader[name], tensor) < 1e-5, name
+    for _, found in ranks:
+        for got, wanted in zip(found, gradients, strict=True):
+            assert relative(got, wanted) < 1e-5
+
+
+def _without_a_shape() -> str:
+    import torch.distributed as dist
+
+    fairscaled.start(2)
+    model = Cubed(2, dist.get_rank())
+    flex = followed(model, 2)
+    flex.register_hook(mf.HookFunction("up:output"))
+    loss = model(torch.randn(2, 3, llama.HIDDEN)).pow(2).sum()
+    with pytest.raises(mf.HookError) as raised:
+        loss.backward()
+    flex.restore()
+    return str(raised.value)
+
+
+def test_a_gradient_that_is_not_known_needs_a_shape() -> None:
+    first, second = run(2, _without_a_shape)
+    assert first == second
+    assert "gradient" in first
+    assert "expected_shape" in first
 
 
 def _times() -> tuple[list[float], list[int]]:
