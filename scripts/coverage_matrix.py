@@ -50,6 +50,7 @@ FORMULAS = "names, and what a cache computes; one process has plain formulas"
 FEATURES = {  # what follows the models, in this order: what `site` is in the file, where it is no hook point
     "GPT, data parallel samples together": "",
     "GPT, ready-made edits": "presets, each against its formula on one process",
+    "GPT, linear edits": "edits that are linear maps, on the shard of each rank",
     "GPT, values shared by edits": "sets of edits that pass values from layer to layer; `once` and "
     "`replicated` are where each of them runs, in turn",
     "GPT, modules trained in hooks": "parameters of the modules, in several steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def test_edits_on_parts_equal_their_formulas_on_one_process(cells: list[Any]) ->
     want |= {"losses": want["edited"][names[-1]][0], "parameters": want["edited"][names[-1]][1]}
     found = [c for c in matrix._effects(PIPED, names, want, answers) if c.site != "(none)"]
     assert len(found) == 2 * len(names)
-    matrix.judge(found, cells)
+    matrix.judge([replace(c, model="GPT, ready-made edits") for c in found], cells)
 
 
 def squared(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
