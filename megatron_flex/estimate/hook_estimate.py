@@ -271,15 +271,23 @@ def _estimate_read(
 def _estimate_selection(
     wanted: CaptureSelection, held: EstimatedTensor, site: Site, mesh: Mesh, heads: int
 ) -> tuple[Layout, int, int]:
-    """A rank's reduced shard: its layout, its bytes, and those of the result on the leader."""
+    """A rank's reduced shard: its layout, its bytes, and those of the result on the leader.
+
+    Of each packed sequence if the selection asks for that; the bytes are those of all.
+    """
     wanted.check(site)
+    if wanted.each_sequence and (count := max(len(d.sequences) for d in held.layout.dims)):
+        apart = [_estimate_selection(wanted.in_sequence(n), held, site, mesh, heads) for n in range(count)]
+        return apart[0][0], sum(part for _, part, _ in apart), sum(kept for _, _, kept in apart)
     shape = tuple(round(n) for n in held.local)
     none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPE_BY_WIDTH[held.weight]
     plan = plan_selection(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
     one = tuple((d, t.to(none)) for d, t in plan.picks)
     made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
-    kept = prod(full_shape(plan.layout, made.shape, sizes)) * made.element_size()
-    return plan.layout, made.nbytes, kept
+    lengths = list(full_shape(plan.layout, made.shape, sizes))
+    for dim, entries in plan.arrange:  # ranks that hold fewer of them send padding
+        lengths[dim] = len(entries)
+    return plan.layout, made.nbytes, prod(lengths) * made.element_size()
 
 
 # -- editing -------------------------------------------------------------------------------------------

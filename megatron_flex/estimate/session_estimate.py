@@ -26,6 +26,7 @@ from megatron_flex.estimate.hook_estimate import (
 )
 from megatron_flex.estimate.hook_notation import HookSpec
 from megatron_flex.estimate.run_estimate import HookEstimate, RunEstimate, estimate_run
+from megatron_flex.layout import PackedSequences
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime import HookFunction, Session
@@ -46,6 +47,7 @@ class SessionEstimate:
         lengths: of the dims that depend on the data: `s` and `b`, of the full microbatch of a replica.
         padded: the length of the last dim of logits with its padding; 0 if it has none.
         microbatches: the number in a step.
+        pack: the packed sequences of each microbatch; None without packing.
         uncounted: what cannot be estimated, and why; filled by the methods.
     """
 
@@ -53,6 +55,7 @@ class SessionEstimate:
     lengths: Mapping[str, int]
     padded: int
     microbatches: int
+    pack: PackedSequences | None = None
     uncounted: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -113,9 +116,10 @@ class SessionEstimate:
         shape = tuple(self._length(site, n) for n in site.shape)
         logits = self.padded and site.module == "output_layer"
         full = tuple(self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True))
-        layout = layout_in_pass(site.layout, backward)
+        here = site.layout if self.pack is None else self.pack.layout_of(site.layout)
+        layout = layout_in_pass(here, backward)
         width = self.session.dry_run.itemsize
-        local = compute_local_shape(site.layout, full, self.mesh.sizes)
+        local = compute_local_shape(here, full, self.mesh.sizes)
         kind = "gradient" if backward else "value"
         return EstimatedTensor(
             site.name, kind, layout, shape, local, width, width, site.stage, site.chunk, self.microbatches
@@ -160,6 +164,7 @@ def estimate_session(
     given: Mapping[str, int | None],
     microbatches: int,
     links: Links | None,
+    pack: PackedSequences | None = None,
 ) -> RunEstimate:
     """What the active hooks, dumps and statistics of a session cost in a step. Communicates nothing.
 
@@ -169,6 +174,7 @@ def estimate_session(
         given: lengths of `s` and `b`; None for what the framework's arguments tell.
         microbatches: of a step, on each data parallel rank.
         links: between ranks; None for usual ones.
+        pack: the packed sequences of each microbatch; None without packing.
 
     Raises:
         FlexError: nothing is active whose cost can be estimated, or a length is unknown.
@@ -176,17 +182,44 @@ def estimate_session(
     if microbatches < 1:
         raise FlexError(f"microbatches={microbatches}: a step has at least one")
     links = links or Links()
+    if pack is not None:
+        given = _packed_lengths(pack, given, session.mesh["cp"].size)
     lengths = {**session.dry_run.lengths, **{n: k for n, k in given.items() if k is not None}}
     modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
     padded = max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0)
     config = next((m.config for m in modules if hasattr(m, "config")), None)
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    standing = SessionEstimate(session, lengths, padded, microbatches)
+    standing = SessionEstimate(session, lengths, padded, microbatches, pack)
     found, more = list(standing.hooks()), list(standing.more(links))
     if not found and not more:
         why = "; ".join(f"{n}: {w}" for n, w in standing.uncounted.items())
         raise FlexError(f"costs of nothing: {why or 'no hook is active; register some first'}")
     return estimate_run(standing.mesh, found, links, standing.uncounted, heads, more)
+
+
+def _packed_lengths(
+    pack: PackedSequences, given: Mapping[str, int | None], context_parallel: int
+) -> dict[str, int]:
+    """The lengths of `s` and `b` of a row of packed sequences.
+
+    Raises:
+        FlexError: the caller gives others, or context parallel ranks cannot shard each sequence.
+    """
+    lengths, names = {"s": sum(pack.padded), "b": 1}, {"s": "sequence_length", "b": "micro_batch_size"}
+    for name, length in lengths.items():
+        if given.get(name) not in (None, length):
+            raise FlexError(
+                f"{names[name]}={given[name]} with {pack}: a row of packed sequences has "
+                f"{names[name]}={length}; leave the argument out"
+            )
+    parts = 2 * context_parallel
+    wrong = next((n for n in pack.padded if context_parallel > 1 and pack.by_sequence and n % parts), None)
+    if wrong is not None:
+        raise FlexError(
+            f"{pack}: context_parallel_size={context_parallel} shards each sequence into {parts} equal "
+            f"chunks, and one has {wrong} tokens; give a PackedSequences with the padded lengths"
+        )
+    return lengths
 
 
 def _first_rank_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:

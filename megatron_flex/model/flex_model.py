@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -606,6 +607,7 @@ class FlexModel(nn.Module):
         micro_batch_size: int | None = None,
         microbatches: int = 1,
         links: Links | None = None,
+        sequences: PackedSequences | Sequence[int] | None = None,
     ) -> RunEstimate:
         """Estimate bytes by link, collectives and memory of a step.
 
@@ -617,6 +619,8 @@ class FlexModel(nn.Module):
             micro_batch_size: samples of a microbatch; None likewise.
             microbatches: of a step, on each data parallel rank.
             links: the bandwidths, and how many ranks share a node.
+            sequences: the packed sequences of each microbatch, or their lengths in tokens where they have no
+                padding; they give the other two lengths. None without packing.
 
         Returns:
             The estimate: for each hook, and the ranks of each stage.
@@ -634,7 +638,10 @@ class FlexModel(nn.Module):
         )
 
         given = {"s": sequence_length, "b": micro_batch_size}
-        return estimate_session(self.session, self.chunks, given, microbatches, links)
+        pack = sequences
+        if not (pack is None or isinstance(pack, PackedSequences)):
+            pack = PackedSequences.of(accumulate(pack, initial=0))
+        return estimate_session(self.session, self.chunks, given, microbatches, links, pack)
 
     # -- dumps and statistics --------------------------------------------------------------------------
 

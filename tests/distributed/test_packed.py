@@ -249,6 +249,53 @@ def test_sequences_one_by_one(case: Case) -> None:
     assert not wrong
 
 
+def sequences_estimated(case: Case) -> dict[str, Any]:
+    """By name the bytes that a step captures and those that the estimate says; and what it refuses."""
+    import megatron_flex as mf
+    from megatron_flex import PackedSequences
+
+    chunks, select, each = ranks.start(case), mf.Select, mf.Select(sequences="each")
+    site, query = APART_SITES[1], APART_SITES[0]
+    hooks = {
+        "row": mf.HookFunction(site),
+        "some": mf.HookFunction(site, select=select(sequences=slice(1, None))),
+        "ends": mf.HookFunction(query, select=select(sequences=[2, 0], positions=[0, -1], heads=1)),
+        "each": mf.HookFunction(query, select=each),
+        "norms": mf.HookFunction(site, select=each, reduce=mf.reduce.norm("h")),
+        "gradients": mf.HookFunction(site, hook_type="tensor", select=each, reduce=mf.reduce.mean("s")),
+    }
+    pack = PackedSequences.of(packed.ENDS, packed.ROOM if case.padded else None)
+    out: dict[str, Any] = {"refused": []}
+    for name, hook in hooks.items():
+        with mf.attach(chunks, [hook]) as flex:
+            estimate = flex.estimate(sequences=pack, microbatches=case.microbatches)
+            said = sum(h.each.leader_host * h.times for h in estimate.hooks)
+            gpt.step(case, chunks, 0)
+            kept = sum(t.nbytes for r in flex.output_dict.values() for t in r)
+            out[name] = (kept, said) if flex.is_leader else None
+            if name == "row":
+                for wrong in ({"sequence_length": 7}, {"micro_batch_size": 2}, {"sequences": [5, 11]}):
+                    try:
+                        flex.estimate(**{"sequences": pack, **wrong})
+                    except mf.FlexError as error:
+                        out["refused"].append(str(error))
+    return out
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda c: c.name)
+def test_estimates_of_packed_sequences_are_what_is_captured(case: Case) -> None:
+    found = run(case.world, sequences_estimated, case, timeout=100)[0]
+    refused = found.pop("refused")
+    assert len(found) == 6
+    sums = case.tp * case.cp  # a mean over the tokens arrives as a sum of each rank's
+    for name, (kept, said) in found.items():
+        assert said == kept * (sums if name == "gradients" else 1) > 0, name
+    assert "sequence_length=7" in refused[0]
+    assert "micro_batch_size=2" in refused[1]
+    assert len(refused) == (3 if case.cp > 1 else 2)
+    assert case.cp == 1 or "one has 5 tokens" in refused[2]
+
+
 def sequences_missing(case: Case, several: list[Any]) -> list[str]:
     import megatron_flex as mf
 
