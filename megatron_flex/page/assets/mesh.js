@@ -19,7 +19,7 @@ flexPage.pane('mesh', {
     const more = el('p', { class: 'more', 'aria-hidden': 'true' });
     const told = el('p', { class: 'told', id: 'told', 'aria-live': 'polite' });
     const list = el('div', { class: 'found', role: 'listbox', 'aria-label': 'Ranks' });
-    const side = el('div', { class: 'side' });
+    const side = el('div', { class: 'side', onscroll: () => cue() });
     const column = el('div', { class: 'field' }, field, more, told, list);
     const split = el('div', { class: 'split' }, column, side);
     root.append(split);
@@ -92,6 +92,7 @@ flexPage.pane('mesh', {
       const [down, right] = [field.scrollHeight - field.clientHeight, field.scrollWidth - field.clientWidth];
       const below = down - field.scrollTop > 2, beside = right - field.scrollLeft > 2;
       field.classList.toggle('below', below);
+      side.classList.toggle('below', side.scrollHeight - side.clientHeight - side.scrollTop > 2);
       more.textContent = [down > 2 && '↕', right > 2 && '↔'].filter(Boolean).length ? `scroll ${[down > 2 && (below ? 'down ↓' : 'up ↑'), right > 2 && (beside ? 'right →' : 'left ←')].filter(Boolean).join(', ')} for more ranks` : '';
       more.hidden = !more.textContent;
     }
@@ -175,6 +176,7 @@ flexPage.pane('mesh', {
 
     function besides() {
       side.replaceChildren();
+      requestAnimationFrame(cue);
       if (state.site === null) {
         side.append(el('p', { class: 'quiet', text: 'Choose a site to see how its tensor is sharded, and what a hook there would send.' }));
         return;
@@ -215,7 +217,7 @@ flexPage.pane('mesh', {
     function estimates() {
       const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
       if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can be registered here.' : 'What a hook here would send is not known.' });
-      return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
+      return el('div', { class: 'estimates' }, [['read', 'A capture'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
       if (!told_) return null;
