@@ -19,7 +19,7 @@ flexPage.pane('mesh', {
     const more = el('p', { class: 'more', 'aria-hidden': 'true' });
     const told = el('p', { class: 'told', id: 'told', 'aria-live': 'polite' });
     const list = el('div', { class: 'found', role: 'listbox', 'aria-label': 'Ranks' });
-    const side = el('div', { class: 'side', onscroll: () => cue() });
+    const side = el('div', { class: 'side', onscroll: () => fade() });
     const column = el('div', { class: 'field' }, field, more, told, list);
     const split = el('div', { class: 'split' }, column, side);
     root.append(split);
@@ -66,6 +66,7 @@ flexPage.pane('mesh', {
       laid = grid(wide, below ? 240 : Math.max(120, (split.clientHeight || 380) - (small ? 50 : 84)));
       column.style.flexBasis = below ? 'auto' : `${Math.min(wide, Math.max(190, laid.width + 8))}px`;
       requestAnimationFrame(cue);
+      requestAnimationFrame(fade);
       caption.textContent = laid.words;
       if (!small) { plane = sheet(); return; }
       cells = [];
@@ -88,11 +89,11 @@ flexPage.pane('mesh', {
       }
       field.replaceChildren(draw);
     }
+    function fade() { side.classList.toggle('below', side.scrollHeight - side.clientHeight - side.scrollTop > 2); }
     function cue() { // what is out of sight can be scrolled to, and one sees that
       const [down, right] = [field.scrollHeight - field.clientHeight, field.scrollWidth - field.clientWidth];
       const below = down - field.scrollTop > 2, beside = right - field.scrollLeft > 2;
       field.classList.toggle('below', below);
-      side.classList.toggle('below', side.scrollHeight - side.clientHeight - side.scrollTop > 2);
       more.textContent = [down > 2 && '↕', right > 2 && '↔'].filter(Boolean).length ? `scroll ${[down > 2 && (below ? 'down ↓' : 'up ↑'), right > 2 && (beside ? 'right →' : 'left ←')].filter(Boolean).join(', ')} for more ranks` : '';
       more.hidden = !more.textContent;
     }
@@ -176,7 +177,7 @@ flexPage.pane('mesh', {
 
     function besides() {
       side.replaceChildren();
-      requestAnimationFrame(cue);
+      requestAnimationFrame(fade);
       if (state.site === null) {
         side.append(el('p', { class: 'quiet', text: 'Choose a site to see how its tensor is sharded, and what a hook there would send.' }));
         return;
