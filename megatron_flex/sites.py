@@ -72,7 +72,7 @@ class Site:
         hidden: why no hook can be registered here, and which setting would change that; empty if one can.
         read_only_reason: why a hook here can only read, and where to edit instead; empty if it can edit.
         tap: access to the tensor; None on ranks that do not own it.
-        inferred: whether the layout is not declared: the tensor is taken as replicated, unless a hook's
+        inferred: whether the layout is not declared: the tensor is treated as replicated, unless a hook's
             `expected_shape` says which dim is sharded. `layout` and `shape` are empty then.
         propagated: whether the layout is propagated to each tensor at run time, and may turn out unknown.
         further_layouts: the known layouts of further tensors of the same output.

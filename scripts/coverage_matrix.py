@@ -28,37 +28,40 @@ Written by `scripts/coverage_matrix` from a run of the tests, never by hand:
 {commit}; {versions}; {seconds} of tests on {cores} cores.
 
 Each configuration is compared with a single process of plain Megatron on the same weights and data, whose
-tensors plain PyTorch hooks capture (other frameworks and plain modules: plain torch; where a name says so,
-TransformerLens). An error is the greatest difference relative to the greatest entry of the true tensor, over
-all layers and microbatches, in fp32.
+tensors are captured by plain PyTorch hooks. Other frameworks and plain modules are compared with plain torch
+or, where the name says so, with TransformerLens. All runs are in fp32. An error is the greatest difference
+over all layers and microbatches, divided by the greatest entry of the tensor of the single process.
 
 {counts}{not_run}
 ## By model, by hook point
 - **By model and framework**: [frameworks](frameworks.md#what-is-covered).
 - **By hook point and configuration**: [coverage.csv](coverage.csv), {rows} rows of `{columns}`.
 
-In the file, `value` and `gradient` are errors of the captured tensor and of its gradient. `edit` is the error
-of the loss and of all parameters' gradients (of runs over tokens, of the logits) when the hook point is
-edited, the greater. An empty field was not checked: integers have no gradient; edits are checked in the last
-layers, and where a pipeline stage sends to the next. Layers and experts are numbered `N` and `E`. Dumps are
-in the counts above and in the summary by model. For some features, `site` is something else:
+In the file, `value` and `gradient` are errors of the captured tensor and of its gradient. `edit` is the
+greatest error of the loss and of all parameters' gradients when the hook point is edited; in runs that
+compute logits only, it is the error of the logits. An empty field was not checked: integers have no gradient,
+and edits are checked in the last layers and where a pipeline stage sends to the next. `N` and `E` replace the
+numbers of layers and experts. Dumps are in the counts above and in the summary by model. For some features,
+the column `site` holds something else:
 
 {features}
 """
 
-FORMULAS = "names, and what a cache computes; one process has plain formulas"
+FORMULAS = "names, and values that a cache computes, compared with formulas in one process"
 FEATURES = {  # what follows the models, in this order: what `site` is in the file, where it is no hook point
     "GPT, data parallel samples together": "",
-    "GPT, ready-made edits": "presets, each against its formula on one process",
+    "GPT, ready-made edits": "presets, each compared with its formula in one process",
     "GPT, linear edits": "edits that are linear maps, on the shard of each rank",
     "GPT, values shared by edits": "sets of edits that pass values from layer to layer; `once` and "
-    "`replicated` are where each of them runs, in turn",
+    "`replicated` name where the edits run",
     "GPT, modules trained in hooks": "parameters of the modules, in several steps",
     "GPT, by TransformerLens' names": FORMULAS,
     "Other models, by TransformerLens' names": FORMULAS,
-    "GPT-2 and Llama, against TransformerLens": "names, and methods of the cache, as there",
+    "GPT-2 and Llama, against TransformerLens": "names, and methods of the cache, compared with those of "
+    "TransformerLens",
     "GPT, interface of FlexModel (2023)": "calls that register a hook",
-    "The same hooks, framework by framework": "names of one process; hook code and weights are the same",
+    "The same hooks, framework by framework": "names of the single process; hook code and weights are "
+    "the same in all frameworks",
     "fairscale": "",
     "apex": "",
     "PyTorch": "",
@@ -205,14 +208,16 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
         cell["number"] = found.setdefault(cell["hidden"], len(found) + 1)
     if found:
         yield "## Hidden hook points\n"
-        yield "Registering a hook there raises an error with these words. The file has their numbers.\n"
+        yield "Registering a hook at these hook points raises an error with one of these messages."
+        yield "The file refers to them by number.\n"
         yield from (f"{number}. {why}" for why, number in found.items())
         yield ""
     upstream = list(dict.fromkeys(c["upstream"] for c in cells if c["upstream"]))
     if upstream:
         yield "## Where Megatron itself differs from one device (†)\n"
-        yield "The figure is that of plain Megatron without this package, which equals that run. Where a"
-        yield "model's name says that upstream's gradient is mended, the tests correct it, and nothing else."
+        yield "Runs with and without this package agree, and both differ from one device. The figure is their"
+        yield "difference from plain Megatron in the same layout. If a model's name says that upstream's"
+        yield "gradient is mended, the tests correct that gradient, and nothing else."
         for why in upstream:
             mine = [c for c in cells if c["upstream"] == why]
             own = max(float(c["own"]) for c in mine)

@@ -157,7 +157,8 @@ def mutated(fault: Fault, root: Path) -> str:
     if changed == text:
         raise FaultError("its `after` is its `before`")
     try:
-        compile(changed, fault.file, "exec")
+        if path.suffix == ".py":  # scripts and styles of the page have faults too
+            compile(changed, fault.file, "exec")
     except SyntaxError as error:
         raise FaultError(f"{fault.file} does not compile with it: {error}") from None
     return changed

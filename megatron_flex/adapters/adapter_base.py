@@ -135,7 +135,7 @@ class ParameterSite:
         copy_of: the name of the parameter on another stage of which this is a copy (a tied output layer);
             empty if it is none. The gradients of copies must be summed.
         hidden: why its gradient cannot be hooked; empty if it can.
-        inferred: whether the layout is not declared: the parameter is taken as replicated, unless an
+        inferred: whether the layout is not declared: the parameter is treated as replicated, unless an
             `expected_shape` says which dim is sharded. `layout` and `shape` are then those of the local
             parameter.
         local: the shape of the result of `Adapter.value`.

@@ -136,7 +136,7 @@ class ZeroParameters(ModuleParameters):
     """
 
     name = "DeepSpeed"
-    why = "its engine reduces gradients, and ZeRO keeps parts of what there is on each rank"
+    why = "its engine reduces gradients, and ZeRO shards state over the ranks"
 
     def __init__(self, engine: Any, root: nn.Module) -> None:
         named: list[tuple[str, Any]] = list(root.named_parameters())

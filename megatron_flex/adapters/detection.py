@@ -285,7 +285,7 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
     failed: list[str] = []
     for known in finder_entries():
         if known.package and known.package not in sys.modules:
-            others.append(Part(known.name, f"not asked: {known.package} is not imported"))
+            others.append(Part(known.name, f"not checked: {known.package} is not imported"))
             continue
         try:
             claim = _ask_finder(known, chunks, axis_sizes, process_group)
@@ -298,7 +298,7 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
             others.append(Part(known.name, failed[-1]))
             continue
         if claim is None:
-            others.append(Part(known.name, "it claims nothing here"))
+            others.append(Part(known.name, "does not recognize this model"))
         else:
             claims.append(claim)
     left = _winning_claims(claims)

@@ -181,8 +181,8 @@ class UserLoop:
         accumulates: whether accelerate may delimit steps; false for the stages of a schedule.
     """
 
-    name = "a loop of one's own"
-    why = "no schedule of a framework's is there to call it"
+    name = "your own loop"
+    why = "no schedule of a framework calls the model"
 
     def __init__(
         self,

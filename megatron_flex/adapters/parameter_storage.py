@@ -86,7 +86,7 @@ class ModuleParameters:
     """Each rank has all of its parameters in its modules, and nothing reduces their gradients."""
 
     name = "the modules themselves"
-    why = "nothing that shards or reduces parameters is around or in it"
+    why = "no wrapper shards or reduces the parameters"
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root

@@ -33,7 +33,7 @@ ToleranceOption = Annotated[
         "--tolerance",
         "-t",
         metavar="[PATTERN=]X",
-        help="How far right runs may differ, as a part of a tensor's norm; of all sites, or of "
+        help="How far correct runs may differ, as a part of a tensor's norm; of all sites, or of "
         "those that match; may be repeated. Else derived from dtype and depth.",
         show_default=False,
     ),

@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">of a rank", ">in all")  # of `DumpEstimate.rows()`
 RankArray = NDArray[np.int64]  # one entry for each rank of a pipeline stage
 ReplicaSlots = tuple[RankArray, int]  # which of the replicas a rank is, and how many there are
-MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is taken as typical
+MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is treated as typical
 
 
 @dataclass(slots=True)

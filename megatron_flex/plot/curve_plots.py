@@ -170,9 +170,10 @@ def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None
         ys = [min(max(errors[n], floor), ceiling) for n in sites]
         how: dict[str, Any] = {"color": "0.75", "linewidth": 0.7, "zorder": 1}
         if kind in named:
-            marker = MARKERS[rank % len(MARKERS)]
+            lap, hue = divmod(rank, len(SERIES_COLORS))
+            marker = MARKERS[(hue + lap) % len(MARKERS)]  # a color that comes again has another marker
             how = {
-                "color": SERIES_COLORS[rank % len(SERIES_COLORS)],
+                "color": SERIES_COLORS[hue],
                 "marker": marker,
                 "label": _short_kind(kind, series),
                 "zorder": 3,

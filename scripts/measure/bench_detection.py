@@ -1,6 +1,6 @@
-"""`scripts/bench --detection`: what `compare` detects of planted bugs, and what it says of right runs.
+"""`scripts/bench --detection`: what `compare` detects of planted bugs, and what it says of correct runs.
 
-Right runs of many layouts are compared with one process over steps of Adam: with the seeds on which bounds
+Correct runs of many layouts are compared with one process over steps of Adam: with the seeds on which bounds
 were set, and with seeds that were held out, on which nothing may be set. Of each bug of
 `tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything
 is kept in one JSON file, which an interrupted run resumes from; `--write docs/detection.md` puts its
@@ -60,7 +60,7 @@ COMPARER = ROOT / "megatron_flex" / "compare"
 
 @dataclass(frozen=True)
 class Task:
-    """A pair of right runs, or the sweep of a bug, in one precision."""
+    """A pair of correct runs, or the sweep of a bug, in one precision."""
 
     kind: str
     name: str
@@ -139,7 +139,7 @@ def perform(task: Task, folder: str, keep: bool) -> dict[str, Any]:
 
 
 def right(bench: Bench, task: Task) -> dict[str, Any]:
-    """A right run against one process."""
+    """A correct run against one process."""
     pair = Pair(_layout(task.name), task.precision, task.seed, task.steps, few=True)
     found = bench.compared(pair)
     ratios = [r.error / r.tolerance for r in found.rows if r.tolerance]
@@ -155,11 +155,11 @@ def right(bench: Bench, task: Task) -> dict[str, Any]:
     }
 
 
-_alarms: dict[str, int] = {}  # of right runs, by pair: many bugs share one
+_alarms: dict[str, int] = {}  # of correct runs, by pair: many bugs share one
 
 
 def _alarm(bench: Bench, pair: Pair) -> int:
-    """The exit status of the right run of a pair."""
+    """The exit status of the correct run of a pair."""
     if repr(pair) not in _alarms:
         _alarms[repr(pair)] = bench.compared(pair).exit_status
     return _alarms[repr(pair)]

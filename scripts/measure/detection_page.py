@@ -36,7 +36,7 @@ def is_present(kept: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
 def comparer(kept: Mapping[str, Any]) -> str:
     """How many results the present comparer measured, of each part and precision."""
     rows = []
-    for kind, name in {**{k: f"right runs, seeds {s}" for k, s in SEEDS.items()}, "bug": "bugs"}.items():
+    for kind, name in {**{k: f"correct runs, seeds {s}" for k, s in SEEDS.items()}, "bug": "bugs"}.items():
         for precision in PRECISIONS:
             start = f"{kind}/{precision}/"
             found = [r for k, r in kept["results"].items() if k.startswith(start) and "error" not in r]
@@ -48,7 +48,7 @@ def comparer(kept: Mapping[str, Any]) -> str:
 
 
 def right_pairs(kept: Mapping[str, Any]) -> str:
-    """Alarms of right runs, by precision, seeds and comparer, and how near they came to one."""
+    """Alarms of correct runs, by precision, seeds and comparer, and how near they came to one."""
     rows = []
     for precision in PRECISIONS:
         for kind, seeds in SEEDS.items():

@@ -68,7 +68,7 @@ def flags(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command (default cuda)")
     add("--part", nargs="+", metavar="NAME", choices=PARTS, default=list(PARTS), help="only these")
-    add("--list", action="store_true", help="name the parts and what is known of them; run nothing")
+    add("--list", action="store_true", help="name the parts and what is known about them; run nothing")
     add("--out", type=Path, metavar="FOLDER", help="where results are kept (default build/gpu/DEVICE)")
     add("--fresh", action="store_true", help="run parts again that have finished")
     add("--write", type=Path, metavar="PAGE", help="default docs/gpu.md; of a CPU gpu.md in the out folder")
@@ -280,7 +280,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def show(store: Store) -> None:
-    """Name the parts, and what is known of each."""
+    """Name the parts, and what is known about each."""
     for name, part in PARTS.items():
         result = store.get(name)
         told = f"{result['status']} (sources {result['key']['sources']})" if result else "not run"

@@ -107,6 +107,21 @@ def test_ranks_that_do_not_fit_are_scrolled_with_a_cue(show: Open, made: Make) -
     assert cue.inner_text() != first
 
 
+def test_a_drawing_and_estimates_that_do_not_fit_fade_at_their_end(show: Open, made: Make) -> None:
+    window = show(made("quick").page, size=(1024, 768))
+    window.find("decoder.layers.1.mlp.linear_fc1:output")
+    window.page.wait_for_timeout(100)
+    side = window.page.locator("#mesh .side")
+    mask = "(e) => [e.scrollHeight - e.clientHeight > 2, getComputedStyle(e).maskImage !== 'none']"
+    assert side.evaluate(mask) == [True, True]
+    side.evaluate("(e) => e.scrollTo(0, e.scrollHeight)")
+    window.page.wait_for_timeout(100)
+    assert side.evaluate(mask) == [True, False]
+    window.page.set_viewport_size({"width": 1400, "height": 1600})
+    window.page.wait_for_timeout(200)
+    assert side.evaluate(mask) == [False, False], "nothing fades where all of it is shown"
+
+
 def test_blocks_are_in_the_order_of_execution(show: Open, made: Make) -> None:
     window = show(made("quick").page, size=(1400, 1200))
     titles = window.page.locator("#canvas .title").all()

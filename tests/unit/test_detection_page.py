@@ -70,8 +70,8 @@ def test_a_table_shows_what_was_not_detected(page: Any) -> None:
     assert page.comparer(kept).splitlines() == [
         "| part | precision | comparer new | an earlier comparer |",
         "| --- | --- | --- | --- |",
-        "| right runs, seeds of calibration | fp32 | 0 | 2 |",
-        "| right runs, seeds held out | fp32 | 1 | 0 |",
+        "| correct runs, seeds of calibration | fp32 | 0 | 2 |",
+        "| correct runs, seeds held out | fp32 | 1 | 0 |",
         "| bugs | fp32 | 2 | 0 |",
         "| bugs | bf16 | 0 | 1 |",
     ]

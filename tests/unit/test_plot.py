@@ -314,6 +314,10 @@ def test_what_is_outside_of_layers_is_at_the_ends_and_few_kinds_are_named() -> N
     named = [t.get_text() for t in axes.get_legend().get_texts()]
     assert named[0] == "kind13:output"
     assert "7 other kinds" in named
+    looks = [
+        (line.get_color(), line.get_marker()) for line in axes.get_lines() if line.get_label() in named[:10]
+    ]
+    assert len(set(looks)) == len(looks) == 10, "no two kinds look alike"
 
 
 def test_the_best_head_is_framed_and_named_in_multiples_of_chance() -> None:

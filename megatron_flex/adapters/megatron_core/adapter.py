@@ -184,7 +184,7 @@ class MegatronAdapter:
     def parts(self) -> list[Part]:
         """The wrappers of the chunks, and Megatron's schedules."""
         around = [Part(type(w).__name__, "it is around the model") for w in wrappers_around(self.chunks[0])]
-        return [*around, Part("Megatron's schedules", "they call the chunks, or a loop of one's own does")]
+        return [*around, Part("Megatron's schedules", "they call the chunks, or your own loop does")]
 
     def module_names(self) -> list[str]:
         """The modules of all chunks on this rank, with global layer numbers."""

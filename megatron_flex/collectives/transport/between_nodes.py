@@ -24,7 +24,7 @@ class TensorRecord(NamedTuple):
 
     Attributes:
         tag: names the tensor.
-        space: what is known of tensors like it.
+        space: what is known about tensors like it.
         at: where it begins in the slot.
     """
 

@@ -179,7 +179,7 @@ def find_block_targets(place: ShardPlacement, local: torch.Size) -> tuple[BlockT
 
 @dataclass(frozen=True, slots=True)
 class TensorSpace:
-    """What is known of all tensors of one layout, shape and dtype.
+    """What is known about all tensors of one layout, shape and dtype.
 
     Attributes:
         layout: itself: while it is here no other one is found by its identity.
@@ -220,7 +220,7 @@ class TensorSpaceCache:
         self.known: dict[tuple[int, torch.Size, torch.dtype], TensorSpace] = {}
 
     def of(self, layout: Layout, local: Tensor) -> TensorSpace:
-        """What is known of tensors like this one.
+        """What is known about tensors like this one.
 
         Raises:
             LayoutError: its shape does not fit the layout.

@@ -130,7 +130,7 @@ class OpenDump:
         names = f"{count_words(sites, 'site')}, {count_words(parameters, 'parameter')}"
         return f"<OpenDump {self.path}: {names}, {count_words(len(self.runs), 'run')}>"
 
-    # -- what there is ---------------------------------------------------------------------------------
+    # -- contents -------------------------------------------------------------------------------------
 
     @property
     def manifests(self) -> list[Manifest]:

@@ -248,7 +248,7 @@ def verify_dump(path: Path, live: bool = False) -> Verification:
 
 @dataclass(slots=True)
 class _RunContents:
-    """What is known of a run when all of it was read: parts that are missing are named by it.
+    """What is known about a run when all of it was read: parts that are missing are named by it.
 
     Attributes:
         names: the tensors in each rank's parts, by rank and number.

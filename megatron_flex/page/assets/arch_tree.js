@@ -8,6 +8,7 @@ const flexTree = (() => {
   const LEAST = 310; // the inner width of a block
   const TICK = 13, TALL = 18; // of a layer in a strip
   const width = (text, each) => text.length * each;
+  const dotted = (text) => width(text, SMALL) + 0.6 * SMALL * text.replace(/[^mw]/g, '').length; // m and w are broad
 
   // -- the tree ------------------------------------------------------------------------------------------
 
@@ -109,10 +110,10 @@ const flexTree = (() => {
       row.y = y;
       let x = from;
       for (const dot of row.dots) {
-        if (x > from && x + 12 + width(dot.text, SMALL) > room) { x = from; y += ROW; }
+        if (x > from && x + 12 + dotted(dot.text) > room) { x = from; y += ROW; }
         dot.x = x;
         dot.y = y;
-        x += 14 + width(dot.text, SMALL) + 12;
+        x += 14 + dotted(dot.text) + 12;
         wide = Math.max(wide, x - 12);
       }
       wide = Math.max(wide, row.x + width(row.label, LETTER));
@@ -201,5 +202,5 @@ const flexTree = (() => {
     return out;
   }
 
-  return { blocks: blocks(grown()), scene, way, inside, tick, perRow, stripHeight, wide: (text) => width(text, SMALL), ROW, PAD, HEAD, TICK, TALL, LETTERS };
+  return { blocks: blocks(grown()), scene, way, inside, tick, perRow, stripHeight, wide: dotted, ROW, PAD, HEAD, TICK, TALL, LETTERS };
 })();

@@ -19,7 +19,7 @@ flexPage.pane('mesh', {
     const more = el('p', { class: 'more', 'aria-hidden': 'true' });
     const told = el('p', { class: 'told', id: 'told', 'aria-live': 'polite' });
     const list = el('div', { class: 'found', role: 'listbox', 'aria-label': 'Ranks' });
-    const side = el('div', { class: 'side' });
+    const side = el('div', { class: 'side', onscroll: () => fade() });
     const column = el('div', { class: 'field' }, field, more, told, list);
     const split = el('div', { class: 'split' }, column, side);
     root.append(split);
@@ -66,6 +66,7 @@ flexPage.pane('mesh', {
       laid = grid(wide, below ? 240 : Math.max(120, (split.clientHeight || 380) - (small ? 50 : 84)));
       column.style.flexBasis = below ? 'auto' : `${Math.min(wide, Math.max(190, laid.width + 8))}px`;
       requestAnimationFrame(cue);
+      requestAnimationFrame(fade);
       caption.textContent = laid.words;
       if (!small) { plane = sheet(); return; }
       cells = [];
@@ -88,6 +89,7 @@ flexPage.pane('mesh', {
       }
       field.replaceChildren(draw);
     }
+    function fade() { side.classList.toggle('below', side.scrollHeight - side.clientHeight - side.scrollTop > 2); }
     function cue() { // what is out of sight can be scrolled to, and one sees that
       const [down, right] = [field.scrollHeight - field.clientHeight, field.scrollWidth - field.clientWidth];
       const below = down - field.scrollTop > 2, beside = right - field.scrollLeft > 2;
@@ -175,6 +177,7 @@ flexPage.pane('mesh', {
 
     function besides() {
       side.replaceChildren();
+      requestAnimationFrame(fade);
       if (state.site === null) {
         side.append(el('p', { class: 'quiet', text: 'Choose a site to see how its tensor is sharded, and what a hook there would send.' }));
         return;
@@ -215,7 +218,7 @@ flexPage.pane('mesh', {
     function estimates() {
       const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
       if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can be registered here.' : 'What a hook here would send is not known.' });
-      return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
+      return el('div', { class: 'estimates' }, [['read', 'A capture'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
       if (!told_) return null;
