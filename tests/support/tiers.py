@@ -191,7 +191,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "test_unknown_layers.py": (
         *("test_a_shard_without_a_shape_is_an_error_on_all_ranks[2-2]", "test_zeros_prove_nothing"),
-        "test_parallel_modules_in_a_model_that_is_not_known[T5]",
+        "test_parallel_modules_in_a_model_that_is_not_known[block]",
     ),
     "test_bridge.py": (),
     "test_compat.py": (

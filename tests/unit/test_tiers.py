@@ -1,0 +1,21 @@
+"""The selection of scripts/test names tests that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import tiers
+
+
+def test_the_quick_tests_exist(request: pytest.FixtureRequest) -> None:
+    """Of the files that this run has collected; a run of all tests has collected all of them."""
+    assert tiers.unknown(request.session.items) == []
+
+
+def test_a_test_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "QUICK", {"test_a.py": ("test_here", "test_gone[x]"), "test_b.py": ("test_c",)})
+    item = SimpleNamespace(path=Path("tests/distributed/test_a.py"), name="test_here[1]")
+    assert tiers.unknown([item]) == ["test_a.py: test_gone[x]"]
