@@ -16,6 +16,7 @@ def test_the_quick_tests_exist(request: pytest.FixtureRequest) -> None:
 
 
 def test_a_test_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "QUICK", {"test_a.py": ("test_here", "test_gone[x]"), "test_b.py": ("test_c",)})
+    names = {"test_a.py": ("test_here", "test_gone[x]"), "test_b.py": ("test_c",)}
+    monkeypatch.setattr(tiers, "QUICK", names)
     item = SimpleNamespace(path=Path("tests/distributed/test_a.py"), name="test_here[1]")
     assert tiers.unknown([item]) == ["test_a.py: test_gone[x]"]
