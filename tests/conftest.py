@@ -80,7 +80,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test before `-m` selects by marks."""
+    """Mark a test before `-m` selects by marks, and note it before `-k` and `-m` narrow the run."""
+    item.config.stash.setdefault(tiers.COLLECTED, []).append(item)
     if "cells" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.matrix)
     if tiers.is_product(item.path.name, item.name):
@@ -89,7 +90,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--quick") and (unknown := tiers.unknown(items)):
+    collected = config.stash.get(tiers.COLLECTED, [])
+    if config.getoption("--quick") and not _names_tests(config) and (unknown := tiers.unknown(collected)):
         raise pytest.UsageError(f"tests/support/tiers.py names tests that do not exist: {'; '.join(unknown)}")
     left_out = [i for i in items if _is_left_out(config, i)]
     if left_out:
@@ -104,9 +106,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _names_tests(config: pytest.Config) -> bool:
+    """Whether the command line names single tests, so that the rest of their files is not collected."""
+    return any("::" in word for word in config.args)
+
+
 def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
     """Whether a run of this tier leaves a test out; one that is named on the command line runs in any."""
-    if any("::" in word for word in config.args):
+    if _names_tests(config):
         return False
     if config.getoption("--quick"):
         return not tiers.is_quick(item)

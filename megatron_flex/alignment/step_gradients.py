@@ -126,7 +126,7 @@ def _full_loss(flex: FlexModel, part: float | None) -> float:
 
 
 def _full_gradients(flex: FlexModel, reduced: bool | None) -> Iterator[tuple[str, Tensor]]:
-    """The full gradients of the first replica's mean. Collective: every rank iterates to the end."""
+    """The full gradients, averaged over replicas. Collective: every rank iterates to the end."""
     index = flex.session.parameter_index
     if reduced is False:
         index.average_replicas()

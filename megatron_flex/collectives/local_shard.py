@@ -176,11 +176,11 @@ class _PartialSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
         ctx.axes, ctx.counts, ctx.keeps = axes, counts, keeps
-        return _reduce_summands(tensor, axes, counts, keeps)
+        return _reduce_partial_sums(tensor, axes, counts, keeps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_summands(grad, ctx.axes, ctx.keeps, ctx.counts), None, None, None
+        return _reduce_partial_sums(grad, ctx.axes, ctx.keeps, ctx.counts), None, None, None
 
 
 class _LowRankUpdate(torch.autograd.Function):
@@ -211,13 +211,13 @@ def _add_low_rank(
     tensor: Tensor, down: Tensor, up: Tensor, factor: float, axes: list[Axis], counts: bool, keeps: bool
 ) -> Tensor:
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
-    inside = _reduce_summands(flat @ down, axes, counts, keeps)
+    inside = _reduce_partial_sums(flat @ down, axes, counts, keeps)
     out = flat.new_empty(tensor.shape)  # not a view of `addmm`'s result, which would have to be copied
     torch.addmm(flat, inside, up, alpha=factor, out=out.view(flat.shape))
     return out
 
 
-def _reduce_summands(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
+def _reduce_partial_sums(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     if not counts:  # zeros instead of a product with zero: entries may be NaN
         total.zero_()

@@ -59,9 +59,7 @@ def sum_over_ranks(value: Tensor, mesh: Mesh, axes: Sequence[str]) -> float:
         axes: the axes to sum over.
     """
     total = value.detach().double().reshape(1).clone()
-    for axis in (mesh[n] for n in axes):
-        if axis.size > 1:
-            dist.all_reduce(total, group=axis.group)
+    sum_along(total, mesh, axes)
     return float(total)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_flex.estimate.hook_notation import HookSpec
 from megatron_flex.estimate.run_estimate import HookEstimate, RunEstimate, estimate_run
 from megatron_flex.layout import PackedSequences
 from megatron_flex.layout.gradient_layout import layout_in_pass
+from megatron_flex.layout.packed_sequences import explain_uneven_sequence
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.local_edits import explain_gather
@@ -164,7 +166,7 @@ def estimate_session(
     given: Mapping[str, int | None],
     microbatches: int,
     links: Links | None,
-    pack: PackedSequences | None = None,
+    sequences: PackedSequences | Iterable[int] | None = None,
 ) -> RunEstimate:
     """What the active hooks, dumps and statistics of a session cost in a step. Communicates nothing.
 
@@ -174,7 +176,7 @@ def estimate_session(
         given: lengths of `s` and `b`; None for what the framework's arguments tell.
         microbatches: of a step, on each data parallel rank.
         links: between ranks; None for usual ones.
-        pack: the packed sequences of each microbatch; None without packing.
+        sequences: the packed sequences of each microbatch, or their lengths; None without packing.
 
     Raises:
         FlexError: nothing is active whose cost can be estimated, or a length is unknown.
@@ -182,6 +184,10 @@ def estimate_session(
     if microbatches < 1:
         raise FlexError(f"microbatches={microbatches}: a step has at least one")
     links = links or Links()
+    if sequences is None or isinstance(sequences, PackedSequences):
+        pack = sequences
+    else:
+        pack = PackedSequences.of(accumulate(sequences, initial=0))
     if pack is not None:
         given = _packed_lengths(pack, given, session.mesh["cp"].size)
     lengths = {**session.dry_run.lengths, **{n: k for n, k in given.items() if k is not None}}
@@ -212,13 +218,8 @@ def _packed_lengths(
                 f"{names[name]}={given[name]} with {pack}: a row of packed sequences has "
                 f"{names[name]}={length}; leave the argument out"
             )
-    parts = 2 * context_parallel
-    wrong = next((n for n in pack.padded if context_parallel > 1 and pack.by_sequence and n % parts), None)
-    if wrong is not None:
-        raise FlexError(
-            f"{pack}: context_parallel_size={context_parallel} shards each sequence into {parts} equal "
-            f"chunks, and one has {wrong} tokens; give a PackedSequences with the padded lengths"
-        )
+    if uneven := explain_uneven_sequence(pack, context_parallel):
+        raise FlexError(uneven)
     return lengths
 
 

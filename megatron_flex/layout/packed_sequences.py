@@ -14,6 +14,11 @@ from megatron_flex.errors import LayoutError
 from megatron_flex.layout.algebra import Cut, Dim, Layout, Span
 
 TOKEN_DIM = "s"
+UNEVEN_PACK = (
+    "packed sequences of {lengths} tokens, of which number {number} has {length}: context_parallel_size="
+    "{size} shards each sequence into {parts} equal chunks; pad each to a multiple of {parts} and pass the "
+    "padded lengths as cu_seqlens_q_padded"
+)
 MOST_PACKS = 256  # packs whose layouts are kept; one for each microbatch of a step
 
 
@@ -160,6 +165,23 @@ class PackedSequences:
     def _cut_of(self, cut: Cut) -> Cut:
         zigzag = cut.order == "zigzag" and self.by_sequence
         return replace(cut, segments=tuple(n for n in self.padded if n)) if zigzag else cut
+
+
+def explain_uneven_sequence(pack: PackedSequences, context_parallel: int) -> str:
+    """Why context parallel ranks cannot shard each sequence of a pack; empty if they can.
+
+    Args:
+        pack: the packed sequences.
+        context_parallel: the number of context parallel ranks.
+    """
+    parts = 2 * context_parallel
+    if context_parallel == 1 or not pack.by_sequence:
+        return ""
+    for number, length in enumerate(pack.padded):
+        if length % parts:
+            found = {"lengths": list(pack.padded), "number": number, "length": length}
+            return UNEVEN_PACK.format(**found, size=context_parallel, parts=parts)
+    return ""
 
 
 @lru_cache(MOST_PACKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -638,10 +637,7 @@ class FlexModel(nn.Module):
         )
 
         given = {"s": sequence_length, "b": micro_batch_size}
-        pack = sequences
-        if not (pack is None or isinstance(pack, PackedSequences)):
-            pack = PackedSequences.of(accumulate(pack, initial=0))
-        return estimate_session(self.session, self.chunks, given, microbatches, links, pack)
+        return estimate_session(self.session, self.chunks, given, microbatches, links, sequences)
 
     # -- dumps and statistics --------------------------------------------------------------------------
 

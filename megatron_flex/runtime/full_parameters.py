@@ -47,7 +47,7 @@ class ParameterRequest(NamedTuple):
         everywhere: return the tensor on every rank, not only on the leader.
         expected: the full tensor's shape; for a parameter of a plain module the shape shows which dims are
             sharded.
-        averaged: whether replicas hold the mean of their gradients, which `average_replicas` has made.
+        averaged: whether `average_replicas` has averaged the gradients over data parallel replicas.
     """
 
     gradient: bool = False
@@ -58,7 +58,7 @@ class ParameterRequest(NamedTuple):
     averaged: bool = False
 
     @property
-    def summands(self) -> bool:
+    def partial_sums(self) -> bool:
         """Whether ranks hold partial sums, as gradients are before their reduction."""
         return self.gradient and not self.reduced
 
@@ -188,7 +188,7 @@ class ParameterIndex:
         if not want.gradient:
             return layout
         return find_stored_gradient(
-            layout, not want.summands, self.adapter.gradient_partial_axes(site.name) or ()
+            layout, not want.partial_sums, self.adapter.gradient_partial_axes(site.name) or ()
         )
 
     def note(self, name: str, want: ParameterRequest) -> ParameterReport | None:
@@ -209,18 +209,18 @@ class ParameterIndex:
             if not want.gradient:
                 return note
             try:
-                tensor = self.adapter.gradient(parameter, not want.summands).tensor
+                tensor = self.adapter.gradient(parameter, not want.partial_sums).tensor
             except FlexError as error:
                 return note._replace(problem=str(error))
             dtype, unsure = (
                 None if tensor is None else tensor.dtype,
                 self.adapter.gradient_partial_axes(site.name) is None,
             )
-            apart = want.summands and not want.averaged
+            refused = want.partial_sums and not want.averaged
             return note._replace(
                 dtype=dtype,
                 unsure=unsure,
-                problem=self._no_sum(site) if apart else "",
+                problem=self._no_sum(site) if refused else "",
             )
         return None
 
@@ -403,7 +403,7 @@ def set_parameter(
     for number, (site, parameter) in enumerate(parameter_index.held(name)):
         first = number == 0 and site.stage == parameter_index.stages(name)[0]
         # Of partial sums one rank gets the value and the others zeros, as in a layout.
-        mine = value if first or not want.summands else torch.zeros_like(value)
+        mine = value if first or not want.partial_sums else torch.zeros_like(value)
         _write_shard(parameter_index, site, parameter, mine, want)
     if optimizer is not None:
         optimizer.reload_model_params()
@@ -416,7 +416,7 @@ def _gather_full(
     mesh = parameter_index.mesh
     like = torch.empty(note.shape, dtype=note.dtype, device="meta")
     total: Tensor | None = None
-    for stage in parameter_index.stages(name) if want.summands else parameter_index.stages(name)[:1]:
+    for stage in parameter_index.stages(name) if want.partial_sums else parameter_index.stages(name)[:1]:
         full = None
         if stage == mesh["pp"].coord:
             site = parameter_index.own[name][0]
@@ -499,11 +499,11 @@ def _write_shard(
     old = adapter.value(parameter)
     layout = parameter_index.layout(site, want)
     if want.gradient:
-        found = adapter.gradient(parameter, not want.summands).tensor
+        found = adapter.gradient(parameter, not want.partial_sums).tensor
         old = torch.zeros_like(old) if found is None else found
     # The full tensor has no padding; the local tensor keeps its padding.
     shard = extract(layout, value.to(old.device), mesh.coords, mesh.sizes, old)
     if want.gradient:
-        adapter.put_gradient(parameter, shard, not want.summands)
+        adapter.put_gradient(parameter, shard, not want.partial_sums)
     else:
         adapter.set_value(parameter, shard)

@@ -126,7 +126,7 @@ def test_the_verdict_of_two_dumps_is_that_of_the_comparison(show: Open, tmp_path
     base = write("a", 0)
     for other, sentence in (
         (write("equal", 0), "Every entry of every tensor is the same."),
-        (write("more", 0, more), "Nothing diverges of what both have"),
+        (write("more", 0, more), "The tensors that both have do not diverge"),
         (write("shifted", 5), "They cannot be compared: the tokens of 8 of 8 samples are others"),
     ):
         window = show(paged.viewed(tmp_path / f"{other.name}.html", base, other))

@@ -22,7 +22,7 @@ from tests.support.pages import ROOT, mine
 from tests.support.pool import run
 
 SOURCE = os.environ.get("FLEX_META_LLAMA", "")
-if not SOURCE:
+if not SOURCE:  # Meta's license does not let this project keep a copy
     pytest.skip("Meta's LLaMA is not on this machine: run scripts/meta_llama PATH", allow_module_level=True)
 pytest.importorskip("fairscale")
 

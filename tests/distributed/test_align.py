@@ -218,7 +218,7 @@ def biases_kept(wrap: dict[str, Any] | None) -> tuple[bool, bool, bool]:
     hf_model, chunks = aligned.rank_models("deepseek_v3", ONE)
     if wrap is not None:
         chunks = aligned.wrapped(chunks, **wrap)
-    config: Any = chunks[0].config  # type: ignore[assignment]
+    config: Any = vars(chunks[0])["config"]  # torch types the attributes of a module as modules or tensors
     config.moe_router_bias_update_rate = 0.1
     config.grad_scale_func = scale = lambda loss: loss * 8
     before = {n: b.clone() for n, b in chunks[0].named_buffers()}

@@ -11,6 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+# The tests that a run has collected, before any option narrowed them.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
 # Tests of --product alone, by file: minutes for which a shorter test beside them stands (200 kills of
 # Megatron's own ranks).
 PRODUCT = {
@@ -252,13 +257,23 @@ def is_quick(item: Any) -> bool:
 
 
 def unknown(items: Iterable[Any]) -> list[str]:
-    """What is said to be quick of the files of these tests, and is no test of theirs."""
-    found: dict[str, set[str]] = {}
+    """What `QUICK` says of the files of these tests, and is no test of theirs.
+
+    Files of tests/unit do not count; of files of one name in several folders all must be there.
+    """
+    names: dict[str, set[str]] = {}
+    paths: dict[str, set[Path]] = {}
     for item in items:
-        found.setdefault(item.path.name, set()).update((item.name, item.name.partition("[")[0]))
-    return [
-        f"{file}: {n}" for file, names in QUICK.items() if file in found for n in set(names) - found[file]
-    ]
+        if item.path.parent.name != "unit":
+            names.setdefault(item.path.name, set()).update((item.name, item.name.partition("[")[0]))
+            paths.setdefault(item.path.name, set()).add(item.path)
+    unknown = []
+    for file, quick in QUICK.items():
+        collected = paths.get(file, set())
+        siblings = {p for c in collected for p in c.parents[1].glob(f"*/{file}") if p.parent.name != "unit"}
+        if collected and siblings <= collected:
+            unknown += [f"{file}: {name}" for name in set(quick) - names[file]]
+    return unknown
 
 
 def place(path: Path) -> int:

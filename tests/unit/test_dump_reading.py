@@ -661,6 +661,7 @@ def huge_pages() -> bool:
     return path.exists() and "[never]" not in path.read_text()
 
 
+# A page fault less can only be counted where Linux has huge pages; the test below runs everywhere.
 @pytest.mark.skipif(not huge_pages(), reason="this system has no huge pages that a program can advise")
 def test_a_large_result_takes_few_page_faults() -> None:
     """Counted: a page of 4 KiB has a fault of its own, 512 of them in a page of 2 MiB have one together."""

@@ -23,6 +23,7 @@ from megatron_flex.adapters.megatron_core.module_classes import is_megatron, unw
 from megatron_flex.adapters.taps import add_hook, intercept
 from megatron_flex.errors import FlexError, LayoutError
 from megatron_flex.layout import PackedSequences, extract
+from megatron_flex.layout.packed_sequences import explain_uneven_sequence
 from megatron_flex.mesh import Mesh
 
 SCHEDULE_FUNCTIONS = (
@@ -34,11 +35,6 @@ SCHEDULE_FUNCTIONS = (
 INFERENCE_WRAPPER = "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper"
 INFERENCE_METHODS = ("run_one_forward_step", "forward_pass_with_pipeline_parallel")
 
-UNEVEN_PACK = (
-    "packed sequences of {lengths} tokens, of which number {number} has {length}: context_parallel_size="
-    "{size} shards each sequence into {parts} equal chunks; pad each to a multiple of {parts} and pass the "
-    "padded lengths as cu_seqlens_q_padded"
-)
 OWN_GROUP = (
     "packed sequences with local_cp_size={size}: their context parallel group changes from batch to batch, "
     "and no layout says which rank has which tokens; leave out hybrid context parallelism, or remove the "
@@ -188,14 +184,11 @@ class _ScheduleWatcher:
             self.listener.reject_step(str(error))
             return
         self.listener.pack_begins(pack)
-        own, parts = getattr(packed, "local_cp_size", None), 2 * self.context_parallel
-        uneven = [i for i, n in enumerate(pack.padded) if n % parts] if pack.by_sequence else []
+        own = getattr(packed, "local_cp_size", None)
         if own is not None:
             self.listener.reject_step(OWN_GROUP.format(size=own))
-        elif self.context_parallel > 1 and uneven:
-            number, size = uneven[0], self.context_parallel
-            found = {"lengths": list(pack.padded), "number": number, "length": pack.padded[number]}
-            self.listener.reject_step(UNEVEN_PACK.format(**found, size=size, parts=parts))
+        elif uneven := explain_uneven_sequence(pack, self.context_parallel):
+            self.listener.reject_step(uneven)
         samples = getattr(packed, "tokens_per_sample", None) is not None
         if samples and config.sequence_parallel and getattr(config, "num_moe_experts", None):
             self.listener.reject_step(PER_SAMPLE)

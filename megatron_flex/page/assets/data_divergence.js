@@ -100,11 +100,15 @@
     if (!found.rows.length) { root.append(sentence('Nothing was compared: the two have no tensor in common.')); return; }
     found.rows.forEach((row, i) => { row.number = i; });
     const first = found.first_row === null ? null : found.rows[found.first_row];
-    const verdict = found.incomparable ? `They cannot be compared: ${found.incomparable}.` : first ? `They diverge, first at ${found.names[first[4]]} in iteration ${first[1]}: error ${error(first)}, tolerance ${number(first[3])}.`
-      : found.verdict === 'equal' ? 'Every entry of every tensor is the same.'
-        : found.verdict === 'diverges' ? 'Replicas within one run are out of step; what was written is within its tolerances.'
-          : found.verdict === 'incomplete' ? 'Nothing diverges of what both have, and only one of them has some of what was written.'
-          : 'They are not distinguishable from round-off: every tensor is within its bounds.';
+    const sentences = {
+      equal: 'Every entry of every tensor is the same.',
+      'not distinguishable from round-off': 'They are not distinguishable from round-off: every tensor is within its bounds.',
+      diverges: first ? `They diverge, first at ${found.names[first[4]]} in iteration ${first[1]}: error ${error(first)}, tolerance ${number(first[3])}.`
+        : 'Replicas within one run are out of step; what was written is within its tolerances.',
+      incomplete: 'The tensors that both have do not diverge, but only one of them has some hook points or iterations.',
+      'cannot be compared': `They cannot be compared: ${found.incomparable}.`,
+    };
+    const verdict = sentences[found.verdict];
     root.append(el('p', { class: first || found.incomparable ? 'data-verdict data-bad' : 'data-verdict' }, verdict));
     for (const hint of found.hints) root.append(el('p', { class: 'data-hint' }, hint));
     const bar = el('div', { class: 'data-tools' });
