@@ -22,13 +22,14 @@ from megatron_flex.launch.flag_prefix import flag_prefix
 
 def align(
     folder: Annotated[
-        Path, typer.Argument(metavar="HF_FOLDER", help="A folder of save_pretrained.", show_default=False)
+        Path,
+        typer.Argument(metavar="HF_FOLDER", help="A folder that save_pretrained wrote.", show_default=False),
     ],
     run: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="-- [TORCHRUN OPTIONS] SCRIPT [FLAGS]",
-            help="The Megatron run, with --load of its checkpoint.",
+            help="The Megatron run, which loads its checkpoint with --load.",
             show_default=False,
         ),
     ] = None,
@@ -36,22 +37,26 @@ def align(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON of token ids, one list a sequence, or input_ids and attention_mask; else random ones.",
+            help="JSON with a list of token ids for each sequence, or with input_ids and attention_mask. "
+            "The default is random tokens.",
             show_default=False,
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page of the two models side by side.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Write an HTML page with the two models side by side.", show_default=False
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a Megatron run with a Hugging Face model.
 
-    It names the hook point at which the two begin to differ. The run starts by torchrun as in
-    `megatron-flex run`, loads its checkpoint, is compared on the same tokens instead of training, and ends.
+    The command names the first hook point at which the two models differ. It starts the script with torchrun,
+    as `megatron-flex run` does. The script loads its checkpoint. Both models then run on the same tokens, and
+    the script exits instead of training.
 
-    Exit status 0 if they agree, 1 if they differ, 2 if they could not be compared.
+    The exit status is 0 if the models agree, 1 if they differ, and 2 if they could not be compared.
 
     For example: megatron-flex align llama-3-8b -- --nproc-per-node 8 pretrain_gpt.py --load out ...
     """

@@ -26,8 +26,10 @@ from megatron_flex.version import __version__
 def launch(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
-    Options in front of SCRIPT are torchrun's, those after it the script's, --flex- flags among them. --dry,
-    first of all, starts nothing: it checks the script and the flags, and prints the command.
+    FLAGS are those of the script and --flex- flags, which --flex-help lists.
+
+    With --dry as the first word, the command starts nothing: it checks the script and the flags, and prints
+    the torchrun command.
 
     For example: megatron-flex run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --flex-dump out
     """
@@ -49,14 +51,25 @@ def launch(context: typer.Context) -> None:
 
 
 def two_layouts(context: typer.Context) -> None:
-    """Run the same weights in two layouts, and compare them.
+    """Run the same weights in two layouts, and compare the runs.
 
-    It runs a training script three times: once to save a torch_dist checkpoint, which it then loads in both
-    layouts with --finetune. It dumps both and compares the dumps.
+    The command runs a training script three times. The first run saves a torch_dist checkpoint. The other two
+    load the checkpoint with --finetune, each in its own layout, and write dumps. Then the dumps are compared.
 
-    Options, anywhere: --against 'FLAGS' of the second layout; --without 'FLAGS' that only the first has;
-    --out DIR; --iterations N; --sites 'PATTERNS'; --processes 4,2; --checkpoint DIR, instead of saving one;
-    --no-parameters; --dry, to print the commands only. Exit status as of compare.
+    Options, which may be anywhere in the command:
+
+    \b
+    --against 'FLAGS'   flags of the second layout
+    --without 'FLAGS'   flags that only the first layout has
+    --out DIR           the folder of checkpoint, dumps and logs
+    --iterations N      the number of iterations to dump
+    --sites 'PATTERNS'  the hook points to dump
+    --processes 4,2     the number of ranks of each run
+    --checkpoint DIR    a checkpoint to load instead of saving one
+    --no-parameters     do not dump parameters
+    --dry               print the commands only
+
+    The exit status is that of compare.
 
     For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
     --against '--tensor-model-parallel-size 1'
@@ -72,15 +85,19 @@ def two_layouts(context: typer.Context) -> None:
 app = typer.Typer(
     name="megatron-flex",
     cls=CommandGroup,
-    help="Look at distributed models: what they dumped, estimates before a run, where two runs differ.",
+    help="Inspect distributed models: hook points, dumps, statistics, estimates, and where two runs differ.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for name, command in {"run": launch, "two-layouts": two_layouts}.items():
+for name, command, usage in (
+    ("run", launch, "[--dry] [TORCHRUN OPTIONS] SCRIPT [FLAGS]"),
+    ("two-layouts", two_layouts, "[OPTIONS] -- SCRIPT [FLAGS]"),
+):
     app.command(
         name,
+        options_metavar=usage,
         context_settings={
             "allow_extra_args": True,
             "ignore_unknown_options": True,

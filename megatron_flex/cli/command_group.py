@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 import typer.core
@@ -40,10 +40,10 @@ SOURCES = {
     "estimate": CommandSource(
         "estimate_command",
         "estimate",
-        "Estimate what hooks send and dumps write, before a run.",
+        "Estimate the cost of hooks and the size of dumps.",
     ),
     "compare": CommandSource(
-        "compare_command", "compare", "Compare two dumps and name the first site that diverges."
+        "compare_command", "compare", "Compare two dumps; name the first hook point that diverges."
     ),
     "align": CommandSource(
         "align_command",
@@ -51,7 +51,7 @@ SOURCES = {
         "Compare a Megatron run with a Hugging Face model.",
     ),
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
-    "stats": CommandSource("stats_command", "stats_app", "List and show statistics that a run wrote."),
+    "stats": CommandSource("stats_command", "stats_app", "List and show the statistics that a run wrote."),
 }
 
 
@@ -77,7 +77,7 @@ class LazyCommands(MutableMapping[str, Any]):
                 alone.command(name)(found)
                 command = typer.main.get_command(alone)
             command.name = name
-            self._made[name] = command
+            self._made[name] = keep_names_whole(command)
         return self._made[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -97,12 +97,64 @@ class LazyCommands(MutableMapping[str, Any]):
         return len(SOURCES.keys() | self._made.keys())
 
 
+CONTEXT: Any = typer.core.TyperCommand.context_class
+FORMATTER: Any = CONTEXT.formatter_class
+NO_BREAK_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class WholeNameFormatter(FORMATTER):  # type: ignore[misc]  # typer does not export its base
+    """Formats help so that no line ends within a name such as `--num-layers`; textwrap breaks at hyphens."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        """Write the line of usage."""
+        super().write_usage(prog, args.replace("-", NO_BREAK_HYPHEN), prefix)
+
+    def write_text(self, text: str) -> None:
+        """Write a paragraph."""
+        super().write_text(text.replace("-", NO_BREAK_HYPHEN))
+
+    def write_dl(self, rows: Any, *widths: Any, **more: Any) -> None:
+        """Write a list of terms, each with its text."""
+        super().write_dl([(term, text.replace("-", NO_BREAK_HYPHEN)) for term, text in rows], *widths, **more)
+
+    def getvalue(self) -> str:
+        """The text that was written."""
+        text: str = super().getvalue()
+        return text.replace(NO_BREAK_HYPHEN, "-")
+
+
+class WholeNameContext(CONTEXT):  # type: ignore[misc]
+    """The context of a command whose help is formatted by `WholeNameFormatter`."""
+
+    formatter_class = WholeNameFormatter
+
+
+CommandT = TypeVar("CommandT")
+
+
+def keep_names_whole(command: CommandT) -> CommandT:
+    """Format the help of a command, and of the commands in it, without a break in names.
+
+    Args:
+        command: a command or group of typer.
+
+    Returns:
+        The same command.
+    """
+    command.context_class = WholeNameContext  # type: ignore[attr-defined]
+    commands = getattr(command, "commands", {})
+    for inner in commands.values() if isinstance(commands, dict) else ():
+        keep_names_whole(inner)
+    return command
+
+
 class CommandGroup(typer.core.TyperGroup):
     """All commands of `megatron-flex`; listing the commands imports none of them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = LazyCommands(self.commands)
+        self.commands = LazyCommands({name: keep_names_whole(c) for name, c in self.commands.items()})
+        keep_names_whole(self)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the names and summaries of all commands."""

@@ -15,20 +15,22 @@ from megatron_flex.sites import find_recorded_names
 
 DumpArgument = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="The dump's folder, which has run-0000 in it.", show_default=False),
+    typer.Argument(
+        metavar="PATH", help="The folder of the dump, which contains run-0000.", show_default=False
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 IterationsOption = Annotated[
     str | None,
     typer.Option(
         "--iterations",
         "-i",
         metavar="WHICH",
-        help="Such as 100, or 100,200, or 0:1000:100.",
+        help="Only these iterations, such as 100, 100,200 or 0:1000:100.",
         show_default=False,
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file or folder if it exists.")]
 
 
 def select_iterations(text: str | None, there: list[int], where: str = "the dump") -> list[int]:

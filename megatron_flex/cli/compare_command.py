@@ -33,8 +33,8 @@ ToleranceOption = Annotated[
         "--tolerance",
         "-t",
         metavar="[PATTERN=]X",
-        help="How far correct runs may differ, as a part of a tensor's norm; of all sites, or of "
-        "those that match; may be repeated. Else derived from dtype and depth.",
+        help="The relative difference that correct runs may have: for all hook points, or for those that "
+        "match PATTERN. May be repeated. The default is derived from dtype and depth.",
         show_default=False,
     ),
 ]
@@ -44,8 +44,8 @@ ReferenceOption = Annotated[
         "--reference",
         "--tolerance-from",
         metavar="C",
-        help="A dump of a run that is correct but for round-off, such as A with its weights perturbed in "
-        "the last digit; how far it differs is the tolerance.",
+        help="A dump of a run that differs from A by round-off only, such as A with weights perturbed in the "
+        "last digit. The tolerance is derived from its difference from A.",
         show_default=False,
     ),
 ]
@@ -53,7 +53,7 @@ PageOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Write a page of the two models side by side, for dumps of Hugging Face and Megatron.",
+        help="Write an HTML page with the two models side by side, for dumps of Hugging Face and Megatron.",
         show_default=False,
     ),
 ]
@@ -61,40 +61,40 @@ PageOption = Annotated[
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="A dump.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any layout.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another dump, in any layout.", show_default=False)],
     tolerance: ToleranceOption = None,
     reference: ReferenceOption = None,
     iterations: Annotated[
         str | None,
-        typer.Option(metavar="N[,N...]", help="Compare only these; 3:7 is 3 to 6.", show_default=False),
+        typer.Option(
+            metavar="N[,N...]", help="Compare only these iterations; 3:7 is 3 to 6.", show_default=False
+        ),
     ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
             metavar="LR",
-            help="Of the optimizer: how far parameters that were not dumped may differ follows from it.",
+            help="The learning rate, which bounds the difference of parameters that were not dumped.",
             show_default=False,
         ),
     ] = None,
     allow_missing: Annotated[
         bool,
-        typer.Option(
-            "--allow-missing", help="Sites and iterations that only one of them has are as they should be."
-        ),
+        typer.Option("--allow-missing", help="Accept hook points and iterations that only one dump has."),
     ] = False,
-    most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
+    most: Annotated[int, typer.Option("--rows", metavar="N", help="The number of rows of the table.")] = 20,
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two dumps and name the first site that diverges.
+    """Compare two dumps; name the first hook point that diverges.
 
-    They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
-    after values. What is round-off follows from dtype and depth, unless it is given or measured. A dump of a
-    Hugging Face model and one of a Megatron model are aligned by the table of their hook points.
+    The dumps are aligned by hook point, iteration, sample and token, and compared in the order of execution,
+    gradients after values. The bound for round-off is derived from dtype and depth, unless --tolerance or
+    --reference is given. A dump of a Hugging Face model can be compared with one of a Megatron model.
 
-    Exit status 0 if they are equal, or not distinguishable from round-off; 1 if they diverge; 2 if they
-    cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an
-    iteration and --allow-missing does not accept that.
+    The exit status is 0 if the dumps are equal or not distinguishable from round-off, 1 if they diverge, and
+    2 if they cannot be compared: a dump is damaged, the tokens differ, or only one dump has a hook point or
+    an iteration and --allow-missing is not given.
     """
     measured = any(find_statistics(source) is not None for source in (a, b))
     if reference is None and not measured and are_of_both_frameworks(a, b):

@@ -69,13 +69,13 @@ dump_app = typer.Typer(
 def ls(
     path: DumpArgument,
     every: Annotated[
-        bool, typer.Option("--all", "-a", help="A row for each layer, also where they are alike.")
+        bool, typer.Option("--all", "-a", help="Print a row for each layer, even if layers are alike.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, sites and parameters.
+    """List runs, hook points and parameters.
 
-    With full shapes, dtypes, iterations, and bytes on disk.
+    The list has full shapes, dtypes, iterations and bytes on disk.
     """
     found = list_dump_contents(path)
     if as_json:
@@ -91,21 +91,21 @@ def show(
         str,
         typer.Argument(
             metavar="SITE",
-            help="A site or parameter: its name, a module's name or its end, or a pattern; @gradient, "
-            "@positions=-1, @samples=0:4, @heads=0,3 and @neurons=7 select from it.",
+            help="A hook point, module or parameter: its name, the end of its name, or a pattern. "
+            "@gradient, @positions=-1, @samples=0:4, @heads=0,3 and @neurons=7 after the name select a part.",
             show_default=False,
         ),
     ],
     iterations: IterationsOption = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", "-g", help="Those of its gradient beside it.")
+        bool, typer.Option("--gradients", "-g", help="Also show the statistics of the gradient.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell statistics of a site, with a histogram.
+    """Show statistics of a hook point or parameter, with a histogram.
 
-    Or of a parameter; of several that a pattern matches, a row for each. They are over all samples and
-    tokens, which are read block by block; pN is the value that N percent of all are below.
+    If a pattern matches several, each has one row. The statistics are over all samples and tokens, which are
+    read in blocks, in bounded memory. pN is the N-th percentile.
     """
     with open_dump(path) as dump:
         wanted = parse_read_hook(site, "SITE")
@@ -216,23 +216,30 @@ def export(
     path: DumpArgument,
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="The file (safetensors) or folder to make.", show_default=False),
+        typer.Argument(metavar="OUT", help="The file (safetensors) or folder to write.", show_default=False),
     ],
     to: Annotated[
-        str, typer.Option("--format", "-f", metavar="|".join(EXPORT_FORMATS), help="What to write.")
+        str, typer.Option("--format", "-f", metavar="|".join(EXPORT_FORMATS), help="The format to write.")
     ] = "safetensors",
     sites: Annotated[
         list[str] | None,
         typer.Option(
-            "--sites", "-s", metavar="PATTERN", help="Names or patterns; may be repeated.", show_default=False
+            "--sites",
+            "-s",
+            metavar="PATTERN",
+            help="Only hook points and parameters of this name or pattern; may be repeated.",
+            show_default=False,
         ),
     ] = None,
     iterations: IterationsOption = None,
-    rows: Annotated[str, typer.Option(metavar="token|sample", help="For datasets: what a row is.")] = "token",
+    rows: Annotated[
+        str, typer.Option(metavar="token|sample", help="For datasets: whether a row is a token or a sample.")
+    ] = "token",
     per_iteration: Annotated[
         bool,
         typer.Option(
-            "--per-iteration", help="A tensor NAME/100 for each iteration, instead of one over all."
+            "--per-iteration",
+            help="Write one tensor NAME/100 for each iteration, instead of one tensor for all iterations.",
         ),
     ] = False,
     force: ForceOption = False,
@@ -240,10 +247,10 @@ def export(
 ) -> None:
     """Write full tensors to a common format.
 
-    They are over (iteration, sample, token, features), for programs that know nothing of ranks.
+    The tensors have the dims (iteration, sample, token, features) and no shards.
 
-    Everything is exported unless --sites says what; --sites '*.grad' are the gradients. Parameters have no
-    samples: safetensors and Zarr take them.
+    Without --sites, everything is exported. --sites '*.grad' selects the gradients. Parameters can be
+    exported as safetensors and Zarr, but not as datasets, because they have no samples.
     """
     check_export_target(out, to, force)
     with open_dump(path) as dump:
@@ -278,15 +285,15 @@ def verify(
     live: Annotated[
         bool,
         typer.Option(
-            "--live", help="The newest run still writes: what it has not closed yet is not incomplete."
+            "--live", help="The newest run is still writing: do not report its open files as incomplete."
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte; name what is missing.
+    """Check every byte, and name what is missing or damaged.
 
-    Reads all files and compares checksums; lists missing and damaged parts by rank and site. Exit status
-    1 if anything is.
+    The command reads all files and compares checksums. Missing and damaged parts are listed by rank and hook
+    point. The exit status is 1 if there are any.
     """
     found = check(path, live)
     if as_json:
@@ -303,30 +310,33 @@ def prune(
     keep_every: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Of complete iterations keep the multiples of N only.", show_default=False
+            metavar="N", help="Of the complete iterations, keep only multiples of N.", show_default=False
         ),
     ] = None,
     before: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Remove only complete iterations below N: those that --keep-every does not keep, or all.",
+            help="Of the complete iterations, remove only those below N: all, or what --keep-every excludes.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="The newest run, too: it is over, and nothing writes to it.")
+        bool,
+        typer.Option(
+            "--force", help="Also prune the newest run. Use it only if no process writes to this run."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove incomplete iterations and temporary files.
 
-    Only of runs that have ended; complete iterations only with --keep-every or --before.
+    Complete iterations are removed only with --keep-every or --before.
 
-    The newest run is left alone, as a writer may have it open; --force says that none has.
+    The newest run is not pruned, because a process may still write to it, unless --force is given.
     """
     found = list_removals(path, keep_every, before, force)
     freed = sum(r.nbytes for r in found)

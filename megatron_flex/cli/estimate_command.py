@@ -36,58 +36,70 @@ def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
 
 FlagsArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The run's own flags.", show_default=False),
+    typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The flags of the run.", show_default=False),
 ]
 ConfigOption = Annotated[
     Path | None,
-    _option("YAML or JSON of Megatron's arguments.", metavar="FILE", flags=("--config", "-c")),
+    _option("Megatron's arguments as YAML or JSON.", metavar="FILE", flags=("--config", "-c")),
 ]
 SitesOption = Annotated[
     list[str] | None,
-    _option("Sites to dump; may be repeated.", metavar="PATTERN", flags=("--sites", "-s")),
+    _option(
+        "Hook points to dump, by name or pattern; may be repeated.",
+        metavar="PATTERN",
+        flags=("--sites", "-s"),
+    ),
 ]
 ParametersOption = Annotated[
-    list[str] | None, _option("Parameters to dump; may be repeated.", metavar="PATTERN")
+    list[str] | None, _option("Parameters to dump, by name or pattern; may be repeated.", metavar="PATTERN")
 ]
-GradientsOption = Annotated[bool, typer.Option("--gradients", "-g", help="Gradients, too.")]
+GradientsOption = Annotated[bool, typer.Option("--gradients", "-g", help="Also dump gradients.")]
 TokensOption = Annotated[
     str | None,
-    _option("Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.", metavar="WHICH"),
+    _option("Positions to dump: 0,5, a slice ::8, random:64, or a fraction 0.1.", metavar="WHICH"),
 ]
-MeanOption = Annotated[bool, typer.Option("--mean", help="The mean over the positions only.")]
-DtypeOption = Annotated[str | None, _option("To cast to.", metavar="bf16|fp16|fp32")]
-WorldSizeOption = Annotated[int | None, _option("Ranks.", metavar="N")]
+MeanOption = Annotated[bool, typer.Option("--mean", help="Dump only the mean over the positions.")]
+DtypeOption = Annotated[str | None, _option("The dtype that the dump casts to.", metavar="bf16|fp16|fp32")]
+WorldSizeOption = Annotated[int | None, _option("The number of ranks.", metavar="N")]
 MeshOption = Annotated[
-    list[str] | None, _option("Instead of the config's: tp, pp, cp, ep, etp, dp.", metavar="AXIS=N")
+    list[str] | None,
+    _option("Sizes that replace those of the configuration: tp, pp, cp, ep, etp, dp.", metavar="AXIS=N"),
 ]
-MicrobatchesOption = Annotated[int | None, _option("That each data parallel rank dumps.", metavar="N")]
-EveryOption = Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")]
-RunIterationsOption = Annotated[int | None, _option("Iterations of the run.", metavar="N")]
+MicrobatchesOption = Annotated[
+    int | None, _option("Microbatches that each data parallel rank dumps.", metavar="N")
+]
+EveryOption = Annotated[int, typer.Option(metavar="N", help="Dump every N-th iteration.")]
+RunIterationsOption = Annotated[int | None, _option("The number of iterations of the run.", metavar="N")]
 DiskOption = Annotated[
-    float | None, _option("What the disks take together, in 10^9 bytes/s.", metavar="GB/S")
+    float | None, _option("The write rate of all disks together, in 10^9 bytes/s.", metavar="GB/S")
 ]
 ReadOption = Annotated[
     list[str] | None,
     _option(
-        "What hooks read: PATTERN@gradient, PATTERN@positions=-1, PATTERN@mean=s; may be repeated.",
+        "A hook that reads: PATTERN, PATTERN@gradient, "
+        "PATTERN@positions=-1, PATTERN@mean=s. May be repeated.",
         metavar="PATTERN[@...]",
     ),
 ]
 EditOption = Annotated[
     list[str] | None,
     _option(
-        "What hooks edit: PATTERN=general, =local, =linear:4, or a preset, =scale=1.01; may be repeated.",
+        "A hook that edits: PATTERN=general, =local, =linear:4, or a preset, =scale=1.01; may be repeated.",
         metavar="PATTERN=HOW",
     ),
 ]
 GpusPerNodeOption = Annotated[
-    int, typer.Option("--gpus-per-node", metavar="N", help="Ranks fill nodes of so many.")
+    int, typer.Option("--gpus-per-node", metavar="N", help="The number of GPUs of a node.")
 ]
 NvlinkOption = Annotated[
-    float, typer.Option(metavar="GB/S", help="Of one GPU to the others of its node, one way.")
+    float, typer.Option(metavar="GB/S", help="The bandwidth from one GPU to the others of its node, one way.")
 ]
-NetworkOption = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to other nodes, one way.")]
-PcieOption = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to its host, one way.")]
+NetworkOption = Annotated[
+    float, typer.Option(metavar="GB/S", help="The bandwidth from one GPU to other nodes, one way.")
+]
+PcieOption = Annotated[
+    float, typer.Option(metavar="GB/S", help="The bandwidth from one GPU to its host, one way.")
+]
 
 
 def estimate(
@@ -113,9 +125,10 @@ def estimate(
     pcie: PcieOption = 55.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate what hooks send and dumps write, before a run.
+    """Estimate the cost of hooks and the size of dumps.
 
-    By site, pipeline stage and rank, from the configuration of a Megatron run alone.
+    The estimate needs only the configuration of a Megatron run. It has rows for hook points, pipeline stages
+    and ranks.
 
     For example: megatron-flex estimate -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
     """

@@ -30,17 +30,26 @@ from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_o
 from megatron_flex.view.tree_terminal import print_tree
 
 MatchOption = Annotated[
-    str, typer.Option("--match", "-m", metavar="PATTERN", help="Only these; * is one step, ** many.")
+    str,
+    typer.Option(
+        "--match",
+        "-m",
+        metavar="PATTERN",
+        help="Only hook points that match; * is one part of a name, ** any number.",
+    ),
 ]
 DumpOption = Annotated[
     Path | None,
-    typer.Option("--dump", "-d", metavar="PATH", help="A dump, instead of a config.", show_default=False),
+    typer.Option(
+        "--dump", "-d", metavar="PATH", help="A dump to show instead of a configuration.", show_default=False
+    ),
 ]
 StageOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Only what this pipeline stage owns.", show_default=False)
+    int | None,
+    typer.Option(metavar="N", help="Only the hook points of this pipeline stage.", show_default=False),
 ]
 AllLayersOption = Annotated[
-    bool, typer.Option("--all", "-a", help="Each layer by itself, also where they are alike.")
+    bool, typer.Option("--all", "-a", help="Show each layer separately, even if layers are alike.")
 ]
 
 
@@ -57,7 +66,8 @@ def sites(
 ) -> None:
     """Show a model as a tree, with every hook point.
 
-    With layouts, full shapes and stages, from a Megatron configuration alone, at any mesh, or from a dump.
+    The tree has layouts, full shapes and pipeline stages. It is made from a Megatron configuration alone, for
+    any mesh, or from a dump.
 
     For example: megatron-flex sites --mesh tp=8,pp=16 -- --num-layers 126 ...
     """

@@ -33,20 +33,22 @@ from megatron_flex.statistics.statistics_reader import (
 )
 
 stats_app = typer.Typer(
-    help="List and show statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
+    help="List and show the statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
 )
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 CURVE_LENGTH = 16  # characters of a curve
 
 StatisticsArgument = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="The folder, or one statistics-0000 in it.", show_default=False),
+    typer.Argument(
+        metavar="PATH", help="The folder of the statistics, or one statistics-0000 in it.", show_default=False
+    ),
 ]
 
 
 @stats_app.command()
 def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
-    """List starts of the run, and what was measured."""
+    """List the starts of the run, and the measured tensors."""
     found = open_statistics(path)
     if as_json:
         content = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
@@ -90,18 +92,22 @@ def show(
     sites: Annotated[
         list[str] | None,
         typer.Option(
-            "--site", "-s", metavar="PATTERN", help="Names or patterns; may be repeated.", show_default=False
+            "--site",
+            "-s",
+            metavar="PATTERN",
+            help="Only hook points of this name or pattern; may be repeated.",
+            show_default=False,
         ),
     ] = None,
     of: Annotated[
-        str, typer.Option("--of", metavar="STATISTIC", help=f"{', '.join(FLOAT_COLUMNS)}.")
+        str, typer.Option("--of", metavar="STATISTIC", help=f"The statistic: {', '.join(FLOAT_COLUMNS)}.")
     ] = "rms",
     iterations: IterationsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell a statistic of each site over the iterations.
+    """Show one statistic of each hook point over the iterations.
 
-    Its first and last value, the least and the greatest, and its curve; `!` is where NaNs or infinities were.
+    The table has the first, last, least and greatest value, and a curve. `!` marks NaNs and infinities.
     """
     if of not in FLOAT_COLUMNS:
         raise FlexError(

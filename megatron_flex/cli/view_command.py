@@ -24,20 +24,25 @@ SourcesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL_OR_DUMP [OTHER_DUMP]",
-        help="A configuration in YAML or JSON, a dump, a folder of statistics; two dumps are compared. "
-        "After --: the flags of a run.",
+        help="A configuration (YAML or JSON), a dump, or a folder of statistics. Two dumps are compared. "
+        "The flags of a run may follow after --.",
         show_default=False,
     ),
 ]
-OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")]
+OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")]
 PageMatchOption = Annotated[
     str,
-    typer.Option("--match", "-m", metavar="PATTERN", help="Only these sites of a configuration; ** is any."),
+    typer.Option(
+        "--match",
+        "-m",
+        metavar="PATTERN",
+        help="Only hook points of a configuration that match; * is one part of a name, ** any number.",
+    ),
 ]
 CompareOption = Annotated[
     bool, typer.Option("--compare/--no-compare", help="Compare two dumps, two statistics, or one of each.")
 ]
-PageSizeOption = Annotated[float, typer.Option(metavar="MB", help="How large the page may be.")]
+PageSizeOption = Annotated[float, typer.Option(metavar="MB", help="The greatest size of the page.")]
 
 
 def view(
@@ -51,9 +56,10 @@ def view(
 ) -> None:
     """Write an HTML page of a model, its ranks and its data.
 
-    It shows the model with its sites, the ranks with their shards, and what dumps and statistics recorded.
+    The page shows the model with its hook points, the ranks with their shards, and the recorded values of
+    dumps and statistics.
 
-    It is one file that opens in a browser, without server or network. docs/view.md says what is on it.
+    The page is one file that opens in a browser, without a server or network. docs/view.md describes it.
 
     For example: megatron-flex view dump/ other-dump/ --out page.html
     """

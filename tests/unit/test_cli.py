@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import tomllib
@@ -90,6 +91,17 @@ def test_help_as_it_is_kept(command, words):
     shown = command(*words, "--help").out
     assert not [line for line in shown.partition("Commands:")[2].splitlines() if line.endswith("...")]
     kept("-".join(["help", *words]), shown)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_line_of_help_ends_within_a_name(command, width):
+    command.width(width)
+    names = ["sites", "view", "estimate", "compare", "align", "run", "two-layouts", "stats"]
+    for words in ([], ["dump", "prune"], ["dump", "verify"], ["stats", "show"], *([name] for name in names)):
+        shown = command(*words, "--help").out
+        assert shown.startswith("Usage: megatron-flex")
+        assert [line for line in shown.splitlines() if re.search(r"\w-$", line.rstrip())] == []
+        assert "\N{NON-BREAKING HYPHEN}" not in shown
 
 
 def test_json_of_ls_has_every_tensor(command, dump):
