@@ -394,7 +394,7 @@ def _not_averaging(unit: Any) -> str:
         return ""
     hook = hook.func if isinstance(hook, partial) else hook
     name = getattr(hook, "__name__", type(hook).__name__)
-    remedy = "say reduced=True if it averages them over all" if _sharded(unit) else REDUCED_REMEDY
+    remedy = "pass reduced=True if it averages them over all" if _sharded(unit) else REDUCED_REMEDY
     if getattr(hook, "__module__", "") != HOOKS or name not in AVERAGING:
         return (
             f"FullyShardedDataParallel's communication hook {name} does not tell whether it averages "

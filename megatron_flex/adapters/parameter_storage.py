@@ -13,7 +13,7 @@ from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.layout import Layout
 
 REDUCED_REMEDY = (
-    "say reduced=True if all data parallel ranks have the same gradients, reduced=False if each has its own"
+    "pass reduced=True if all data parallel ranks have the same gradients, reduced=False if each has its own"
 )
 
 

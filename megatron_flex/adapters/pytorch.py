@@ -68,7 +68,7 @@ def why_plain(chunks: Iterable[nn.Module]) -> str:
         return "no framework's parallel modules are in it"
     kind = type(shards)
     return (
-        f"no adapter supports the full model, though it holds a {kind.__name__} of {kind.__module__}; say "
+        f"no adapter supports the full model, though it holds a {kind.__name__} of {kind.__module__}; pass "
         "tensor_parallel_size, and expected_shape where tensors are sharded, or give the part that is known"
     )
 

@@ -137,7 +137,7 @@ def _parse_iterations(text: str | None) -> list[int] | None:
         try:
             out += range(int(first), int(last)) if colon else [int(first)]
         except ValueError:
-            raise FlexError(f"--iterations {text}: say numbers and ranges, as in 0,2,5:8") from None
+            raise FlexError(f"--iterations {text}: give numbers and ranges, as in 0,2,5:8") from None
     return out
 
 
@@ -160,7 +160,7 @@ def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None
         try:
             out[pattern or "*"] = float(value)
         except ValueError:
-            raise FlexError(f"--tolerance {word}: say a number, or PATTERN=NUMBER") from None
+            raise FlexError(f"--tolerance {word}: give a number, or PATTERN=NUMBER") from None
     return out["*"] if list(out) == ["*"] else out
 
 

@@ -133,7 +133,7 @@ def estimate(
     For example: megatron-flex estimate -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
     """
     if (config is None) == (not flags):
-        raise FlexError("say the run's configuration once: --config FILE, or its flags after --")
+        raise FlexError("give the configuration of the run once: --config FILE, or its flags after --")
     run = str(config) if config is not None else cast(list[str], flags)
     how: dict[str, Any] = {
         "mesh": parse_mesh_sizes(mesh),
@@ -191,7 +191,7 @@ def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
     for word in (w for words in assignments or () for w in words.split(",")):
         axis, _, size = word.partition("=")
         if not size.isdigit():
-            raise FlexError(f"--mesh {word}: say AXIS=N, such as tp=8")
+            raise FlexError(f"--mesh {word}: give AXIS=N, such as tp=8")
         out[axis] = int(size)
     return out or None
 

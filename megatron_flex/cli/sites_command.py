@@ -72,7 +72,9 @@ def sites(
     For example: megatron-flex sites --mesh tp=8,pp=16 -- --num-layers 126 ...
     """
     if [config is None, dump is None, not flags].count(False) != 1:
-        raise FlexError("say once whose sites: --config FILE, --dump PATH, or a run's flags after --")
+        raise FlexError(
+            "give one source of hook points: --config FILE, --dump PATH, or a run's flags after --"
+        )
     if dump is not None:
         if mesh or world_size:
             raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")

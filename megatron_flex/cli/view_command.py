@@ -66,7 +66,7 @@ def view(
     paths, flags = _split_flags(what)
     configs, dumps, measured = _sort_by_kind(paths)
     if len(configs) + bool(flags) > 1:
-        raise FlexError("one page shows one model; say it once")
+        raise FlexError("one page shows one model; give one configuration")
     page: Page | None = None
     if configs or flags:
         run = str(configs[0]) if configs else flags

@@ -49,7 +49,7 @@ def parse_token_setting(text: str | None, flag: str = "--tokens", fractions: boo
         return [int(n) for n in text.split(",")]
     except (ValueError, TypeError):
         also = ", or a fraction 0.1" if fractions else ""
-        raise FlexError(f"{flag} {text}: say 0,5 or a slice ::8, or random:64{also}") from None
+        raise FlexError(f"{flag} {text}: give 0,5 or a slice ::8, or random:64{also}") from None
 
 
 def parse_number_ranges(text: str, flag: str = "iterations") -> list[int | slice]:
@@ -68,7 +68,7 @@ def parse_number_ranges(text: str, flag: str = "iterations") -> list[int | slice
                 out.append(int(item))
         except (ValueError, TypeError):
             raise FlexError(
-                f"{flag} {item!r}: no number and no range; say 100, or 100,200, or 0:1000:100"
+                f"{flag} {item!r}: no number and no range; give 100, or 100,200, or 0:1000:100"
             ) from None
     return out
 
@@ -299,7 +299,7 @@ def _normalize_numbers(name: str, given: WantedNumbers) -> NumberSelection:
         found = frozenset()
     if isinstance(given, bool) or not found or min(found) < 0:
         raise FlexError(
-            f"{name}={given!r} is no number from 0 on, list of them, range or slice; say which to dump"
+            f"{name}={given!r} is no number from 0 on, list of them, range or slice; give the numbers to dump"
         )
     return found
 

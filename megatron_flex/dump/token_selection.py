@@ -111,7 +111,7 @@ def normalize_tokens(given: Any) -> TokenSelection:
         found = ()
     if isinstance(given, bool) or not found:
         raise FlexError(
-            f"tokens={given!r} is no position, list of positions, slice or sampled(count); say which to keep"
+            f"tokens={given!r} is no position, list of positions, slice or sampled(count); give the positions"
         )
     return found
 

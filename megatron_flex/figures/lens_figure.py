@@ -233,7 +233,7 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
         raise FigureError(
             f"{found.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
             f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings "
-            f"{EMBEDDING_WEIGHT!r}, and say "
+            f"{EMBEDDING_WEIGHT!r}, and pass "
             "tied=True here"
         )
 

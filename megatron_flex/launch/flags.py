@@ -286,7 +286,7 @@ def collect_flag_values(parsed: ParsedFlags) -> dict[str, Any]:
             into.setdefault(name, []).append(_parse_edit_words(words))
         elif flag.takes == "once" and into.get(name, *words) not in words:
             raise FlexError(
-                f"{flag.option} is given twice, {into[name]} and {words[0]}; --flex-config can say several"
+                f"{flag.option} is given twice, {into[name]} and {words[0]}; --flex-config can have several"
             )
         else:
             into[name] = words[0] if words else flag.value

@@ -65,7 +65,9 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
 
 def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespace) -> Iterator[str]:
     if not found.dumps and not found.edits:
-        raise FlexError("--flex-estimate: nothing would be written or edited; say --flex-dump or --flex-edit")
+        raise FlexError(
+            "--flex-estimate: nothing would be written or edited; give --flex-dump or --flex-edit"
+        )
     for dump in found.dumps:
         estimate = estimate_live_dump(flex, args, dump)
         yield f"dump to {dump.path}"

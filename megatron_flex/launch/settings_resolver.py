@@ -176,7 +176,7 @@ def _check_settings(settings: Settings) -> None:
     checks = settings.list_sites or settings.estimate or settings.verify or settings.align
     if not settings.idle and not (wanted or checks):
         raise FlexError(
-            "nothing is asked for: say what to do, with --flex-dump, --flex-stats, --flex-edit, "
+            "nothing to do; give --flex-dump, --flex-stats, --flex-edit, "
             "--flex-list-sites, --flex-estimate, --flex-verify or --flex-align"
         )
     settings.check_sites()

@@ -125,7 +125,7 @@ def plan_two_layouts(
         raise FlexError("no script: megatron-flex two-layouts -- SCRIPT FLAGS --against 'FLAGS'")
     other = shlex.split(against)
     if not other:
-        raise FlexError("--against names no flags: say those of the second layout, in quotes")
+        raise FlexError("--against names no flags: give those of the second layout, in quotes")
     first = drop_flags(words, REPLACED_FLAGS)
     names = [word.partition("=")[0] for word in other if word.startswith("--")]
     second = [*drop_flags(first, [*names, *without]), *other]
@@ -134,7 +134,7 @@ def plan_two_layouts(
     padded = lcm(*(multiple * size["tp"] for size in sizes))
     worlds = [_count_ranks(size) for size in sizes] if not processes else list(processes)
     if len(worlds) != 2:
-        raise FlexError(f"--processes {','.join(map(str, worlds))}: say two numbers, such as 4,2")
+        raise FlexError(f"--processes {','.join(map(str, worlds))}: give two numbers, such as 4,2")
     common = [
         [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags()]
         for flags, size in zip((first, second), sizes, strict=True)

@@ -213,7 +213,7 @@ class DumpSink:
             self._warn_once(
                 "runs",
                 f"iteration {number} is trained again and only its first run is dumped: the loop does not "
-                "count iterations, or goes back; say runs='all' to dump each run",
+                "count iterations, or goes back; pass runs='all' to dump each run",
                 alike=True,
             )
         return False
@@ -302,7 +302,7 @@ class DumpSink:
             self._warn_once(
                 "dropped",
                 f"{count_words(self._dropped, 'iteration')} dropped from {self.dump.path}: the disk was "
-                "slower than the model; dump less, or say when_full='wait'",
+                "slower than the model; dump less, or pass when_full='wait'",
                 alike=True,
             )
         here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")

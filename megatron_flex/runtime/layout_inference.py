@@ -33,7 +33,7 @@ TENSORS_DIFFER = (
     "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule says "
     "how they make up the full one; give the full tensor's expected_shape where each rank has a shard, hook "
     "after the reduction where each has a partial sum, or register an adapter with a rule for the layer "
-    "(docs/extend.md); where each rank has a full tensor of its own, as under dropout, say so by "
+    "(docs/extend.md); where each rank has a full tensor of its own, as under dropout, pass "
     "expected_shape={local}"
 )
 BLOCK_ENTRIES = 1 << 20  # entries processed together

@@ -61,7 +61,7 @@ def raise_no_gradient_layout(name: str, why: str, takes_shape: bool = False) -> 
         why: the reason.
         takes_shape: whether the full shape of the tensor would tell the layout.
     """
-    shape = "say its full shape by the hook's expected_shape, or " if takes_shape else ""
+    shape = "give its full shape as the hook's expected_shape, or " if takes_shape else ""
     raise HookError(
         f"the layout of the gradient at {name} is not known: {why}; {shape}hook the gradient elsewhere"
     )

@@ -191,7 +191,7 @@ def _import_pyarrow() -> Any:
         return import_module("pyarrow")
     except ImportError as error:
         raise FlexError(
-            "statistics in Parquet need pyarrow, which is not installed: pip install pyarrow, or say "
+            "statistics in Parquet need pyarrow, which is not installed: pip install pyarrow, or pass "
             "format='jsonl'"
         ) from error
 

@@ -105,7 +105,7 @@ def test_gradients_that_are_not_averaged_yet() -> None:
     wanted = [t["parameter gradients"][NAME] for t in llama.truth(4)]
     for rank, told in enumerate(run(2, accumulated)):
         assert "no_sync()" in told["inside"]
-        assert "say reduced=True if" in told["behind"]
+        assert "pass reduced=True if" in told["behind"]
         assert "declared as reduced differ" in told["promised"]
         assert relative(told["own"], wanted[rank]) < BOUND
         assert relative(told["both"], torch.stack(wanted).sum(0) / 2) < BOUND
@@ -216,7 +216,7 @@ def test_gradients_that_a_communication_hook_reduces(kind: str, bound: float, kn
                 assert relative(told[f"mean {step}"], torch.stack(wanted).mean(0)) < bound
                 continue
             assert "_hook" in told[f"error {step}"]
-            assert "say reduced=True if" in told[f"error {step}"]
+            assert "pass reduced=True if" in told[f"error {step}"]
             assert "declared as reduced differ" in told[f"promised {step}"]
             assert relative(told[f"own {step}"], wanted[rank]) < BOUND
 

@@ -397,7 +397,7 @@ def test_gradients_that_are_not_averaged(buffer: int) -> None:
     for rank, told in enumerate(run(2, moments, {"reduce_buffer_size": buffer})):
         assert "no gradient" in told["nothing yet"]
         assert "no_sync()" in told["inside"]
-        assert "say reduced=True if" in told["behind"]
+        assert "pass reduced=True if" in told["behind"]
         assert relative(told["own"], wanted[rank]) < BOUND
         assert told["reduced by hand"] == ""
         assert relative(told["by hand"], mean) < BOUND

@@ -214,7 +214,7 @@ def test_gradients_that_a_communication_hook_reduces(
                 assert relative(told[name], torch.stack(wanted).mean(0)) < bound, name
             continue
         assert f"communication hook {why}" in told["unsaid error"]
-        assert "say reduced=True if" in told["unsaid error"]
+        assert "pass reduced=True if" in told["unsaid error"]
         if sharded:
             assert relative(told["promised"], torch.stack(wanted).mean(0)) > 0.1, "as the person promised"
             assert "keeps no gradients of each rank's own" in told["own error"]

@@ -221,7 +221,7 @@ def test_ranks_may_differ_where_a_person_says_so() -> None:
     answers = run(2, dropped)
     x = torch.arange(1.0, 9.0).reshape(2, 4)
     for rank, (without, said, read, y) in enumerate(answers):
-        assert "say so by expected_shape=(None, None)" in without
+        assert "as under dropout, pass expected_shape=(None, None)" in without
         assert said == ""
         own = x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(rank)) > 0.5)
         torch.testing.assert_close(y, mix(own))

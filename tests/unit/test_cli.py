@@ -243,8 +243,8 @@ def test_names_are_whole_at_any_width(command, dump, pointed):
         (["dump", "export", "dump", "out", "-s", "encoder.*"], "nothing in the dump is named 'encoder.*'"),
         (["dump", "export", "dump", "out", "-f", "hdf5"], "'hdf5' is none of safetensors, zarr, datasets"),
         (["dump", "prune", "dump", "--keep-every", "0"], "keep-every 0"),
-        (["estimate"], "say the run's configuration once"),
-        (["compare", "dump", "dump", "-t", "x"], "--tolerance x: say a number"),
+        (["estimate"], "give the configuration of the run once"),
+        (["compare", "dump", "dump", "-t", "x"], "--tolerance x: give a number"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(command, dump, words, said):
@@ -352,7 +352,7 @@ def test_sites_of_a_dump(command, dump):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "say once whose sites"),
+        ((), "give one source of hook points"),
         (("--dump", "dump", "--mesh", "tp=2"), "--mesh and --world-size are for a configuration"),
         (("--dump", "dump", "--match", "decoder.layer.*"), "matches no site; nearest"),
         (("--dump", "dump", "--stage", "9"), "stage 9 owns none of these sites"),

@@ -157,7 +157,7 @@ def test_iterations_and_a_reference_on_the_command_line(command, three):
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "iterations 9 are not in both dumps" in done.err
     done = command("compare", "a", "round", "--iterations", "x")
-    assert (done.status, "say numbers and ranges" in done.err) == (2, True)
+    assert (done.status, "give numbers and ranges" in done.err) == (2, True)
 
 
 def test_an_estimate_of_flags_and_of_a_file_is_the_same(command, tmp_path):
@@ -198,9 +198,9 @@ def test_an_estimate_that_cannot_be_is_told_in_one_line(command):
     pytest.importorskip("megatron.core")
     for words, said in (
         (["-s", "decoder.layer.*"], "decoder.layer"),
-        (["-s", FC1, "--mesh", "tp=x"], "--mesh tp=x: say AXIS=N"),
+        (["-s", FC1, "--mesh", "tp=x"], "--mesh tp=x: give AXIS=N"),
         (["-s", FC1, "--tokens", "x"], "--tokens x"),
-        (["-s", FC1, "--config", "run.yaml"], "say the run's configuration once"),
+        (["-s", FC1, "--config", "run.yaml"], "give the configuration of the run once"),
     ):
         done = command("estimate", *words, "--", *GPT)
         assert (done.status, done.err.count("\n")) == (2, 1)

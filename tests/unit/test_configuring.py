@@ -109,7 +109,7 @@ def test_what_values_mean(text: str, field: str, value: Any, tmp_path: Path) -> 
         ("every:", 1, "every: None is no whole number"),
         ("gradients: maybe", 1, "gradients: 'maybe' is neither true nor false"),
         ("on_error: ignore", 1, "on_error: 'ignore' is none of 'raise' or 'skip'"),
-        ("tokens: 0.5", 1, "tokens: tokens 0.5: say 0,5"),
+        ("tokens: 0.5", 1, "tokens: tokens 0.5: give 0,5"),
         ("tokens: [a]", 1, "tokens: ['a'] is no text"),
         ("tokens: true", 1, "tokens: True is no text"),
         ("dumps: [{path: a, iterations: 1:x}]", 1, "dumps.0.iterations: numbers '1:x': no number and no"),

@@ -264,7 +264,7 @@ def test_several_passes_in_a_microbatch(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", {"a": Given(value, calls=3)}, mesh={"tp": 2})
     dump = mf.open_dump(tmp_path / "d")
     with pytest.raises(
-        DumpError, match=r"passed 3 times in a microbatch: say which, d\['a', 0\] to d\['a', 2\]"
+        DumpError, match=r"called 3 times in a microbatch: read one call, d\['a', 0\] to d\['a', 2\]"
     ):
         dump["a"]
     for call in range(3):

@@ -289,7 +289,7 @@ def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit:
     [
         ("--megatron-flex-dmup x", "no flag --megatron-flex-dmup; nearest: --megatron-flex-dump"),
         ("--megatron-flex-", "--flex-help lists them"),
-        ("--flex-dump d", "--flex-dump d: nothing is named; say --flex-sites PATTERN, or parameters"),
+        ("--flex-dump d", "--flex-dump d: nothing is named; give --flex-sites PATTERN, or parameters"),
         ("--flex-stats", "--flex-stats flex-stats: nothing is named"),
         ("--flex-edit zero", "--flex-edit zero: no site is named"),
         ("--flex-every", "--flex-every needs a value: --flex-every N"),
@@ -300,7 +300,7 @@ def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit:
         ("--flex-every x", "--flex-every: 'x' is no whole number"),
         ("--flex-every 0", "--flex-every: '0' is less than 1"),
         ("--flex-verify -1", "--flex-verify: '-1' is less than 0"),
-        ("--flex-tokens 0.5", "--flex-tokens: tokens 0.5: say 0,5"),
+        ("--flex-tokens 0.5", "--flex-tokens: tokens 0.5: give 0,5"),
         ("--flex-on-error ignore", "--flex-on-error: 'ignore' is none of 'raise' or 'skip'"),
         ("--flex-dump d --flex-dump-dtype fp8", "--flex-dump-dtype: 'fp8' is none of"),
         (

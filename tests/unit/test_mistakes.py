@@ -322,7 +322,7 @@ def test_missing_extras_are_named(tmp_path: Path) -> None:
     assert "pip install 'megatron-flex[launch]'" in lines["flags"]
     assert "pip install numpy, which megatron-flex[cli] has" in lines["page"]
     assert "pip install megatron-flex[plot]" in lines["plot"]
-    assert "pip install pyarrow, or say format='jsonl'" in lines["arrow"]
+    assert "pip install pyarrow, or pass format='jsonl'" in lines["arrow"]
     assert all("Error " in line for line in lines.values())
 
 

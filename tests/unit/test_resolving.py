@@ -323,11 +323,11 @@ def test_the_home_folder_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"dumps": [{"path": "d"}]}, "--flex-dump d: nothing is named; say --flex-sites PATTERN"),
-        ({"statistics": {}}, "--flex-stats flex-stats: nothing is named; say --flex-sites PATTERN"),
-        ({"sites": ["a"]}, "nothing is asked for: say what to do, with --flex-dump"),
-        ({"every": 3}, "nothing is asked for"),
-        ({"control": "x"}, "nothing is asked for"),
+        ({"dumps": [{"path": "d"}]}, "--flex-dump d: nothing is named; give --flex-sites PATTERN"),
+        ({"statistics": {}}, "--flex-stats flex-stats: nothing is named; give --flex-sites PATTERN"),
+        ({"sites": ["a"]}, "nothing to do; give --flex-dump"),
+        ({"every": 3}, "nothing to do"),
+        ({"control": "x"}, "nothing to do"),
         ({"sites": ["a"], "dumps": [{"path": "d"}, {"path": "./d"}]}, "{cwd}/d is the folder of two dumps"),
         ({"sites": ["a"], "dumps": [{"path": "d"}], "statistics": {"path": "d"}}, "{cwd}/d is the folder of"),
     ],

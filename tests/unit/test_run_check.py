@@ -89,9 +89,9 @@ DUMP = ["--flex-dump", "out"]
         (["none.py"], "no script none.py"),
         (["torn.py"], "torn.py, line 2: invalid syntax; Python would not start it"),
         (["-m", "no_such_module_here"], "no module 'no_such_module_here' on Python's path"),
-        (["train.py", *DUMP], "nothing is named; say --flex-sites PATTERN"),
+        (["train.py", *DUMP], "nothing is named; give --flex-sites PATTERN"),
         (["train.py", "--flex-every", "0"], "--flex-every: '0' is less than 1"),
-        (["train.py", "--flex-sites", "decoder.*"], "nothing is asked for"),
+        (["train.py", "--flex-sites", "decoder.*"], "nothing to do"),
         (["train.py", "--megatron-flex-dmup", "x"], "no flag --megatron-flex-dmup"),
         (["train.py", *DUMP, "--flex-sites", "a[0-3"], "'[' and ']' do not match; write [0-3]"),
         (["train.py", *DUMP, "--flex-sites", "a|b"], "has '|', which no name has"),
@@ -169,7 +169,7 @@ def test_errors_are_said_with_the_prefix(hooks_prefix: None, command: Command) -
     done = command("run", "--dry", "train.py", "--hooks-dump", "out")
     assert (
         done.err
-        == "megatron-flex: --hooks-dump out: nothing is named; say --hooks-sites PATTERN, or parameters\n"
+        == "megatron-flex: --hooks-dump out: nothing is named; give --hooks-sites PATTERN, or parameters\n"
     )
     assert "--hooks-dump comes before it" in command("run", "--dry", "--hooks-dump", "out", "train.py").err
 

@@ -374,7 +374,7 @@ def test_where_nothing_can_be_written_is_an_error_at_once(tmp_path, make, said):
 
 def test_without_pyarrow_it_is_said_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(FlexError, match=r"pip install pyarrow, or say format='jsonl'"):
+    with pytest.raises(FlexError, match=r"pip install pyarrow, or pass format='jsonl'"):
         begin(tmp_path / "new", "parquet")
     assert not (tmp_path / "new").exists()
     (tmp_path / "statistics-0000.parquet").mkdir()

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_is_there_and_experts() -> None:
         ("--lr 1", "--tensor-model-parallel-size 1", {}, "no script"),
         ("a.py", "", {}, "--against names no flags"),
         ("a.py", "--tensor-model-parallel-size x", {}, "--tensor-model-parallel-size x: no whole number"),
-        ("a.py", "--lr 1", {"processes": [2]}, "--processes 2: say two numbers"),
+        ("a.py", "--lr 1", {"processes": [2]}, "--processes 2: give two numbers"),
     ],
 )
 def test_what_cannot_be(script: str, against: str, more: dict[str, object], said: str) -> None:

@@ -20,7 +20,7 @@ from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.taps import add_hook
 from megatron_flex.errors import FlexError
 
-REDUCED_REMEDY = "say reduced=True after finalize_model_grads(), reduced=False before it"
+REDUCED_REMEDY = "pass reduced=True after finalize_model_grads(), reduced=False before it"
 
 
 class MegatronGradients:

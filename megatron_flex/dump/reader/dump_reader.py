@@ -523,7 +523,7 @@ class OpenDump:
         calls = {e.call for _, e, _, _ in self.entries(written, site, kind, stage, written.run.replicas[0])}
         if len(calls) > 1:
             raise DumpError(
-                f"{name} was passed {len(calls)} times in a microbatch: say which, d[{name!r}, 0] to "
+                f"{name} was called {len(calls)} times in a microbatch: read one call, d[{name!r}, 0] to "
                 f"d[{name!r}, {max(calls)}]"
             )
 

@@ -130,7 +130,7 @@ def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
         if key not in CHANGEABLE_SETTINGS and before.settings.get(key) != value:
             raise DumpError(
                 f"{path} holds a dump with {key}={before.settings.get(key)!r}, and not {value!r}; name "
-                "another folder, or say the same"
+                "another folder, or the same settings"
             )
 
 

@@ -180,7 +180,7 @@ def _convert_value(actions: list[argparse.Action], name: str, value: Any) -> Any
             return value
     action = next((a for a in actions if a.nargs != 0), actions[0])
     if action.nargs == 0:
-        raise FlexError(f"{name}={value!r}: it is a switch; say true or false")
+        raise FlexError(f"{name}={value!r}: it is a switch; give true or false")
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     try:
         made = [action.type(str(v)) if callable(action.type) else v for v in items]
@@ -269,7 +269,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         ("num_experts", sizes["ep"], "the expert parallel size"),
     ]
     if args.kv_channels is None:
-        rules.append(("hidden_size", args.num_attention_heads, "num_attention_heads, or say kv_channels"))
+        rules.append(("hidden_size", args.num_attention_heads, "num_attention_heads, or give kv_channels"))
     for name, divisor, what in rules:
         value = getattr(args, name)
         if value is not None and value % divisor:
