@@ -194,8 +194,8 @@ class Power:
     def __str__(self) -> str:
         factor = "" if math.isnan(self.factor) else f", a constant factor of 1 +- {self.factor:.1g}"
         return (
-            f"iteration {self.iteration}: a relative difference of {self.relative:.1g} of a "
-            f"{_describe_kind(self.kind)} would have been detected (at most {self.worst:.1g}){factor}"
+            f"iteration {self.iteration}: a {_describe_kind(self.kind)} with a relative difference of "
+            f"{self.relative:.1g} ({self.worst:.1g} for the least sensitive tensor){factor}"
         )
 
 
@@ -411,7 +411,9 @@ class Comparison:
         if all(r.equal for r in self.rows):
             return []
         shown = {self.rows[0].iteration, self.rows[-1].iteration}
-        return [f"  {p}" for p in self.power() if p.iteration in shown]
+        lines = [f"  {power}" for power in self.power() if power.iteration in shown]
+        title = "the smallest differences that would have been detected (median over tensors):"
+        return [title, *lines] if lines else []
 
     def _left_out(self) -> list[str]:
         """A line about missing tensors, if they are not allowed."""
