@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 BOUND = 1e-5  # in fp32
 MEGATRON = Case("tp2 sp etp2", tp=2, etp=2, sp=True, microbatches=1)
+HYBRID = Case("hybrid tp2 sp pp2", tp=2, sp=True, pp=2, microbatches=1, hybrid=True)
 FAMILIES = ("gpt2", "qwen2", "qwen3_moe", "deepseek_v3")
 BIASED = ("gpt2", "qwen2")  # they have linears with a bias, which Megatron adds later
 WRONG = {  # by family, a parameter that is changed, and the site that it shows at
@@ -82,13 +83,14 @@ def dump_reference(folder: str, way: str, wrong: bool) -> None:
                 model(hugging_face.tokens().chunk(axis.size)[axis.coord], use_cache=False)
 
 
-def dump_megatron(folder: str) -> None:
-    for family in FAMILIES:
-        _, chunks = aligned.rank_models(family, MEGATRON)
+def dump_megatron(folder: str, case: Case = MEGATRON, families: tuple[str, ...] = FAMILIES) -> None:
+    kind = "hybrid" if case.hybrid else "megatron"
+    for family in families:
+        _, chunks = aligned.rank_models(family, case)
         biased: dict[str, Any] = {"parameters": "**.bias"} if family in BIASED else {}
-        dump = mf.Dump(f"{folder}/megatron {family}", sites="**:*", **biased)
+        dump = mf.Dump(f"{folder}/{kind} {family}", sites="**:*", **biased)
         with mf.attach(chunks, dumps=dump):
-            hugging_face.run_logits(MEGATRON, chunks)
+            hugging_face.run_logits(case, chunks)
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +121,19 @@ def test_a_dump_of_many_ranks_is_aligned_as_that_of_one_process(folder: str, way
         assert max(site.accumulated.error for site in found.sites) < BOUND
         plain_sites = {site.site for site in align_dumps(f"{folder}/plain {family} False", megatron).sites}
         assert {site.site for site in found.sites} == plain_sites, "sharding hides no hook point"
+
+
+def test_a_dump_of_a_hybrid_model_is_aligned_by_the_names_of_a_gpt_model(folder: str) -> None:
+    pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")
+    families = ("gpt2", "qwen2")
+    run(HYBRID.world, dump_megatron, folder, HYBRID, families)
+    run_alone(1, dump_reference, folder, "plain", True, timeout=240)
+    for family in families:
+        found = align_dumps(f"{folder}/plain {family} False", f"{folder}/hybrid {family}")
+        assert found.agrees, str(found)
+        assert max(site.accumulated.error for site in found.sites) < BOUND
+        gpt = align_dumps(f"{folder}/plain {family} False", f"{folder}/megatron {family}")
+        assert {site.site for site in found.sites} == {site.site for site in gpt.sites}
+        wrong = align_dumps(f"{folder}/plain {family} True", f"{folder}/hybrid {family}")
+        assert wrong.first is not None, family
+        assert wrong.first.site == WRONG[family][1], str(wrong)
