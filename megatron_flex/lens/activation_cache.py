@@ -129,6 +129,19 @@ class NamedTensors(Mapping[str, Tensor]):
             )
         return last
 
+    def _has(self, layer: int, name: str) -> bool:
+        """Whether the model has the hook point in that layer."""
+        return f"blocks.{layer}.hook_{name}" in self._fetch.names.aliases
+
+    def _check_mlp(self, layer: int) -> bool:
+        """True; an error if the layer has no MLP, or is after the last."""
+        if not self._has(layer, "mlp_out"):
+            there = [str(n) for n in range(self._layers) if self._has(n, "mlp_out")]
+            raise FlexError(
+                f"mlp_input=True: layer {layer} has no MLP; layers with one are {', '.join(there) or 'none'}"
+            )
+        return True
+
     def _weight(self, fetch: Callable[[], FetchedT]) -> FetchedT:
         """A weight; an error on ranks that have no cache while the others would wait in the collective."""
         if not self._spread:
@@ -164,25 +177,29 @@ def decompose_stream(
     where: DimSlice,
 ) -> tuple[Tensor, list[str]]:
     """The components of the residual stream before layer `last`, or before its MLP, with labels."""
+    aliases = weights.names.aliases
     parts = [cache.stack_head_results(last + mlp_input, True, pos_slice=where)]
-    if last and expand_neurons:
+    dense = [n for n in range(last) if expand_neurons and f"blocks.{n}.mlp.hook_post" in aliases]
+    if dense:
         parts.append(cache.stack_neuron_results(last, where, return_labels=True))
-    elif last:
-        parts.append(cache.decompose_resid(last, False, "mlp", False, where, False, True))
+    expanded = [n for n in range(last + mlp_input) if f"blocks.{n}.attn.hook_result" in cache]
+    whole = [f"{n}_attn_out" for n in range(last + mlp_input) if n not in expanded]
+    whole += [f"{n}_mixer_out" for n in range(last + mlp_input)]
+    whole += [f"{n}_mlp_out" for n in range(last) if n not in dense]
+    for label in whole:  # sublayers that are one component
+        number, _, name = label.partition("_")
+        full = f"blocks.{number}.hook_{name}"
+        if full in aliases:
+            parts.append((slice_dim(cache[full], where, -2)[None], [label]))
     embeddings = [name for name in ("embed", "pos_embed") if name in cache]
     parts += [(slice_dim(cache[name], where, -2)[None], [name]) for name in embeddings]
     stacks, labels = zip(*parts, strict=True)
-    bias = _sum_biases(weights, last, mlp_input, expand_neurons).to(stacks[0])
+    linears = [f"decoder.layers.{n}.{ATTENTION_LINEAR}" for n in expanded]
+    linears += [f"decoder.layers.{n}.{MLP_LINEAR}" for n in dense]
+    biases = [bias for linear in linears if (bias := weights.bias(linear)) is not None]
+    bias = sum(biases, torch.zeros(())).to(stacks[0])
     stack = torch.cat([*stacks, bias.expand(1, *stacks[0].shape[1:])])
     return stack, [*(label for some in labels for label in some), "bias"]
-
-
-def _sum_biases(weights: FullWeights, last: int, mlp_input: bool, of_mlps: bool) -> Tensor:
-    """The sum of the biases of linears that write to the residual stream, `[h]`."""
-    linears = [f"decoder.layers.{n}.{ATTENTION_LINEAR}" for n in range(last + mlp_input)]
-    linears += [f"decoder.layers.{n}.{MLP_LINEAR}" for n in range(last) if of_mlps]
-    found = [weights.bias(linear) for linear in linears]
-    return sum((bias for bias in found if bias is not None), torch.zeros(()))
 
 
 LabelledStack = tuple[Tensor, list[str]]
@@ -219,7 +236,7 @@ class ActivationCache(NamedTensors):
 
         Args:
             layer: the layer whose input is the last component.
-            incl_mid: include the stream between attention and MLP.
+            incl_mid: include the stream between attention and MLP, of layers that have both.
             apply_ln: scale them as `apply_ln_to_stack` does; but where `layer` is after the last, norm each
                 separately, for a logit lens.
             pos_slice: these positions only.
@@ -239,12 +256,13 @@ class ActivationCache(NamedTensors):
         names: list[tuple[str, CacheKey]] = []
         for n in range(last):
             names.append((f"{n}_pre", ("resid_pre", n)))
-            names += [(f"{n}_mid", ("resid_mid", n))] if incl_mid else []
+            names += [(f"{n}_mid", ("resid_mid", n))] if incl_mid and self._has(n, "resid_mid") else []
         if last == self._layers:
             names.append(("final_post", ("resid_post", last - 1)))
         else:
             names.append((f"{last}_pre", ("resid_pre", last)))
-            names += [(f"{last}_mid", ("resid_mid", last))] if mlp_input else []
+            mid = mlp_input and self._check_mlp(last) and self._has(last, "resid_mid")
+            names += [(f"{last}_mid", ("resid_mid", last))] if mid else []
         return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels, last == self._layers)
 
     def decompose_resid(
@@ -286,9 +304,8 @@ class ActivationCache(NamedTensors):
             names += [("pos_embed", "hook_pos_embed")] if "hook_pos_embed" in aliases else []
         kinds = {"all": ("attn", "mixer", "mlp"), "attn": ("attn",), "mlp": ("mlp",)}[mode]
         for n in range(last):
-            there = [k for k in kinds if f"blocks.{n}.hook_{k}_out" in aliases]
-            names += [(f"{n}_{k}_out", f"blocks.{n}.hook_{k}_out") for k in there]
-        if mlp_input and mode != "mlp":
+            names += [(f"{n}_{k}_out", f"blocks.{n}.hook_{k}_out") for k in kinds if self._has(n, f"{k}_out")]
+        if mlp_input and self._check_mlp(last) and mode != "mlp" and self._has(last, "attn_out"):
             names.append((f"{last}_attn_out", ("attn_out", last)))
         return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels)
 
@@ -309,7 +326,7 @@ class ActivationCache(NamedTensors):
         Args:
             residual_stack: `[components, batch, pos, h]`, sliced by position already.
             layer: the layer.
-            mlp_input: use its second norm.
+            mlp_input: use the norm before its MLP.
             pos_slice: the positions that the stack has.
             batch_slice: the sequences to select from the stack.
             has_batch_dim: whether the stack has a batch dim.
@@ -326,7 +343,8 @@ class ActivationCache(NamedTensors):
         made_of, last = self._fetch.names.made_of, self._number(layer)
         scale = self["ln_final.hook_scale"]
         if last < self._layers:
-            scale = self["scale", last, "ln2" if mlp_input else "ln1"]
+            first = not mlp_input and f"blocks.{last}.ln1.hook_scale" in self._fetch.names.aliases
+            scale = self["scale", last, "ln1" if first else "ln2"]
         scale = slice_dim(scale, pos_slice, -2)
         if self.has_batch_dim:
             scale = slice_dim(scale, batch_slice, 0)
@@ -342,12 +360,19 @@ class ActivationCache(NamedTensors):
     ) -> Tensor:
         """Return the tensors of that short name in all layers before `layer`, stacked.
 
+        Layers that have no such tensor are left out: a HybridModel has attention and MLP in different layers.
+
+        Raises:
+            SiteError: no layer has it, or the cache lacks it for a layer.
+
         Examples:
             >>> logits, cache = flex.interp.run_with_cache(tokens)
             >>> cache.stack_activation("mlp_out").shape
             torch.Size([4, 2, 16, 32])
         """
-        return torch.stack([self[activation_name, n, sublayer_type] for n in range(self._number(layer))])
+        keys: list[CacheKey] = [(activation_name, n, sublayer_type) for n in range(self._number(layer))]
+        there = [key for key in keys if key in self or self._full(key) in self._fetch.names.aliases]
+        return torch.stack([self[key] for key in there or keys])
 
     # -- with weights ----------------------------------------------------------------------------------
 
@@ -426,7 +451,7 @@ class ActivationCache(NamedTensors):
         """Return contributions of neurons before `layer`. Large. Every rank calls it.
 
         The arguments are those of `stack_head_results`, labels as `L0N0`; `neuron_slice` selects neurons of
-        each layer.
+        each layer. Layers without an MLP, and those whose MLP is a mixture of experts, have none.
 
         Returns:
             `[neurons, batch, pos, h]`, and labels with `return_labels`.
@@ -436,10 +461,13 @@ class ActivationCache(NamedTensors):
             >>> cache.stack_neuron_results(layer=2, neuron_slice=[7, 11]).shape
             torch.Size([4, 2, 16, 32])
         """
-        found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in range(self._number(layer))]
-        width = self["post", 0].shape[-1]
+        kept = [
+            n for n in range(self._number(layer)) if f"blocks.{n}.mlp.hook_post" in self._fetch.names.aliases
+        ]
+        found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in kept]
+        width = self["post", kept[0]].shape[-1] if kept else 0
         numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
-        labels = [f"L{n}N{m}" for n in range(len(found)) for m in numbers]
+        labels = [f"L{n}N{m}" for n in kept for m in numbers]
         return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
     def get_full_resid_decomposition(
@@ -453,7 +481,8 @@ class ActivationCache(NamedTensors):
     ) -> Tensor | LabelledStack:
         """Heads, neurons, embeddings and the sum of biases, which sum to the stream. Every rank calls it.
 
-        The arguments are those of `decompose_resid`; without `expand_neurons` an MLP is one component.
+        The arguments are those of `decompose_resid`. Without `expand_neurons` an MLP is one component. A
+        mixture of experts, a Mamba mixer, and an attention without results of heads are always one component.
 
         Returns:
             `[components, batch, pos, h]`.
@@ -465,6 +494,8 @@ class ActivationCache(NamedTensors):
             True
         """
         last = self._number(layer)
+        if mlp_input:
+            self._check_mlp(last)
         weights = self._weight(lambda: self._fetch)
         stack, labels = decompose_stream(self, weights, last, mlp_input, expand_neurons, pos_slice)
         if apply_ln:

@@ -363,6 +363,19 @@ def wholeness(case: Case, state: dict[str, Tensor], logits: Tensor) -> dict[str,
     found, cache = flex.interp.run_with_cache(tokens())
     parts = cache.decompose_resid()
     out = {"logits": far(found, logits), "stream": far(parts.sum(0), cache["resid_post", -1])}
+    for expand in (False, True):
+        whole = cache.get_full_resid_decomposition(expand_neurons=expand)
+        out[f"heads, neurons {expand} and the rest"] = far(whole.sum(0), cache["resid_post", -1])
+    for name in (
+        n for n in cache if n.endswith("hook_normalized") and "blocks" in n
+    ):  # captured in the model
+        layer, of_mlp = int(name.split(".")[1]), ".ln2." in name
+        parts = cache.decompose_resid(layer, of_mlp, apply_ln=True)
+        out[f"components before {name}"] = far(parts.sum(0), cache[name])
+        whole = cache.get_full_resid_decomposition(layer, of_mlp, apply_ln=True)
+        out[f"all components before {name}"] = far(whole.sum(0), cache[name])
+        stream = cache.accumulated_resid(layer, True, True, mlp_input=of_mlp)[-1]
+        out[f"stream before {name}"] = far(stream, cache[name])
     out["lens"] = far(cache.logit_lens(cache["resid_post", -1]), logits)
     patterns = [n for n in cache if n.endswith("hook_pattern")]
     for name in patterns:
@@ -387,6 +400,35 @@ def test_other_models_decompose_too(case: Case, cells: list[Any]) -> None:
         assert {n: d for n, d in found.items() if not d <= BOUND} == {}
     for check, name in (("value", "logits"), ("computed value", "lens")):  # the rest is compared with itself
         judge(case, check, answers, [name], cells, "Other models, by TransformerLens' names")
+
+
+def stacks_of_parts(case: Case, state: dict[str, Tensor]) -> tuple[list[bool], list[str], str]:
+    import megatron_flex as mf
+
+    flex = lens(case, state)
+    _, cache = flex.interp.run_with_cache(tokens())
+    attention, mlps = [n for n in cache if n.endswith("hook_z")], [n for n in cache if n.endswith("mlp_out")]
+    same = [
+        torch.equal(cache.stack_activation("z"), torch.stack([cache[n] for n in attention])),
+        torch.equal(cache.stack_activation("mlp_out"), torch.stack([cache[n] for n in mlps])),
+    ]
+    _, labels = cache.stack_neuron_results(-1, neuron_slice=[5], return_labels=True)
+    with pytest.raises(mf.FlexError) as error:
+        cache.decompose_resid(0, mlp_input=True)
+    flex.restore()
+    return same, labels, str(error.value)
+
+
+def test_stacks_of_a_hybrid_model_have_the_layers_that_have_the_part() -> None:
+    case = OTHERS[0]
+    first, why = SINCE[case.name]
+    if first > VERSION:
+        pytest.skip(why)
+    state, _ = truths.once(plain_logits, case)
+    for same, labels, told in run(case.world, stacks_of_parts, case, state):
+        assert same == [True, True]
+        assert labels == ["L1N5", "L3N5"], "the MLPs of *-*-"
+        assert told == "mlp_input=True: layer 0 has no MLP; layers with one are 1, 3"
 
 
 def without_labels(case: Case) -> tuple[str, tuple[int, ...]]:
