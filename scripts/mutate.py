@@ -277,8 +277,10 @@ def belongs(test: str, argument: str) -> bool:
     return test == argument or test.startswith((f"{argument}::", f"{argument}["))
 
 
-def control(folder: Path, faults: Sequence[Fault], limit: float) -> dict[str, str]:
-    """Run all named tests without a fault.
+def control(
+    folder: Path, faults: Sequence[Fault], limit: float, say: Callable[[str], None] = print
+) -> dict[str, str]:
+    """Run all named tests without a fault: in one run, or each alone if pytest cannot run all together.
 
     Returns:
         For each argument of each fault why it proves nothing, empty where all is well.
@@ -287,7 +289,8 @@ def control(folder: Path, faults: Sequence[Fault], limit: float) -> dict[str, st
     run = run_pytest(folder, arguments, limit)
     if run.status not in (0, 1) and len(arguments) > 1:
         # one that does not exist keeps pytest from running any of them
-        return {a: why for n in arguments for a, why in control(folder, [only(n)], limit).items()}
+        say(f"control: pytest ended with status {run.status}, so each runs alone\n{run.output}")
+        return {a: why for n in arguments for a, why in control(folder, [only(n)], limit, say).items()}
     out = {}
     for argument in arguments:
         failed = [t for t in run.failed if belongs(t, argument)]
@@ -442,7 +445,7 @@ def mutate(
         if unknown:
             say(f"control: the tests of {len(left)} faults, without a fault")
             start = time.monotonic()
-            record.control |= control(folder, unknown, limit * len(unknown))
+            record.control |= control(folder, unknown, limit * len(unknown), say)
             say(f"control: {len(unknown)} nodes in {time.monotonic() - start:.0f} s")
             record.save()
 

@@ -75,7 +75,7 @@ def trees() -> Iterator[nn.Module]:
     yield cycle
 
 
-@pytest.mark.parametrize("root", trees(), ids=lambda root: type(root).__name__)
+@pytest.mark.parametrize("root", list(trees()), ids=lambda root: type(root).__name__)
 def test_modules_are_listed_as_torch_lists_them(root: Any) -> None:
     assert all_modules(root) == list(root.modules())
     assert [m for _, m in named_modules(root)] == list(root.modules())
