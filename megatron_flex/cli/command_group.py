@@ -123,13 +123,13 @@ class WholeNameFormatter(FORMATTER):  # type: ignore[misc]  # typer does not exp
         return text.replace(NO_BREAK_HYPHEN, "-")
 
 
-class WholeNameContext(CONTEXT):  # type: ignore[misc]
+class WholeNameContext(CONTEXT):  # type: ignore[misc]  # typer does not export its base
     """The context of a command whose help is formatted by `WholeNameFormatter`."""
 
     formatter_class = WholeNameFormatter
 
 
-CommandT = TypeVar("CommandT")
+CommandT = TypeVar("CommandT", bound=Any)
 
 
 def keep_names_whole(command: CommandT) -> CommandT:
@@ -141,7 +141,7 @@ def keep_names_whole(command: CommandT) -> CommandT:
     Returns:
         The same command.
     """
-    command.context_class = WholeNameContext  # type: ignore[attr-defined]
+    command.context_class = WholeNameContext
     commands = getattr(command, "commands", {})
     for inner in commands.values() if isinstance(commands, dict) else ():
         keep_names_whole(inner)

@@ -672,7 +672,8 @@ def read_mapping_flags(address: int) -> list[str] | None:
 
 
 # Page faults are not counted: whether a huge page is free depends on what else runs on the machine. The
-# kernel notes the advice as the flag hg of the mapping.
+# kernel notes the advice as the flag hg of the mapping. Where there is no such note, nothing can be tested here;
+# the next test, which runs everywhere, checks the call itself.
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists() or read_mapping_flags(id(None)) is None,
     reason="this system has no huge pages that a program can advise, or does not list the flags of mappings",
