@@ -672,7 +672,7 @@ def read_mapping_flags(address: int) -> list[str] | None:
 
 
 # Page faults are not counted: whether a huge page is free depends on what else runs on the machine. The
-# kernel notes the advice as the flag hg of the mapping. Where there is no such note, nothing can be tested here;
+# kernel notes the advice as the flag hg of the mapping. Without such a note nothing can be tested here;
 # the next test, which runs everywhere, checks the call itself.
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists() or read_mapping_flags(id(None)) is None,
