@@ -226,6 +226,7 @@ def accumulating(steps: int, scaled: bool) -> dict[str, Any]:
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(llama.loss_of(model(batch), batch))
+                out.setdefault("complete", []).append(len(flex.output_dict.get("layers.1:output", ())))
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
@@ -241,6 +242,7 @@ def accumulating(steps: int, scaled: bool) -> dict[str, Any]:
 def test_accumulate(scaled: bool) -> None:
     (got,) = run(1, accumulating, 3, scaled)
     keys = keys_of([3, 3, 1])
+    assert got["complete"] == [0, 0, 3, 3, 3, 6, 7]  # the captures of a step are there before its optimizer
     assert got["backward keys"] == keys
     assert got["values keys"] == [*keys, (3, 0, 0)]
     assert same(got["values"], got["seen"][0])

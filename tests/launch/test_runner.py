@@ -123,7 +123,11 @@ def test_reading_only(server: Server, plain: Path, tmp_path: Path):
     assert any((tmp_path / "stats").iterdir())
 
 
-@pytest.mark.parametrize("leaves", [[], ["--exit-interval", "2"]], ids=["at the end", "by sys.exit()"])
+@pytest.mark.parametrize(
+    "leaves",
+    [[], ["--eval-iters", "0", "--eval-interval", "100"], ["--exit-interval", "2"]],
+    ids=["at the end", "without evaluation", "by sys.exit()"],
+)
 def test_wandb_has_the_last_iteration(server: Server, tmp_path: Path, leaves: list[str]):
     """Megatron's own shutdown closes W&B before `pretrain()` returns, or in `train()` before it exits."""
     pytest.importorskip("wandb")
@@ -134,7 +138,7 @@ def test_wandb_has_the_last_iteration(server: Server, tmp_path: Path, leaves: li
     assert done.status == [0, 0], done.err[1]
     (file,) = tmp_path.glob("wandb/offline*/*.wandb")
     steps = {int(told["_step"]): told for told in history(file) if any(n.startswith("flex/") for n in told)}
-    assert sorted(steps) == ([1, 2] if leaves else [1, 2, 3])
+    assert sorted(steps) == ([1, 2] if "--exit-interval" in leaves else [1, 2, 3])
     assert all("flex/decoder.layers.1:output/rms" in told and "lm loss" in told for told in steps.values())
 
 

@@ -58,9 +58,9 @@ def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def datasets(out: Path, sizes: list[int], vp_stage: int | None = None) -> tuple[Samples, ...]:
+def datasets(out: Path, sizes: list[int], vp_stage: int | None = None) -> tuple[Samples | None, ...]:
     (out / "touched").touch()
-    return tuple(Samples(size) for size in sizes)
+    return tuple(Samples(size) if size else None for size in sizes)
 
 
 def more(parser):
