@@ -101,7 +101,8 @@ def plan_two_layouts(
 
     Args:
         words: the script and its flags, in the first layout.
-        against: the flags of the second layout, which replace those of the first.
+        against: the flags of the second layout, which replace those of the first; may be empty if the
+            numbers of processes differ, that is, between data parallel replicas.
         out: the folder of checkpoint and dumps.
         without: flags of the first layout that the second run does not have.
         iterations: how many iterations are dumped.
@@ -124,8 +125,11 @@ def plan_two_layouts(
     if not words or words[0].startswith("-"):
         raise FlexError("no script: megatron-flex two-layouts -- SCRIPT FLAGS --against 'FLAGS'")
     other = shlex.split(against)
-    if not other:
-        raise FlexError("--against names no flags: give those of the second layout, in quotes")
+    if not other and len(set(processes)) < 2:
+        raise FlexError(
+            "--against names no flags: give those of the second layout, in quotes (or --processes 4,2 if "
+            "only the number of data parallel replicas differs)"
+        )
     first = drop_flags(words, REPLACED_FLAGS)
     names = [word.partition("=")[0] for word in other if word.startswith("--")]
     second = [*drop_flags(first, [*names, *without]), *other]

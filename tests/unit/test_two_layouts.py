@@ -70,12 +70,19 @@ def test_a_checkpoint_that_is_there_and_experts() -> None:
     assert [values(w, "--load") for w in words] == [["saved"], ["saved"]]
 
 
+def test_only_the_number_of_replicas_differs() -> None:
+    runs, words = plan("", "a.py --lr 1", processes=[4, 2])
+    assert [run.processes for run in runs] == [2, 4, 2]
+    assert all(w[:3] == ("a.py", "--lr", "1") for w in words)
+
+
 @pytest.mark.parametrize(
     ("script", "against", "more", "said"),
     [
         ("--lr 1", "--tensor-model-parallel-size 1", {}, "no script"),
         ("a.py", "", {}, "--against names no flags"),
         ("a.py", "--tensor-model-parallel-size x", {}, "--tensor-model-parallel-size x: no whole number"),
+        ("a.py", "", {"processes": [2, 2]}, "--against names no flags"),
         ("a.py", "--lr 1", {"processes": [2]}, "--processes 2: give two numbers"),
     ],
 )
