@@ -1,7 +1,8 @@
 """GPTModel's names on a HybridModel, which has each transformer layer as two: attention, then MLP or experts.
 
-Layer `k` of a GPTModel is layers `2k` and `2k + 1` of its migration. Both models have modules called
-`decoder.layers.1.mlp`, which are different ones; so a GPTModel's name is written `gpt:decoder.layers.1.mlp`.
+Layer `k` of a GPTModel is layers `2k` and `2k + 1` of its migration, and the layer in a module of multi-token
+prediction is two layers. Both models have modules called `decoder.layers.1.mlp`, which are different ones; so
+a GPTModel's name is written `gpt:decoder.layers.1.mlp`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from megatron_flex.errors import SiteError
 
 NAMESPACE = "gpt:"  # in front of a GPTModel's name, where a model's own names are expected
 TRANSFORMER, ATTENTION, MLP, OTHER = "T", "*", "-", "?"  # the kinds of layers in a pattern
+DECODER = "decoder"
 GPT_FINAL_NORM, HYBRID_FINAL_NORM = "decoder.final_layernorm", "decoder.final_norm"
 PART_KINDS = {  # the modules directly in a layer, and what they make it
     "self_attention": ATTENTION,
@@ -22,8 +24,15 @@ PART_KINDS = {  # the modules directly in a layer, and what they make it
 }
 # Points of the residual stream, of an attention layer and of an MLP layer, and a GPTModel's names of them.
 STREAM_POINTS = ({"input": "input", "output": "mid"}, {"output": "output"})
-LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(\w+))?(?=[.:]|$)")
-NAME_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)(?=[.:]|$)(?:\.(\w+)(?=[.:]|$))?(?::(\w+))?(.*)")
+PREDICTION = r"mtp\.layers\.\d+\.mtp_model_layer"  # a GPTModel's layer, or a HybridModel's stack of layers
+PART = r"(?:\.(\w+))?(?=[.:]|$)"
+IN_LAYER = r"(?=[.:]|$)(?:\.(\w+)(?=[.:]|$))?(?::(\w+))?(.*)"
+LAYER = re.compile(rf"{DECODER}\.layers\.(\d+){PART}")
+PREDICTION_LAYER = re.compile(rf"{PREDICTION}\.layers\.(\d+){PART}")
+NAME_IN_LAYER = re.compile(rf"({DECODER})\.layers\.(\d+){IN_LAYER}")
+NAME_IN_PREDICTION_LAYER = re.compile(rf"({PREDICTION})\.layers\.(\d+){IN_LAYER}")
+NAME_IN_PREDICTION = re.compile(rf"({PREDICTION}){IN_LAYER}")
+PREDICTION_MARK = "/"  # in a pattern, before the layers of prediction; Megatron's own patterns have it too
 NO_STACK = "it has no decoder.layers"
 
 
@@ -36,15 +45,23 @@ def layer_pattern(names: Iterable[str]) -> str:
     """The kinds of a decoder's layers, a character each, from the names of its sites or parameters.
 
     `T` is a layer with attention and MLP, as a GPTModel has them, `*` attention, `-` MLP or experts, `?`
-    another one, or one of which the names do not tell. Empty if no name is in a decoder's layer.
+    another one, or one of which the names do not tell. Empty if no name is in a decoder's layer. After `/`
+    are the layers of one module of multi-token prediction, if that has several layers.
 
     Examples:
         >>> from megatron_flex.gpt_names import layer_pattern
         >>> layer_pattern(["decoder.layers.0.self_attention:output", "decoder.layers.1.mlp:output"])
         '*-'
     """
+    names = list(names)
+    prediction = _kinds_of_layers(filter(None, map(PREDICTION_LAYER.match, names)))
+    mark = PREDICTION_MARK if prediction else ""
+    return _kinds_of_layers(filter(None, map(LAYER.match, names))) + mark + prediction
+
+
+def _kinds_of_layers(matches: Iterable[re.Match[str]]) -> str:
     kinds: dict[int, set[str]] = {}
-    for found in filter(None, map(LAYER.match, names)):
+    for found in matches:
         kinds.setdefault(int(found[1]), set()).update([part_kind(found[2])] if found[2] else [])
     return "".join(_kind_of_layer(kinds.get(n, set())) for n in range(max(kinds, default=-1) + 1))
 
@@ -69,15 +86,18 @@ class GptNames:
 
     Examples:
         >>> from megatron_flex.gpt_names import GptNames
-        >>> names = GptNames("*-*-")
+        >>> names = GptNames("*-*-/*-")
         >>> names.to_model("decoder.layers.1:mid"), names.to_gpt("decoder.layers.3.mlp:output")
         ('decoder.layers.2:output', 'decoder.layers.1.mlp:output')
+        >>> names.to_model("mtp.layers.0.mtp_model_layer.mlp:output")
+        'mtp.layers.0.mtp_model_layer.layers.1.mlp:output'
     """
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        self.same = TRANSFORMER in pattern
-        self.why = "" if self.same else _why_not_pairs(pattern)
+        layers, _, self._prediction = pattern.partition(PREDICTION_MARK)
+        self.same = TRANSFORMER in layers
+        self.why = "" if self.same else _why_not_pairs(layers)
         self.renames = not self.same and not self.why
 
     def to_gpt(self, name: str) -> str | None:
@@ -93,11 +113,18 @@ class GptNames:
             SiteError: there is no correspondence.
         """
         self.check(name)
-        found = None if self.same else NAME_IN_LAYER.fullmatch(name)
+        if self.same:
+            return name
+        found = NAME_IN_LAYER.fullmatch(name) or NAME_IN_PREDICTION_LAYER.fullmatch(name)
         if found is None:
-            return name if self.same else _replace_start(name, HYBRID_FINAL_NORM, GPT_FINAL_NORM)
-        number, part, point, rest = int(found[1]), found[2], found[3], found[4]
-        layer = f"decoder.layers.{number // 2}"
+            return _replace_start(name, HYBRID_FINAL_NORM, GPT_FINAL_NORM)
+        stack, number, part, point, rest = found[1], int(found[2]), found[3], found[4], found[5]
+        if stack == DECODER:
+            layer = f"{DECODER}.layers.{number // 2}"
+        elif self._why_no_prediction():
+            return None
+        else:
+            layer = stack
         if part:
             return f"{layer}.{part}{':' + point if point else ''}{rest}"
         theirs = STREAM_POINTS[number % 2].get(point or "output")
@@ -110,18 +137,15 @@ class GptNames:
             SiteError: there is no correspondence.
         """
         self.check(name)
-        found = None if self.same else NAME_IN_LAYER.fullmatch(name)
-        if found is None:
-            return name if self.same else _replace_start(name, GPT_FINAL_NORM, HYBRID_FINAL_NORM)
-        number, part, point, rest = 2 * int(found[1]), found[2], found[3], found[4]
-        if part:
-            of_mlp = part_kind(part) == MLP
-            return f"decoder.layers.{number + of_mlp}.{part}{':' + point if point else ''}{rest}"
-        for second, points in enumerate(STREAM_POINTS):
-            for own, theirs in points.items():
-                if theirs == (point or "output"):
-                    return f"decoder.layers.{number + second}{':' + own if point else ''}{rest}"
-        return f"decoder.layers.{number + 1}:{point}{rest}"
+        if self.same:
+            return name
+        if found := NAME_IN_LAYER.fullmatch(name):
+            return _name_in_pair(f"{DECODER}.layers", 2 * int(found[2]), found[3], found[4], found[5])
+        if self._prediction and (found := NAME_IN_PREDICTION.fullmatch(name)):
+            if why := self._why_no_prediction():
+                raise _no_pairs(name, why)
+            return _name_in_pair(f"{found[1]}.layers", 0, found[2], found[3], found[4])
+        return _replace_start(name, GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 
     def check(self, name: str) -> None:
         """Raise if the model's layers are no pairs of attention and MLP.
@@ -130,10 +154,40 @@ class GptNames:
             SiteError: likewise; the message has `name`.
         """
         if self.why:
-            raise SiteError(
-                f"{NAMESPACE}{name.removeprefix(NAMESPACE)}: a GPTModel's layers are pairs of attention and "
-                f"MLP, and this model has others: {self.why}; use its own name, without {NAMESPACE!r}"
-            )
+            raise _no_pairs(name, self.why)
+
+    def _why_no_prediction(self) -> str:
+        """Why the layers of prediction are no pair; empty if they are one."""
+        wanted = ATTENTION + MLP
+        wrong = f"its layers of prediction would have to be {wanted}, and are {self._prediction}"
+        return "" if self._prediction == wanted else wrong
+
+
+def _name_in_pair(layers: str, first: int, part: str | None, point: str | None, rest: str) -> str:
+    """The name of what a GPTModel's layer holds, in the two layers of a pair.
+
+    Args:
+        layers: the path of the list of layers.
+        first: the number of the attention layer; the MLP's is the next.
+        part: the module in the GPTModel's layer; None for the layer itself.
+        point: of the hook point; None if the name has none.
+        rest: what follows.
+    """
+    if part:
+        of_mlp = part_kind(part) == MLP
+        return f"{layers}.{first + of_mlp}.{part}{':' + point if point else ''}{rest}"
+    for second, points in enumerate(STREAM_POINTS):
+        for own, theirs in points.items():
+            if theirs == (point or "output"):
+                return f"{layers}.{first + second}{':' + own if point else ''}{rest}"
+    return f"{layers}.{first + 1}:{point}{rest}"
+
+
+def _no_pairs(name: str, why: str) -> SiteError:
+    return SiteError(
+        f"{NAMESPACE}{name.removeprefix(NAMESPACE)}: a GPTModel's layers are pairs of attention and "
+        f"MLP, and this model has others: {why}; use its own name, without {NAMESPACE!r}"
+    )
 
 
 def own_name(name: str, names: Iterable[str]) -> str:

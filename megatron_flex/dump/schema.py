@@ -117,8 +117,8 @@ class Manifest:
         parameters: the dumped parameters, in model order.
         settings: of the Dump.
         skipped: iterations that are complete in earlier runs, and that this run does not write.
-        layers: the kinds of the decoder's layers, a character each, as `layer_pattern` returns them; empty if
-            the model has no decoder, or an earlier version wrote the run.
+        layers: the kinds of the model's layers, as `layer_pattern` returns them; empty if the model has no
+            decoder, or an earlier version wrote the run.
     """
 
     run: int

@@ -26,6 +26,14 @@ SPREAD = Case("gpt names, tp2 sp pp2", tp=2, sp=True, pp=2, layers=2, hybrid=Tru
 CASES = [
     SPREAD,
     Case("gpt names, experts tp2 sp ep2", tp=2, sp=True, ep=2, layers=2, experts=4, pattern="*E*E"),
+    Case(
+        "gpt names, prediction tp2 sp",
+        tp=2,
+        sp=True,
+        layers=2,
+        pattern="*-*-/*-",
+        extra={"mtp_num_layers": 1},
+    ),
 ]
 EDITS = [
     "decoder.layers.0:mid",
@@ -34,6 +42,14 @@ EDITS = [
     "decoder.layers.1.pre_mlp_layernorm:output",
     "decoder.final_layernorm:output",
 ]
+PREDICTION_EDITS = [
+    "mtp.layers.0.mtp_model_layer:mid",
+    "mtp.layers.0.mtp_model_layer.self_attention.core_attention:probs",
+    "mtp.layers.0.mtp_model_layer.mlp:output",
+]
+
+
+MLP = ("mlp", "pre_mlp")  # how the modules of the second layer of a pair begin
 
 
 def transformer(case: Case) -> Case:
@@ -43,11 +59,12 @@ def transformer(case: Case) -> Case:
 
 def migrated(name: str) -> str:
     """The HybridModel's name of a GPTModel's parameter, worked out apart from the library."""
+    if found := re.fullmatch(r"(mtp\.layers\.0\.mtp_model_layer)\.(.*)", name):
+        return f"{found[1]}.layers.{int(found[2].startswith(MLP))}.{found[2]}"
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     if found is None:
-        return name.replace("final_layernorm", "final_norm")
-    second = found[2].startswith(("mlp", "pre_mlp"))
-    return f"decoder.layers.{2 * int(found[1]) + second}.{found[2]}"
+        return name.replace("decoder.final_layernorm", "decoder.final_norm")
+    return f"decoder.layers.{2 * int(found[1]) + found[2].startswith(MLP)}.{found[2]}"
 
 
 def migrate(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,6 +116,7 @@ def test_values_gradients_and_edits_are_those_of_a_gpt_model(case: Case, cells: 
     one = transformer(case)
     sites = [s for s in oracle.sites_of(one) if not matrix.moe.read_only(s)]
     edits = [oracle.AND.join(EDITS[:3]), oracle.AND.join(EDITS[3:])]
+    edits += [oracle.AND.join(PREDICTION_EDITS)] if "/" in case.pattern else []
     truth = truths.of(one, sites, edits)
     answers = run(case.world, by_gpt_names, case, truth["state"], sites, edits, timeout=300)
     judge(cells_of(case, sites, edits, truth, answers), cells)

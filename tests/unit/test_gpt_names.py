@@ -74,6 +74,42 @@ def test_each_name_has_its_counterpart(ending: str) -> None:
         assert theirs is None or names.to_model(theirs + ending) == own + ending
 
 
+PREDICTION = "mtp.layers.0.mtp_model_layer"
+# The layers in a module of multi-token prediction, and what a GPTModel calls them, written down by hand.
+PREDICTED = {
+    "mtp.layers.0:output": "mtp.layers.0:output",
+    "mtp.layers.0.eh_proj.weight": "mtp.layers.0.eh_proj.weight",
+    f"{PREDICTION}.layers.0:input": f"{PREDICTION}:input",
+    f"{PREDICTION}.layers.0:output": f"{PREDICTION}:mid",
+    f"{PREDICTION}.layers.0.self_attention.linear_qkv:q": f"{PREDICTION}.self_attention.linear_qkv:q",
+    f"{PREDICTION}.layers.1:output": f"{PREDICTION}:output",
+    f"{PREDICTION}.layers.1.mlp.linear_fc1.weight": f"{PREDICTION}.mlp.linear_fc1.weight",
+    "mtp.layers.0.final_layernorm:input": "mtp.layers.0.final_layernorm:input",
+}
+
+
+def test_layers_of_prediction_have_counterparts_too() -> None:
+    names = GptNames(layer_pattern([*HYBRID, *PREDICTED]))
+    assert names.pattern == "*-*-/*-"
+    for own, theirs in PREDICTED.items():
+        assert names.to_gpt(own) == theirs
+        assert names.to_model(theirs) == own
+    assert names.to_model(PREDICTION) == f"{PREDICTION}.layers.1"
+    assert names.to_gpt(f"{PREDICTION}.layers.1:input") is None
+    every = [*HYBRID, *PREDICTED]
+    assert found(f"gpt:{PREDICTION}:mid", None, every) == [f"{PREDICTION}.layers.0:output"]
+    assert found("gpt:**.mlp:output", None, every) == [n for n in HYBRID if n.endswith("mlp:output")]
+
+
+def test_layers_of_prediction_that_are_no_pair() -> None:
+    """The decoder's layers keep their counterparts."""
+    names = GptNames("*-*-/?-")
+    assert names.to_model("decoder.layers.1.mlp:output") == "decoder.layers.3.mlp:output"
+    assert names.to_gpt(f"{PREDICTION}.layers.1.mlp:output") is None
+    with pytest.raises(SiteError, match=r"its layers of prediction would have to be \*-, and are \?-; use"):
+        names.to_model(f"{PREDICTION}.mlp:output")
+
+
 def test_parameters_have_counterparts_too() -> None:
     parameters = [
         "decoder.layers.0.self_attention.linear_proj.weight",
