@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from megatron_flex.launch.two_layouts import DEFAULT_SITES, LayoutRun, plan_two_
 
 OPTIONS = ("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint")
 SWITCHES = ("--dry", "--no-parameters")
+RANK_MARK = re.compile(r"\[rank(\d+)\]:")  # at the beginning of each line of an exception
+LAUNCHERS_REPORT = "failed (exitcode: "  # in the first line that torchrun prints of a failed process
+LINES_OF_FAILURE = 12  # that are shown of a log
 
 
 def run_two_layouts(words: Sequence[str]) -> int:
@@ -106,6 +110,28 @@ def _train(run: LayoutRun, log: Path) -> None:
             check=False,
         )
     if done.returncode:
-        end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-        sys.stderr.write(end)
+        sys.stderr.write(find_failure(log.read_text(encoding="utf-8", errors="replace")))
         raise FlexError(f"the run to {run.title} failed with status {done.returncode}; its log is {log}")
+
+
+def find_failure(log: str) -> str:
+    """The part of a run's log that shows why the run failed.
+
+    torchrun ends a log with a traceback of its own, which can be longer than that of the training. PyTorch
+    marks the lines of an exception with their rank.
+
+    Args:
+        log: what the run printed.
+
+    Returns:
+        The last lines of the exception of the rank whose exception is first in the log; without one, the last
+        lines before torchrun's own.
+    """
+    lines = log.splitlines()
+    marked = [(found[1], line) for line in lines if (found := RANK_MARK.match(line))]
+    if marked:
+        lines = [line for rank, line in marked if rank == marked[0][0]]
+    else:
+        ends = [number for number, line in enumerate(lines) if LAUNCHERS_REPORT in line]
+        lines = lines[: ends[0]] if ends else lines
+    return "\n".join([*lines[-LINES_OF_FAILURE:], ""])

@@ -104,3 +104,20 @@ def test_the_command_prints_what_it_would_run(capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "megatron-flex compare there/first there/second"
     with pytest.raises(FlexError, match="--against needs a value"):
         run_two_layouts([*SCRIPT.split(), "--against"])
+
+
+def test_a_failure_shows_the_exception_and_not_the_launchers() -> None:
+    pytest.importorskip("typer")
+    from megatron_flex.cli.two_layouts_command import find_failure
+
+    trace = [f"[rank{rank}]:     line {n}" for n in range(50) for rank in (1, 0)]
+    errors = ["[rank1]: ValueError: heads do not divide", "[rank0]: RuntimeError: connection closed"]
+    launcher = ["Traceback (most recent call last):", *["  in torchrun"] * 500, "ChildFailedError: "]
+    lines = find_failure("\n".join(["starting", *trace, *errors, *launcher])).splitlines()
+    assert lines[-1] == errors[0]
+    assert 5 < len(lines) < 20
+    assert all(line.startswith("[rank1]: ") for line in lines)
+    launcher[0] = "E1127 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 7)"
+    own = "megatron-flex: error: no sites are named"
+    assert find_failure("\n".join([own, *launcher])) == f"{own}\n"
+    assert find_failure(own) == f"{own}\n"
