@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import shlex
 import shutil
 import signal
@@ -32,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 FAULTS = "tests/faults.toml"
 RECORD = "FLEX_MUTATE_RECORD"  # what scripts/mutate_record.py reads
 NOTICED = "noticed"
+MISSING_NAME = re.compile(r"has no attribute '(\w+)'|name '(\w+)' is not defined|variable '(\w+)' where")
+WORD = re.compile(r"\w+")
 WIDTH = 200  # characters that are shown of what a test said
 TAIL = 1500  # characters of pytest's output that are shown of a run that came to nothing
 
@@ -324,6 +327,8 @@ def try_fault(fault: Fault, root: Path, folder: Path, limit: float, wide: Sequen
         _forget(path)
         run = run_pytest(folder, ["-x", *fault.tests], limit)
         result = judge(run, limit)
+        if result.outcome == NOTICED and (name := missing_name(run.message, fault)):
+            result = Result("", "anchor", run.seconds, why=f"  its `after` uses {name!r}, which is not there")
         if result.outcome == "survived" and wide:
             further = run_pytest(folder, ["-x", *wide], 20 * limit)
             found = (
@@ -349,6 +354,17 @@ def judge(run: Run, limit: float) -> Result:
     if run.status == 0 and run.passed:
         return Result("", "survived", run.seconds, why="  the tests that it names pass with it")
     return Result("", "broken", run.seconds, why=f"  pytest ended with status {run.status}\n{run.output}")
+
+
+def missing_name(message: str, fault: Fault) -> str:
+    """The name in a fault's `after` that a test failed for want of; empty if it failed for another reason.
+
+    Such a fault proves nothing: the code has lost that name since the fault was written.
+    """
+    found = MISSING_NAME.search(message)
+    name = next(filter(None, found.groups()), "") if found else ""
+    used = [set(WORD.findall(text)) for text in (fault.before, fault.after)]
+    return name if name in used[1] - used[0] else ""
 
 
 def _forget(path: Path) -> None:

@@ -123,6 +123,21 @@ def test_a_fault_whose_test_is_gone_does_not_hide_the_others(tool: Any, checkout
     assert "no test of test_tiny.py::test_gone runs" in gone.why
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [("2 * n", "2 * n.size", "size"), ("2 * n", "2 * gone", "gone"), ("return 2 * n", "n += later", "later")],
+)
+def test_a_fault_that_uses_a_name_which_is_not_there(
+    tool: Any, checkout: Path, before: str, after: str, name: str
+) -> None:
+    """Its test fails, but would fail with any fault in that place."""
+    (result,) = tool.mutate(
+        checkout, [fault_of(tool, "stale", before, after)], tool.Record(None, ""), package="tiny"
+    )
+    assert (result.outcome, result.by) == ("anchor", "")
+    assert f"{name!r}, which is not there" in result.why
+
+
 def test_a_wider_selection_tells_who_would_notice(tool: Any, checkout: Path) -> None:
     fault = fault_of(tool, "wrong tests", "n / 2\n\n\ndef half_again", "n / 3\n\n\ndef half_again")
     (checkout / "test_half.py").write_text(
