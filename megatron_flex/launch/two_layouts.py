@@ -125,20 +125,14 @@ def plan_two_layouts(
     if not words or words[0].startswith("-"):
         raise FlexError("no script: megatron-flex two-layouts -- SCRIPT FLAGS --against 'FLAGS'")
     other = shlex.split(against)
-    if not other and len(set(processes)) < 2:
-        raise FlexError(
-            "--against names no flags: give those of the second layout, in quotes (or --processes 4,2 if "
-            "only the number of data parallel replicas differs)"
-        )
+    _check_second_layout(other, processes)
     first = drop_flags(words, REPLACED_FLAGS)
     names = [word.partition("=")[0] for word in other if word.startswith("--")]
     second = [*drop_flags(first, [*names, *without]), *other]
     multiple = _read_number(words, VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE)
     sizes = [{axis: _read_number(w, flag, 1) for axis, flag in AXIS_FLAGS.items()} for w in (first, second)]
     padded = lcm(*(multiple * size["tp"] for size in sizes))
-    worlds = [_count_ranks(size) for size in sizes] if not processes else list(processes)
-    if len(worlds) != 2:
-        raise FlexError(f"--processes {','.join(map(str, worlds))}: give two numbers, such as 4,2")
+    worlds = list(processes) or [_count_ranks(size) for size in sizes]
     common = [
         [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags()]
         for flags, size in zip((first, second), sizes, strict=True)
@@ -157,6 +151,16 @@ def plan_two_layouts(
         ours += ["--flex-report", str(out / "report.txt")]
         runs.append(LayoutRun(f"dump the {title} layout", world, (*flags, *loading), shlex.join(ours)))
     return TwoLayouts(tuple(runs), dumps)
+
+
+def _check_second_layout(flags: Sequence[str], processes: Sequence[int]) -> None:
+    if not flags and len(set(processes)) < 2:
+        raise FlexError(
+            "--against names no flags: give those of the second layout, in quotes (or --processes 4,2 if "
+            "only the number of data parallel replicas differs)"
+        )
+    if len(processes) not in (0, 2):
+        raise FlexError(f"--processes {','.join(map(str, processes))}: give two numbers, such as 4,2")
 
 
 def _fixed_flags() -> list[str]:
