@@ -21,7 +21,7 @@ from megatron_flex.alignment.reference_run import Captures, ReferenceRun
 from megatron_flex.alignment.routing import Routing
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
 from megatron_flex.alignment.step_gradients import StepGradients
-from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure
+from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure, softmax_differences
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.tolerance import Precision
@@ -230,12 +230,15 @@ class _Pass:
         kinds: the shape of each compared pair, and its two dtypes.
         absent: the sites that were not compared, with the reason.
         notes: on tokens that were left out.
+        softmax: how far tensors may differ because attention scores before them do, by site; and the same
+            of the scores in the layer of the site alone.
     """
 
     differences: dict[str, Difference] = field(default_factory=dict)
     kinds: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, torch.dtype]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    softmax: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass
@@ -265,7 +268,7 @@ class _Judge:
             layer differs by itself: its own error would show beside the small one that enters.
         """
         found = self.accumulated = self._compare(captures, carried=True)
-        bounds = {site: self._bound(site, isolated=True) for site in found.differences}
+        bounds = {site: self._bound(site, found, isolated=True) for site in found.differences}
         return not found.notes and all(d.error <= bounds[s] for s, d in found.differences.items())
 
     def isolate(self, captures: Captures) -> None:
@@ -286,10 +289,20 @@ class _Judge:
             out.kinds[match.site] = tuple(there.shape), (here.dtype, there.dtype)
             pair = compared_pair(match.row, here, there, sizes, self.config)
             out.differences[match.site] = measure(*routing.select(match, *pair))
+        out.softmax = self._softmax(out, False), self._softmax(out, True)
         return out
 
-    def _bound(self, site: str, isolated: bool = False) -> float:
-        return self.tolerances.of(site, self.accumulated.kinds[site][1], isolated=isolated)
+    def _softmax(self, run: _Pass, isolated: bool) -> dict[str, float]:
+        layers = {match.site: match.layer for match in self.matches}
+
+        def bound(site: str, softmax: float) -> float:
+            return self.tolerances.of(site, run.kinds[site][1], isolated=isolated, softmax=softmax)
+
+        return softmax_differences(run.differences, layers, bound, isolated)
+
+    def _bound(self, site: str, run: _Pass, isolated: bool = False) -> float:
+        softmax = run.softmax[isolated][site]
+        return self.tolerances.of(site, run.kinds[site][1], isolated=isolated, softmax=softmax)
 
     def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
         """The verdicts for all sites.
@@ -300,7 +313,7 @@ class _Judge:
         """
         runs = self.accumulated, self.isolated or self.accumulated
         verdicts = tuple(
-            self._verdict(match, *(run.differences[match.site] for run in runs))
+            self._verdict(match, *runs)
             for match in self.matches
             if all(match.site in run.differences for run in runs)
         )
@@ -312,16 +325,16 @@ class _Judge:
             runs=1 if self.isolated is None else 2,
         )
 
-    def _verdict(self, match: Match, accumulated: Difference, isolated: Difference) -> SiteVerdict:
-        shape, dtypes = self.accumulated.kinds[match.site]
+    def _verdict(self, match: Match, accumulated: _Pass, isolated: _Pass) -> SiteVerdict:
+        shape, dtypes = accumulated.kinds[match.site]
         return SiteVerdict(
             match.site,
             " + ".join(match.row.other),
             part_of(match),
-            accumulated,
-            self._bound(match.site),
-            isolated,
-            self._bound(match.site, isolated=True),
+            accumulated.differences[match.site],
+            self._bound(match.site, accumulated),
+            isolated.differences[match.site],
+            self._bound(match.site, isolated, isolated=True),
             shape,
             (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )

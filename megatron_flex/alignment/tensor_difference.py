@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import GRADIENT, PARAMETER_GRADIENT, VALUE, ComparedTensor
-from megatron_flex.compare.tolerance import Precision, ReductionDepths, derive_tolerance
+from megatron_flex.compare.tolerance import (
+    MOST_TOLERANCE,
+    Precision,
+    ReductionDepths,
+    derive_tolerance,
+)
 
-__all__ = ["GRADIENT", "PARAMETER_GRADIENT", "VALUE", "Difference", "SiteTolerances", "measure"]
+__all__ = [
+    "GRADIENT",
+    "PARAMETER_GRADIENT",
+    "VALUE",
+    "Difference",
+    "SiteTolerances",
+    "measure",
+    "softmax_differences",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,45 @@ def _index(number: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), shape))
 
 
+ATTENTION_SCORES, PROBABILITIES = ".core_attention:scores", ".core_attention:probs"
+AFTER_PROBABILITIES = 2.0  # the most that a share of probabilities becomes in what is computed from them
+
+
+def softmax_differences(
+    differences: Mapping[str, Difference],
+    layers: Mapping[str, int | None],
+    tolerance: Callable[[str, float], float],
+    isolated: bool,
+) -> dict[str, float]:
+    """How far the tensors of each site may differ because attention scores before it do.
+
+    If scores differ by `d`, a softmax `p` of them differs by `p * (1 - p) * 2 * d` at most, which is a share
+    of `d` of its greatest entry or less. Round-off is relative to the scores, and `d` is not: where scores
+    reach 100, the round-off of probabilities is a hundred times the usual one. What is computed from the
+    probabilities differs by about as large a share as they do. Only scores and probabilities that agree
+    explain a difference after them.
+
+    Args:
+        differences: by site, in the order of execution.
+        layers: of the sites; None outside of layers.
+        tolerance: of a site, and of such a difference before it.
+        isolated: whether only layers with equal inputs were computed, so that nothing carries over.
+    """
+    out: dict[str, float] = {}
+    carried, gap, layer = 0.0, 0.0, None
+    for site, found in differences.items():
+        if layers[site] != layer:
+            carried = 0.0 if isolated else carried + gap  # a gap is left where no probabilities were compared
+            gap, layer = 0.0, layers[site]
+        out[site] = carried + gap
+        agrees = found.error <= tolerance(site, out[site])
+        if site.endswith(ATTENTION_SCORES) and agrees:
+            gap = abs(found.here - found.there)
+        elif site.endswith(PROBABILITIES) and agrees:
+            carried, gap = carried + AFTER_PROBABILITIES * found.error, 0.0
+    return out
+
+
 class SiteTolerances:
     """How far correct models may differ at each site.
 
@@ -128,7 +180,12 @@ class SiteTolerances:
         self._depths = ReductionDepths(list(sites), max(p.layers for p in precisions))
 
     def of(
-        self, site: str, dtypes: Sequence[torch.dtype], kind: str = VALUE, isolated: bool = False
+        self,
+        site: str,
+        dtypes: Sequence[torch.dtype],
+        kind: str = VALUE,
+        isolated: bool = False,
+        softmax: float = 0.0,
     ) -> float:
         """The tolerance of a site.
 
@@ -137,6 +194,7 @@ class SiteTolerances:
             dtypes: of the two tensors.
             kind: `value`, `gradient` or `parameter_gradient`.
             isolated: whether only the layer of the site was computed by both.
+            softmax: how far the tensors may differ because attention scores before them do.
         """
         if self._given is not None:
             return self._given
@@ -144,4 +202,5 @@ class SiteTolerances:
         depth = self._depths.of(item)
         if isolated:
             depth = min(depth, self._depths.forward("decoder.layers.0:output"))
-        return derive_tolerance(item, depth, self._precisions, dtypes)
+        derived = derive_tolerance(item, depth, self._precisions, dtypes)
+        return min(derived + softmax, MOST_TOLERANCE)
