@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from bench_results import add_result_flags, check_page, command_line, publish
 
-SECTION = "align"
+SECTION, HIDDEN = "align", 512  # other widths have sections of their own
 LAYOUTS = {"one process": {}, "tp2": {"tp": 2, "sp": True}, "pp2": {"pp": 2}}
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def flags(words: list[str]) -> argparse.Namespace:
         description="Time align against the forward passes of the two models (three minutes).",
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed of each (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128 (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="a multiple of 128 (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="an even number (default %(default)s)")
     parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (default %(default)s)")
     add_result_flags(parser)
@@ -154,11 +154,12 @@ def main(words: list[str]) -> None:
     args = flags(words)
     from tests.support.pool import run_alone
 
-    check_page(args, SECTION)
+    section = SECTION if args.hidden == HIDDEN else f"{SECTION}-{args.hidden}"
+    check_page(args, section)
     found = {}
     for layout, sizes in LAYOUTS.items():
         world = sizes.get("tp", 1) * sizes.get("pp", 1)
         found[layout] = summarize(run_alone(world, measure, sizes, args, timeout=900))
     command = command_line()
     text = f"`{command}`, {date.today().isoformat()}, medians of {args.rounds} rounds.\n\n{table(found)}"
-    publish(args, SECTION, {"command": command, **found}, text)
+    publish(args, section, {"command": command, **found}, text)
