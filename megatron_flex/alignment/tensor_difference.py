@@ -126,7 +126,7 @@ def _index(number: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 ATTENTION_SCORES, PROBABILITIES = ".core_attention:scores", ".core_attention:probs"
-AFTER_PROBABILITIES = 2.0  # the most that a share of probabilities becomes in what is computed from them
+AFTER_PROBABILITIES = 2.0  # factor from the relative difference of probabilities to that of later tensors
 
 
 def softmax_differences(
@@ -137,16 +137,16 @@ def softmax_differences(
 ) -> dict[str, float]:
     """How far the tensors of each site may differ because attention scores before it do.
 
-    If scores differ by `d`, a softmax `p` of them differs by `p * (1 - p) * 2 * d` at most, which is a share
-    of `d` of its greatest entry or less. Round-off is relative to the scores, and `d` is not: where scores
-    reach 100, the round-off of probabilities is a hundred times the usual one. What is computed from the
-    probabilities differs by about as large a share as they do. Only scores and probabilities that agree
-    explain a difference after them.
+    If scores differ by `d`, their softmax `p` differs by at most `2 * d * p * (1 - p)`, that is, by `d` or
+    less relative to its greatest entry. The round-off of scores is relative to the scores, but `d` is
+    absolute: where scores reach 100, probabilities differ a hundred times more than usual. Tensors that are
+    computed from the probabilities have a relative difference of about the same size. Only scores and
+    probabilities within their own tolerances explain later differences.
 
     Args:
         differences: by site, in the order of execution.
         layers: of the sites; None outside of layers.
-        tolerance: of a site, and of such a difference before it.
+        tolerance: returns the tolerance of a site, given how much earlier scores explain.
         isolated: whether only layers with equal inputs were computed, so that nothing carries over.
     """
     out: dict[str, float] = {}
