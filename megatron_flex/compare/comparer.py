@@ -24,6 +24,7 @@ from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, W
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
 from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
+from megatron_flex.compare.noise_scale import SCORES
 from megatron_flex.compare.parameter_drift import ParameterDrift
 from megatron_flex.compare.routing_ties import (
     RoutingTies,
@@ -49,7 +50,7 @@ from megatron_flex.compare.tensor_pairs import (
     sum_differences,
 )
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
-from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
+from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, parse_layer_number, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
 from megatron_flex.errors import DumpError, FlexError, suggest_nearest
@@ -57,6 +58,8 @@ from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
+
+LEAST_SCORES, MOST_SCORES = 10.0, 1000.0  # attention scores that are suggested as a cause
 
 
 def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
@@ -241,7 +244,12 @@ class _Comparer:
             *find_replica_mismatches(self.a, iterations),
             *find_replica_mismatches(self.b, iterations),
         ]
-        hints = self.explain_first_divergence(rows)
+        if tester.explained:
+            self.notes.append(
+                f"attention scores are so large that their round-off explains the differences of "
+                f"{len(tester.explained)} tensors, first {tester.explained[0]}; less is detected after them"
+            )
+        hints = [*self.explain_first_divergence(rows), *self.suggest_scores(tester.tolerances)]
         other_tokens = self.find_other_tokens()
         return Comparison(
             self.a.describe(),
@@ -499,6 +507,24 @@ class _Comparer:
             yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_format_some(ill)}"
+
+    def suggest_scores(self, tolerances: Tolerances) -> Iterator[str]:
+        """How large attention scores would explain the first divergence, where they are not in both dumps."""
+        if self.first is None or self.first.tested.worst.test not in ("norm", "peak"):
+            return
+        item, sides = self.first.pair.item, (self.a, self.b)
+        if item.kind not in (VALUE, GRADIENT) or parse_layer_number(item.site) is None:
+            return
+        heads = [side.manifest.model.get("num_attention_heads") for side in sides]
+        if not all(heads) or any(i.site.endswith(SCORES) for side in sides for i in side.items()):
+            return
+        unit = max(p.get_unit() for p in tolerances.precisions)
+        scores = self.first.tested.worst.statistic / (2 * unit)
+        if LEAST_SCORES <= scores <= MOST_SCORES:
+            yield (
+                f"attention scores that reach {float(f'{scores:.1g}'):.0f} or more would explain it by their "
+                "round-off; dump '**.core_attention:scores' and ':probs' of both runs to see them"
+            )
 
 
 def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_flex.compare.compared_dump import PARAMETER, PARAMETER_GRADIENT, ComparedTensor
+from megatron_flex.compare.compared_dump import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    VALUE,
+    ComparedTensor,
+)
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.tolerance import parse_layer_number
 
 STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
 LATE_GROWTH = 2.5  # besides, once parameters differ or tokens were routed otherwise
+SOFTMAX_GROWTH = 2.0  # from the greatest difference of scores to the relative one of their softmax
 SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
 DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'
+SCORES, PROBABILITIES = ":scores", ":probs"  # of attention, whose softmax has no parameters
 EMBEDDING = "embedding"  # of which a site reads some rows only
 
 
@@ -54,6 +62,7 @@ class NoiseScale:
         peak: the greatest difference so far, over the peak.
         factor: the greatest deviation so far of a constant factor between both from 1.
         flipped: the fraction of tokens that were routed otherwise in a near tie.
+        softmax: the greatest relative difference so far that large attention scores explain.
     """
 
     unit: float
@@ -61,8 +70,10 @@ class NoiseScale:
     peak: float = 0.0
     factor: float = 0.0
     flipped: float = 0.0
+    softmax: float = 0.0
     _parameters: dict[str, ParameterNoise] = field(default_factory=dict)
     _read: ParameterNoise = field(default_factory=ParameterNoise)
+    _scores: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def same_weights(self) -> bool:
@@ -105,16 +116,46 @@ class NoiseScale:
 
     @property
     def late_factor(self) -> float:
-        """What a constant factor may deviate from 1 by: 0 with equal weights.
+        """What a constant factor may deviate from 1 by: 0 with equal weights and small attention scores.
 
         Parameters that differ scale what reads them, and what was scaled scales what it is an input of.
         """
-        return 0.0 if self.same_weights else STEP_GROWTH * LATE_GROWTH * self.factor
+        return 0.0 if self.same_weights and not self.softmax else STEP_GROWTH * LATE_GROWTH * self.factor
 
     def observe(self, relative: float, peak: float, factor: float = 0.0) -> None:
         """Record a tensor that is within its bounds."""
         self.relative, self.peak = max(self.relative, relative), max(self.peak, peak)
         self.factor = max(self.factor, factor)
+
+    def observe_scores(self, item: ComparedTensor, greatest: float) -> None:
+        """Record by how much attention scores differ that are within their bounds; nothing for other tensors.
+
+        Args:
+            item: a tensor that is within its bounds.
+            greatest: the greatest absolute difference.
+        """
+        if item.kind == VALUE and item.site.endswith(SCORES):
+            self._scores[item.site.removesuffix(SCORES), item.call] = greatest
+
+    def bound_softmax(self, item: ComparedTensor) -> float:
+        """What large attention scores explain of a tensor's relative difference.
+
+        If scores differ by `d`, their softmax `p` differs by at most `2 * d * p * (1 - p)`, and its
+        derivative `p * (1 - p)` by at most `2 * d` relative to itself. The round-off of scores is relative to
+        the scores, but `d` is absolute: where scores reach 100, probabilities and the gradients of scores
+        differ a hundred times more than other tensors.
+
+        Args:
+            item: the probabilities, or the scores, whose gradient it is; 0 for other tensors.
+        """
+        point = {VALUE: PROBABILITIES, GRADIENT: SCORES}.get(item.kind)
+        if point is None or not item.site.endswith(point):
+            return 0.0
+        return SOFTMAX_GROWTH * self._scores.get((item.site.removesuffix(point), item.call), 0.0)
+
+    def explain_softmax(self, error: float) -> None:
+        """Record a difference that large attention scores explain, of some tokens and heads above all."""
+        self.softmax, self.factor = max(self.softmax, error), max(self.factor, error)
 
     def flip(self, fraction: float) -> None:
         """Record tokens that were routed otherwise: what follows differs there entirely."""

@@ -82,6 +82,9 @@ class TensorTester:
         tolerances: by site.
         drift: of the parameters.
         learning_rate: of the optimizer steps; None if unknown.
+
+    Attributes:
+        explained: the tensors whose differences large attention scores explain.
     """
 
     a: ComparedDump
@@ -91,6 +94,7 @@ class TensorTester:
     learning_rate: float | None = None
     iteration: int = 0
     parameters: bool = False
+    explained: list[str] = field(default_factory=list)
     noise: NoiseScale = field(init=False)
     _copies: dict[tuple[float, ...], tuple[str, tuple[float, ...]]] = field(default_factory=dict)
 
@@ -131,6 +135,12 @@ class TensorTester:
             outcome = Outcome("tolerance", sums.error, given)
             return TestedTensor(outcome, (outcome,), given, given)
         relative, peak = self._bounds(item, found, reference)
+        if reference is None and (sums.relative > relative or _get_peak(sums) > peak):
+            error, softmax = max(sums.relative, _get_peak(sums)), self.noise.bound_softmax(item)
+            if error <= softmax and not sums.broken:
+                self.noise.explain_softmax(error)
+                self.explained.append(f"{item.name} (iteration {self.iteration})")
+                relative, peak = max(relative, softmax), max(peak, softmax)
         plain = [
             Outcome("norm", sums.error if sums.discrete or sums.broken else sums.relative, relative),
             Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
@@ -181,7 +191,7 @@ class TensorTester:
             late = min(derived * (1 + self.unseen_steps), max(derived, MOST_TOLERANCE))
             return late, late
         own = self.noise.bounds(item, self.tolerances.depths.of(item))
-        if not self.noise.same_weights or self.noise.flipped or self.unseen_steps:
+        if not self.noise.same_weights or self.noise.flipped or self.noise.softmax or self.unseen_steps:
             return own[0] + cast, own[1] + cast
         return min(own[0] + cast, derived), min(own[1] + cast, derived)
 
@@ -230,7 +240,8 @@ class TensorTester:
         self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block], unit: float
     ) -> list[Outcome]:
         read = self.noise.read_by_last
-        single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
+        uneven = self.noise.flipped or self.noise.softmax  # some tokens or heads differ more than others
+        single = self.noise.same_weights and not self.unseen_steps and not uneven
         least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
         least = least if self.noise.same_weights and not self.unseen_steps else LATE_CONTRAST
         # Rows of a vocabulary have a gradient of as many tokens as there are, most of them of none.
@@ -242,7 +253,7 @@ class TensorTester:
             factor,
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
             check_rows(profile, unit) if single and varied and item.kind == VALUE else None,
-            *([] if self.noise.flipped or words else check_blocks(profile, blocks, unit, single, least)),
+            *([] if uneven or words else check_blocks(profile, blocks, unit, single, least)),
         ]
         return [o for o in found if o is not None]
 
@@ -314,6 +325,7 @@ class TensorTester:
         if worst.excess > 1 or sums.discrete:
             return
         factor, error = (0.0, math.inf) if found.profile is None else estimate_factor(found.profile)
+        self.noise.observe_scores(item, sums.greatest)
         self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
         if item.kind == PARAMETER_GRADIENT:
             self.drift.observe_gradient(sums.relative)

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_flex as mf
 from megatron_flex.compare import compare
 from tests.support.bugs import BUGS, BY_NAME, Bug
+from tests.support.bugs.bug import CORE
 from tests.support.gpt import Case
 from tests.support.pages import ROOT
 from tests.support.planted import Bench, Pair, judge
@@ -45,6 +47,7 @@ RIGHT = [
     Case("cp2 tp2 sp", cp=2, tp=2, sp=True, layers=2),
     Case("experts tp2 sp ep2", tp=2, sp=True, ep=2, experts=4, layers=2),
 ]
+LARGE = Case("tp2 sp, large scores", tp=2, sp=True, groups=4)
 IN_HALF = [CASES["tp2"], Case("tp4 sp, eight layers", tp=4, sp=True, groups=4, layers=8), CASES["cp2"]]
 
 
@@ -116,6 +119,50 @@ def test_steps_of_adam_raise_no_alarm(precision: str, bench: Bench) -> None:
     moved = [r for r in result.rows if r.kind == "parameter"]
     assert all(r.equal for r in moved if r.iteration == 0)
     assert any(not r.equal for r in moved if r.iteration == 1)
+
+
+def with_large_scores(bench: Bench, pair: Pair) -> None:
+    """Weights of queries and keys in which attention scores are near 100, for both runs of the pair."""
+    folder, weights = bench.alone(pair)
+    state = torch.load(weights)
+    torch.save({n: t * 32**0.5 if "linear_qkv.weight" in n else t for n, t in state.items()}, weights)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_large_attention_scores_raise_no_alarm(precision: str, tmp_path: Path) -> None:
+    """The round-off of scores is relative to them; that of their softmax and its gradient is not."""
+    bench, pair = Bench(tmp_path), Pair(LARGE, precision)
+    with_large_scores(bench, pair)
+    scores = mf.open_dump(bench.alone(pair)[0])[f"{CORE}:scores"].at(0)[0].torch()
+    assert 90 < float(scores[scores > -5000].abs().max()) < 200, "the rest is masked"
+    result = bench.compared(pair)
+    assert result.verdict == "not distinguishable from round-off", str(result)
+    (note,) = (n for n in result.notes if "attention scores are so large" in n)
+    assert "core_attention:" in note
+
+
+def test_bugs_are_found_beside_large_attention_scores(tmp_path: Path) -> None:
+    bench, pair = Bench(tmp_path), Pair(LARGE)
+    with_large_scores(bench, pair)
+    for name, magnitude in (
+        ("softmax scale", 0.01),
+        ("attention mask shifted", 1.0),
+        ("output of a linear off by a factor", 0.01),
+    ):
+        bug = BY_NAME[name]
+        found = judge(bug, bench.compared(pair, name, magnitude))
+        assert found.found, name
+        assert found.localised, f"{name}: {found.first}"
+
+
+def test_scores_that_were_not_dumped_are_suggested(tmp_path: Path) -> None:
+    bench, pair = Bench(tmp_path), Pair(LARGE, "bf16", few=True)
+    with_large_scores(bench, pair)
+    result = bench.compared(pair)
+    assert result.verdict == "diverges"
+    (hint,) = (h for h in result.hints if h.startswith("attention scores that reach"))
+    assert "dump '**.core_attention:scores' and ':probs' of both runs" in hint
 
 
 def test_tolerance_from_a_run_that_is_disturbed(bench: Bench) -> None:
