@@ -59,7 +59,7 @@ class LeafTap(Tap, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `SiteForm`
 class Site:
     """A hook point: a named tensor of the forward pass.
 
@@ -255,6 +255,37 @@ def check_pattern(pattern: str) -> None:
         )
 
 
+class SiteForm:
+    """What the sites of all experts at one hook point have in common.
+
+    A model may have a hundred thousand such sites. The constructor of a frozen dataclass sets attributes one by
+    one. A form sets them together, and leaves those with default values to the class.
+
+    Args:
+        layout: as in `Site`.
+        shape: as in `Site`.
+        stage: as in `Site`.
+        hidden: as in `Site`.
+        order: as in `Site`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shape: tuple[int | str, ...],
+        stage: int,
+        hidden: str,
+        order: tuple[int, int],
+    ) -> None:
+        self._common = {"layout": layout, "shape": shape, "stage": stage, "hidden": hidden, "order": order}
+
+    def site(self, name: str, tap: Tap) -> Site:
+        """A site of this form."""
+        out = object.__new__(Site)
+        out.__dict__.update(self._common, name=name, tap=tap)
+        return out
+
+
 class SiteList(list[Site]):
     """A list of sites; printed and in a notebook a table."""
 
@@ -292,13 +323,6 @@ class SiteTable:
             if site.name in self._sites:
                 raise SiteError(f"site {site.name!r} was found twice; a name must identify one hook point")
             self._sites[site.name] = site
-        self._of_module: dict[str, list[Site]] = {}
-        for name, site in self._sites.items():
-            module = name.partition(":")[0]
-            if module in self._of_module:
-                self._of_module[module].append(site)
-            else:
-                self._of_module[module] = [site]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())
@@ -308,6 +332,14 @@ class SiteTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sites
+
+    @cached_property
+    def _of_module(self) -> dict[str, list[Site]]:
+        """The sites of each module, by its path."""
+        out: dict[str, list[Site]] = {}
+        for name, site in self._sites.items():
+            out.setdefault(name.partition(":")[0], []).append(site)
+        return out
 
     @cached_property
     def gpt_names(self) -> GptNames:

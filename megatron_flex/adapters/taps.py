@@ -239,7 +239,7 @@ Around = Callable[..., Any]  # called with the original callable, followed by th
 Resolve = Callable[[dict[str, Any]], Layout | None]  # from a call's keywords to its layout, where that varies
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, as a model may have a hundred thousand of them
 class ModuleInput:
     """An argument of a module's call.
 
@@ -266,7 +266,7 @@ class ModuleInput:
         return add_hook(self.module, hook, pre=True, with_kwargs=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, as a model may have a hundred thousand of them
 class ModuleOutput:
     """A module's output, or one element of a tuple output.
 

@@ -10,7 +10,7 @@ data flow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -40,11 +40,15 @@ class SessionTaps:
     ) -> None:
         self.registry, self.firing, self.editing, self._mesh = registry, firing, firing.editing, mesh
         self.own = {s.name: s for s in sites}
-        self._positions = {name: position for position, name in enumerate(self.own)}
         self._own_parameters = {p.name: p for p in parameters}
         self._taps: dict[str, Undo] = {}
         self._tapped: dict[nn.Module, list[Site]] = {}  # for each module, in the order of the data flow
         self._hooks_due: set[HookFunction] = set()
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        """The place of each site in the order of the data flow."""
+        return {name: position for position, name in enumerate(self.own)}
 
     def update_taps(self) -> None:
         """Install taps where active hooks need them, and remove all others."""

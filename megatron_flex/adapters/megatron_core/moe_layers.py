@@ -29,12 +29,12 @@ from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput,
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, Tap, TapCallback
+from megatron_flex.sites import Site, SiteForm, Tap, TapCallback, model_order
 
 DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, as a model may have a hundred thousand of them
 class ExpertRows:
     """A tensor of experts, routed back to its tokens.
 
@@ -336,12 +336,14 @@ def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[S
     parts = [(m, getattr(m, "linear_fc1", m), getattr(m, "linear_fc2", m)) for m in local]
     each, here, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
     points, mesh, stage = _expert_points(b), b.mesh, b.stage
+    order = model_order(Site(f"{path}:output", stream, (), stage))
+    forms = [(*point[:5], SiteForm(point.home, point.shape, stage, no, order)) for point in points]
     for expert in range(b.config.num_moe_experts):
         mine, owned = parts[expert % len(parts)], expert // each == here
         front = f"{path}.local_experts.{expert}"
-        for name, part, tap, layout, home, shape in points:
+        for name, part, tap, layout, home, form in forms:
             rows = ExpertRows(tap(mine[part]), module, layout, home, stream, mesh, expert, owned)
-            yield Site(front + name, home, shape, stage, no, tap=rows)
+            yield form.site(front + name, rows)
 
 
 def _entry_width(b: SiteBuilder) -> int:
