@@ -258,8 +258,8 @@ def check_pattern(pattern: str) -> None:
 class SiteForm:
     """What the sites of all experts at one hook point have in common.
 
-    A model may have a hundred thousand such sites. The constructor of a frozen dataclass sets attributes one by
-    one. A form sets them together, and leaves those with default values to the class.
+    A model may have a hundred thousand such sites. The constructor of a frozen dataclass sets attributes
+    one by one. A form sets them together, and leaves those with default values to the class.
 
     Args:
         layout: as in `Site`.
