@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.reader import result_memory
+from megatron_flex.dump import host_memory
+from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.reader.read_ahead import read_ahead
-from megatron_flex.dump.reader.result_memory import allocate_result
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -679,7 +679,7 @@ def read_mapping_flags(address: int) -> list[str] | None:
     reason="this system has no huge pages that a program can advise, or does not list the flags of mappings",
 )
 def test_the_kernel_notes_the_advice_for_a_large_result() -> None:
-    large = allocate_result([64, 1024, 256], torch.float32)
+    large = allocate_on_host([64, 1024, 256], torch.float32)
     plain = torch.empty([64, 1024, 256])
     flags = {
         name: "hg" in (read_mapping_flags(tensor.data_ptr() + tensor.nbytes // 2) or [])
@@ -690,16 +690,16 @@ def test_the_kernel_notes_the_advice_for_a_large_result() -> None:
 
 def test_full_pages_of_large_results_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(result_memory, "HUGE_PAGES", 14)
-    monkeypatch.setattr(result_memory, "_load_madvise", lambda: lambda *args: advised.append(args))
-    small = allocate_result([result_memory.MIN_ADVISED_BYTES // 4 - 1], torch.float32)
-    assert (small.numel() * 4 < result_memory.MIN_ADVISED_BYTES, advised) == (True, [])
-    large = allocate_result([result_memory.MIN_ADVISED_BYTES // 2 + 3], torch.bfloat16)
+    monkeypatch.setattr(host_memory, "HUGE_PAGES", 14)
+    monkeypatch.setattr(host_memory, "_load_madvise", lambda: lambda *args: advised.append(args))
+    small = allocate_on_host([host_memory.MIN_ADVISED_BYTES // 4 - 1], torch.float32)
+    assert (small.numel() * 4 < host_memory.MIN_ADVISED_BYTES, advised) == (True, [])
+    large = allocate_on_host([host_memory.MIN_ADVISED_BYTES // 2 + 3], torch.bfloat16)
     ((start, length, advice),) = advised
     end = large.data_ptr() + large.numel() * 2
     assert (start % mmap.PAGESIZE, length % mmap.PAGESIZE, advice) == (0, 0, 14)
     assert large.data_ptr() <= start < large.data_ptr() + mmap.PAGESIZE
     assert end - mmap.PAGESIZE < start + length <= end
-    monkeypatch.setattr(result_memory, "_load_madvise", lambda: None)  # a C library without it
-    assert allocate_result([result_memory.MIN_ADVISED_BYTES], torch.uint8).is_contiguous()
+    monkeypatch.setattr(host_memory, "_load_madvise", lambda: None)  # a C library without it
+    assert allocate_on_host([host_memory.MIN_ADVISED_BYTES], torch.uint8).is_contiguous()
     assert len(advised) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import resource
 import shutil
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.config import flex_config
-from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry
+from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
 from megatron_flex.dump.checksums import combine_block_checksums, compute_block_checksums
 from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
 from megatron_flex.dump.writer import part_writer, writer_thread
@@ -265,6 +266,21 @@ def test_buffers_are_used_again_and_bounded() -> None:
         assert at.held + at._idle <= at.most
     assert at.held == 0
     assert at.greatest <= at.most
+
+
+def test_large_buffers_are_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(host_memory, "HUGE_PAGES", 14)
+    monkeypatch.setattr(host_memory, "_load_madvise", lambda: lambda *args: advised.append(args))
+    at = HostBuffers(1 << 30)
+    for nbytes in (40_000, host_memory.MIN_ADVISED_BYTES + 1):  # of many small tensors, and of a large one
+        buffer = at.take(at.size(nbytes, False), False)
+        start, length, advice = advised.pop()
+        assert buffer.data_ptr() <= start < start + length <= buffer.data_ptr() + buffer.nbytes
+        assert (length > buffer.nbytes - 2 * mmap.PAGESIZE, advice) == (True, 14)
+        at.give(buffer, False)
+        assert at.take(buffer.nbytes, False) is buffer
+        assert not advised, "once for a buffer"
 
 
 class Device:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.reader.result_memory import allocate_result
+from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
@@ -459,7 +459,7 @@ class DumpArray:
         where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
         source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
         lengths = [len(i) for i in where[1:]]
-        out = allocate_result([len(passes), *lengths], dtype or source.dtype)
+        out = allocate_on_host([len(passes), *lengths], dtype or source.dtype)
         for row, which in enumerate(passes):
             source.read(which, where[1:], out[row])
         live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.config import flex_config
+from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.part_format import TENSOR_ALIGNMENT
 from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart, write_part
 from megatron_flex.errors import DumpError
@@ -77,7 +78,11 @@ class HostBuffers:
             self._idle -= size
         else:
             self._shrink(self.most - self.held - size)
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            buffer = (
+                torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else allocate_on_host([size], torch.uint8)
+            )
         self.held += size
         self.greatest = max(self.greatest, self.held)
         return buffer

@@ -1,7 +1,8 @@
-"""Memory for the tensors that a reader returns: large ones on the huge pages of the operating system.
+"""Memory of the CPU for tensors that are read or about to be written: large ones on huge pages.
 
 Each page of new memory costs a page fault when it is first written. Pages of 4 KiB make half of the time in
-which a large tensor is copied out of a file; Linux uses pages of 2 MiB where a program advises it.
+which a large tensor is copied out of a file, and a third of the time in which a large tensor is copied and
+written. Linux uses pages of 2 MiB where a program advises it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ MIN_ADVISED_BYTES = 8 << 20  # below, memory comes from a heap whose pages are t
 HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # None where the system has no such advice
 
 
-def allocate_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor on the CPU.
+def allocate_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate an uninitialized tensor on the CPU.
 
     Args:
         shape: its shape.
