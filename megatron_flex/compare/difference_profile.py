@@ -20,6 +20,7 @@ GRID_DTYPES = {  # low bits of the mantissa that are zero where a value is repre
     torch.float16: {"fp8 e4m3": 7, "fewer than 8 bits of mantissa": 4},
 }
 INTEGER_VIEWS = {4: torch.int32, 2: torch.int16}
+SMALL_ROW = 0.25  # of the norm of an average row
 GRID_CONTRAST = 0.01  # fractions on a grid that differ by less are not resolved by dim
 
 
@@ -85,6 +86,7 @@ class DifferenceProfile:
     Attributes:
         along: the energy of the difference along A, of each row of the last dim by itself.
         along_squares: the sum of the squares of these rows' energies.
+        row: the greatest relative difference of one row, of those that are not far smaller than the others.
     """
 
     dims: tuple[str, ...]
@@ -94,6 +96,7 @@ class DifferenceProfile:
     count: int = field(default=0, init=False)
     along: float = field(default=0.0, init=False)
     along_squares: float = field(default=0.0, init=False)
+    row: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         def zeros(length: int) -> Tensor:
@@ -119,8 +122,9 @@ class DifferenceProfile:
         gap = right - left
         parts = (left.square(), right.square(), gap * left, gap.square(), gap)
         found = [sum_by_dim(part) for part in parts]
-        rows = (part.sum(-1) for part in (parts[0], parts[2]))
-        energies = _compute_energy_along(*rows)
+        squares, dots, gaps = (part.sum(-1) for part in (parts[0], parts[2], parts[3]))
+        self.row = max(self.row, _compute_greatest_row(squares, gaps))
+        energies = _compute_energy_along(squares, dots)
         self.along += float(energies.sum())
         self.along_squares += float(energies.square().sum())
         self.count += left.numel()
@@ -170,6 +174,14 @@ class DifferenceProfile:
 def _compute_energy_along(squares: Tensor, dots: Tensor) -> Tensor:
     """The part of each row's difference that is a factor of the row: the square of its projection."""
     return (dots.square() / squares.clamp(min=1e-300)).where(squares > 0, 0.0)
+
+
+def _compute_greatest_row(squares: Tensor, gaps: Tensor) -> float:
+    """The greatest relative difference of one row; a small row's norm counts as a part of the average one."""
+    if not squares.numel():
+        return 0.0
+    least = SMALL_ROW * SMALL_ROW * float(squares.mean())
+    return math.sqrt(float((gaps / squares.clamp(min=max(least, 1e-300))).max()))
 
 
 def sum_by_dim(values: Tensor) -> list[Tensor]:

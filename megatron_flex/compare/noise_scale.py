@@ -60,6 +60,7 @@ class NoiseScale:
     Attributes:
         relative: the greatest relative difference so far.
         peak: the greatest difference so far, over the peak.
+        row: the greatest relative difference so far of one token's features.
         factor: the greatest deviation so far of a constant factor between both from 1.
         flipped: the fraction of tokens that were routed otherwise in a near tie.
         softmax: the greatest relative difference so far that large attention scores explain.
@@ -68,6 +69,7 @@ class NoiseScale:
     unit: float
     relative: float = 0.0
     peak: float = 0.0
+    row: float = 0.0
     factor: float = 0.0
     flipped: float = 0.0
     softmax: float = 0.0
@@ -109,9 +111,12 @@ class NoiseScale:
         read = self.read_by(item)
         fresh = DEPTH_SHARE * self.unit * math.sqrt(depth)
         growth = SUM_GROWTH if item.kind == PARAMETER_GRADIENT else 1.0
-        growth *= LATE_GROWTH if read.relative or self.flipped else 1.0
+        late = bool(read.relative or self.flipped)
+        growth *= LATE_GROWTH if late else 1.0
         relative = STEP_GROWTH * growth * (max(self.relative, 2 * read.relative) + fresh)
-        peak = PEAK_GROWTH * growth * (max(self.peak, 2 * read.peak) + fresh)
+        # Training makes single tokens differ by far more than others; any of them may have the peak later.
+        row = self.row if late else 0.0
+        peak = PEAK_GROWTH * growth * (max(self.peak, row, 2 * read.peak) + fresh)
         return relative, max(peak, relative)
 
     @property
@@ -126,6 +131,10 @@ class NoiseScale:
         """Record a tensor that is within its bounds."""
         self.relative, self.peak = max(self.relative, relative), max(self.peak, peak)
         self.factor = max(self.factor, factor)
+
+    def observe_row(self, row: float) -> None:
+        """Record the greatest relative difference of one token's features, of a tensor within its bounds."""
+        self.row = max(self.row, row)
 
     def observe_scores(self, item: ComparedTensor, greatest: float) -> None:
         """Record by how much attention scores differ that are within their bounds; nothing for other tensors.

@@ -12,6 +12,8 @@ from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
+    SAMPLE_AXIS,
+    TOKEN_AXIS,
     VALUE,
     ComparedDump,
     ComparedTensor,
@@ -327,6 +329,8 @@ class TensorTester:
         factor, error = (0.0, math.inf) if found.profile is None else estimate_factor(found.profile)
         self.noise.observe_scores(item, sums.greatest)
         self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
+        if item.kind in (VALUE, GRADIENT) and found.profile is not None and _has_features(found.profile):
+            self.noise.observe_row(found.profile.row)
         if item.kind == PARAMETER_GRADIENT:
             self.drift.observe_gradient(sums.relative)
 
@@ -341,6 +345,11 @@ class TensorTester:
 
 def _get_deviations(item: ComparedTensor) -> float:
     return GRADIENT_DEVIATIONS if item.kind == PARAMETER_GRADIENT else FACTOR_DEVIATIONS
+
+
+def _has_features(profile: DifferenceProfile) -> bool:
+    """Whether its rows are tokens: the last dim is neither of the samples nor of the positions."""
+    return len(profile.dims) > 1 and profile.dims[-1] not in (SAMPLE_AXIS, TOKEN_AXIS)
 
 
 def _get_peak(sums: DifferenceSums) -> float:

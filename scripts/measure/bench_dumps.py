@@ -185,43 +185,60 @@ def _visit(writing: Writing, step: Callable[[], None], model: nn.Module) -> tupl
 # -- the disk alone ------------------------------------------------------------------------------------
 
 
+SUSTAINED = 4  # iterations that are written one behind the other
+
+
 def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[float]]:
     """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping."""
+    tensors = [torch.randn(512, 4, 1024) for _ in range(mib // 8)]
+    out: dict[str, list[float]] = {}
+
+    def note(name: str, amount: int, write: Callable[[], None]) -> None:
+        start = perf_counter()
+        write()
+        out.setdefault(name, []).append(amount / (perf_counter() - start))
+
+    for _ in range(rounds):
+        for iterations, suffix in ((1, ""), (SUSTAINED, " sustained")):
+            folder = Path(tempfile.mkdtemp(dir=place))
+            note(f"raw write{suffix}", mib * iterations, partial(write_raw, folder, tensors, iterations))
+            if iterations == 1:
+                start = perf_counter()
+                mapped = torch.from_file(str(folder / "raw0"), size=mib << 18, dtype=torch.float32)
+                mapped.clone()
+                out.setdefault("raw read", []).append(mib / (perf_counter() - start))
+                del mapped
+            shutil.rmtree(folder)
+            folder = Path(tempfile.mkdtemp(dir=place))
+            note(f"writer{suffix}", mib * iterations, partial(write_dump, folder, tensors, iterations))
+            shutil.rmtree(folder)
+        out.setdefault("reader", []).append(mib / read_back(place, tensors))
+    return out
+
+
+def write_raw(folder: Path, tensors: list[Tensor], iterations: int) -> None:
+    """Write the tensors to a file for each iteration."""
+    for number in range(iterations):
+        with (folder / f"raw{number}").open("wb", buffering=0) as file:
+            for tensor in tensors:
+                file.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
+
+
+def write_dump(folder: Path, tensors: list[Tensor], iterations: int) -> None:
+    """Write the tensors as iterations of a dump, and wait until all are with the operating system."""
     from megatron_flex.dump import VALUE, Dump, DumpWriter, ShardEntry
     from megatron_flex.layout import replicated
 
-    tensors = [torch.randn(512, 4, 1024) for _ in range(mib // 8)]
-    out: dict[str, list[float]] = {n: [] for n in ("writer", "raw write", "reader", "raw read")}
-    for _ in range(rounds):
-        folder = Path(tempfile.mkdtemp(dir=place))
-        start = perf_counter()
-        with (folder / "raw").open("wb", buffering=0) as file:
-            for tensor in tensors:
-                file.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
-        out["raw write"].append(mib / (perf_counter() - start))
-        (folder / "run").mkdir()
-        start = perf_counter()
-        writer = DumpWriter(
-            folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
-        )
-        writer.begin(0, 0, True, 1)
+    (folder / "run").mkdir()
+    dump = Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
+    writer = DumpWriter(folder / "run", 0, {}, dump)
+    for iteration in range(iterations):
+        writer.begin(iteration, 0, True, 1)
         for number, tensor in enumerate(tensors):
-            writer.put(
-                ShardEntry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""),
-                replicated("s", "b", "h"),
-                tensor,
-            )
+            entry = ShardEntry("x", VALUE, number, 0, 0, tuple(tensor.shape), "")
+            writer.put(entry, replicated("s", "b", "h"), tensor)
         writer.finish()
-        writer.close()
-        out["writer"].append(mib / (perf_counter() - start))
-        start = perf_counter()
-        mapped = torch.from_file(str(folder / "raw"), size=mib << 18, dtype=torch.float32)
-        mapped.clone()
-        out["raw read"].append(mib / (perf_counter() - start))
-        del mapped
-        out["reader"].append(mib / read_back(place, tensors))
-        shutil.rmtree(folder)
-    return out
+    writer.close()
 
 
 def read_back(place: Path, tensors: list[Tensor]) -> float:
@@ -293,7 +310,8 @@ def report(result: dict[str, Any]) -> str:
             _markdown(table),
             "",
             f"one process, MiB/s: {told}",
-            f"writer over raw writes of the same bytes: {over('writer', 'raw write')}",
+            f"writer over raw writes of the same bytes: {over('writer', 'raw write')}, "
+            f"{SUSTAINED} iterations: {over('writer sustained', 'raw write sustained')}",
             "reader, which puts four ranks' shards together, over a copy out of a mapped file: "
             + over("reader", "raw read"),
             f"most that the queue held: {result['held']['m'] / 2**20:.1f} MiB",
