@@ -266,6 +266,28 @@ def test_differing_parameters_scale_what_reads_them() -> None:
     assert strict.excess > 1 > late.excess
 
 
+def test_after_a_step_one_token_may_have_the_peak_later() -> None:
+    noise, item = NoiseScale(2.0**-24), ComparedTensor(SECOND, "gradient")
+    noise.observe(1e-5, 2e-5)
+    before = noise.bounds(item, 9)
+    noise.observe_row(1e-2)
+    assert noise.bounds(item, 9) == before, "with equal parameters no token differs by far more than others"
+    noise.parameter("decoder.layers.1.mlp.linear_fc1.weight", ParameterNoise(1e-7, 1e-7, 1e-7))
+    relative, peak = noise.bounds(item, 9)
+    assert peak > 1e-2
+    assert relative < 1e-4, "the norm is of all tokens"
+
+
+def test_the_token_that_differs_most() -> None:
+    a, b = noisy(1, 1e-6)
+    a = torch.cat([a, 1e-6 * a[:1]])
+    b = torch.cat([b, torch.zeros_like(b[:1])])
+    b[2] *= 1.25
+    assert profile_of(a, b).row == pytest.approx(0.25, rel=1e-3), (
+        "not the small token, which has lost all of it"
+    )
+
+
 def test_scores_explain_their_softmax_and_its_gradient() -> None:
     noise, core = NoiseScale(2.0**-24), "decoder.layers.1.self_attention.core_attention"
     noise.observe_scores(ComparedTensor(f"{core}:scores", "value"), 1e-3)
