@@ -59,7 +59,7 @@ class LeafTap(Tap, Protocol):
         ...
 
 
-@dataclass(frozen=True)  # without slots, for `SiteForm`
+@dataclass(frozen=True)  # without slots, for the `SiteForm` of experts
 class Site:
     """A hook point: a named tensor of the forward pass.
 
@@ -253,37 +253,6 @@ def check_pattern(pattern: str) -> None:
             f"pattern {pattern!r} has an empty part; write a path such as 'decoder.layers.*', with at most "
             "one colon and a point after it"
         )
-
-
-class SiteForm:
-    """What the sites of all experts at one hook point have in common.
-
-    A model may have a hundred thousand such sites. The constructor of a frozen dataclass sets attributes
-    one by one. A form sets them together, and leaves those with default values to the class.
-
-    Args:
-        layout: as in `Site`.
-        shape: as in `Site`.
-        stage: as in `Site`.
-        hidden: as in `Site`.
-        order: as in `Site`.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        shape: tuple[int | str, ...],
-        stage: int,
-        hidden: str,
-        order: tuple[int, int],
-    ) -> None:
-        self._common = {"layout": layout, "shape": shape, "stage": stage, "hidden": hidden, "order": order}
-
-    def site(self, name: str, tap: Tap) -> Site:
-        """A site of this form."""
-        out = object.__new__(Site)
-        out.__dict__.update(self._common, name=name, tap=tap)
-        return out
 
 
 class SiteList(list[Site]):

@@ -24,12 +24,13 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     Packing,
     ParameterKind,
     SiteBuilder,
+    SiteForm,
 )
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput, add_hook, intercept
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, SiteForm, Tap, TapCallback, model_order
+from megatron_flex.sites import Site, Tap, TapCallback, model_order
 
 DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
 
