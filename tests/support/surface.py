@@ -73,9 +73,11 @@ def _described(name: str, value: Any) -> Iterator[str]:
         yield f"{name}{_signature(value)}" if callable(value) else f"{name}: {type(value).__name__}"
         return
     yield f"class {name}{_signature(value)}"
-    for member in sorted(n for n in dir(value) if not n.startswith("_")):
-        found = inspect.getattr_static(value, member)
-        owner = next(c for c in value.__mro__ if member in vars(c))
+    # Fields without a default are attributes of the class only where it has slots.
+    fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    for member in sorted(n for n in {*dir(value), *fields} if not n.startswith("_")):
+        found = inspect.getattr_static(value, member, None)
+        owner = next((c for c in value.__mro__ if member in vars(c)), value)
         if not owner.__module__.startswith("megatron_flex"):
             continue
         if isinstance(found, (classmethod, staticmethod)):
