@@ -119,7 +119,7 @@ class GradientLayoutSource(ParameterUses, Protocol):
         """Trace calls of the model until the returned function is called."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the `SiteForm` of experts' parameters
 class ParameterSite:
     """A parameter, whose gradient can be hooked.
 

@@ -150,7 +150,11 @@ def _relative_energies(sums: DimSums) -> Tensor:
 def measure_block(
     profile: DifferenceProfile, block: Block, unit: float, least: float = 0.0
 ) -> tuple[float, float]:
-    """The amplitude of a block's difference over that of the rest, by medians, and its bound."""
+    """The amplitude of a block's difference over that of the rest, by medians, and its bound.
+
+    Entries of the rest that are equal in both runs do not count where others differ: with context parallelism
+    the first positions may be computed by the same operations in both runs, and the last ones may not.
+    """
     sums = profile.by_dim[block.dim]
     relative = _relative_energies(sums)
     inside = torch.zeros(len(relative), dtype=torch.bool)
@@ -159,6 +163,8 @@ def measure_block(
     own, rest = relative[inside & seen], relative[~inside & seen]
     if not len(own) or not len(rest):
         return 0.0, math.inf
+    if bool((rest > 0).any()):
+        rest = rest[rest > 0]
     floor = (unit / 2) ** 2
     contrast = math.sqrt(float(own.median()) / (float(rest.median()) + floor))
     if len(block.entries) < FEWEST_BLOCK_ENTRIES:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_flex.adapters import detect, list_model_chunks
+from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
@@ -91,7 +92,8 @@ class FlexModel(nn.Module):
         chunks = list_model_chunks(module)
         self.chunks = nn.ModuleList(chunks)
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
-        self.session = Session(detect(chunks, sizes, process_group), gather_data_parallel)
+        with shared_walk():  # which modules there are stays until hooks are registered
+            self.session = Session(detect(chunks, sizes, process_group), gather_data_parallel)
         self._registration = HookRegistration(self.session)
         self._sinks = SinkRegistration(self.session, self.chunks)
         self._access = ParameterAccess(self.session)

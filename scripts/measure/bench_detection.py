@@ -42,7 +42,7 @@ LAYOUTS = [
     replace(DENSE, name="tp2 sp pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, layers=4),
 ]
 SEEDS, STEPS = 5, 20
-HELD_OUT = 100  # the first of the seeds that no bound was set on
+HELD_OUT = 200  # the first of the seeds that no bound was set on
 RIGHT = ("right", "held-out")
 PARTS = [*RIGHT, "bug", "size"]
 FINENESS = {"fp32": 2.0, "bf16": 2.0, "fp16": 4.0, "fp8": 4.0}  # of the bisection, in powers of two

@@ -103,6 +103,78 @@ def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) ->
     assert at.tally.nbytes == 4 * 7 * 1600
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_large_part_is_written_by_two_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """Each writes its tensors where they belong, replicas among them, with their checksums."""
+    by: dict[str, int] = {}
+    write = os.pwritev
+
+    def counted(file: int, pieces: list[memoryview], at: int) -> int:
+        name = threading.current_thread().name
+        by[name] = by.get(name, 0) + sum(map(len, pieces))
+        return write(file, pieces, at)
+
+    monkeypatch.setattr(part_writer.os, "pwritev", counted)
+    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: cores)
+    rows = [3, 500_000, 1, 0, 700_001, 70_000, 8]
+    given = {f"site {n}": torch.rand(count, 2) for n, count in enumerate(rows)}
+    at = writer(tmp_path)
+    at.begin(0, 0, True, 1)
+    for number, (site, tensor) in enumerate(given.items()):
+        kind = REPLICA if number == 2 else VALUE
+        at.put(ShardEntry(site, kind, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor)
+    at.finish()
+    at.close()
+    found = of(tmp_path, 0)
+    del given["site 2"]
+    assert list(found) == list(given)
+    assert all(torch.equal(found[s], t) for s, t in given.items())
+    assert len(by) == cores
+    assert min(by.values()) > sum(by.values()) / cores * 0.8
+
+
+@pytest.mark.parametrize("thread", ["megatron_flex dump", "megatron_flex dump part"])
+def test_what_one_of_two_threads_cannot_write_costs_the_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    write = os.pwritev
+
+    def broken(file: int, pieces: list[memoryview], at: int) -> int:
+        if threading.current_thread().name == thread:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(file, pieces, at)
+
+    monkeypatch.setattr(part_writer.os, "pwritev", broken)
+    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: 2)
+    at = writer(tmp_path, on_error="raise")
+    step(at, 0, {"large": torch.rand(3 << 20)})
+    at.close()
+    assert not list((tmp_path / "0000000000").iterdir())
+    error = at.trouble()
+    assert error is not None
+    assert "Input/output error" in str(error)
+
+
+def test_a_part_is_written_where_the_system_gives_no_second_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "megatron_flex dump part":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: 2)
+    at, large = writer(tmp_path), torch.rand(3 << 20)
+    step(at, 0, {"large": large})
+    at.close()
+    assert torch.equal(of(tmp_path, 0)["large"], large)
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_commit_is_durable_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
@@ -418,7 +490,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, what: str, error: BaseException) ->
     return broken
 
 
-@pytest.mark.parametrize("what", ["open", "writev", "fsync", "rename"])
+@pytest.mark.parametrize("what", ["open", "pwritev", "fsync", "rename"])
 def test_a_full_disk_costs_iterations_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -459,7 +531,7 @@ def test_a_failing_later_part_takes_the_earlier_ones_with_it(
         at.put(ShardEntry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
     _drain(at)
     assert [p.name for p in (tmp_path / "0000000000").iterdir()] == ["00000-000.safetensors"]
-    _breaks(monkeypatch, "writev", OSError(errno.EIO, os.strerror(errno.EIO)))
+    _breaks(monkeypatch, "pwritev", OSError(errno.EIO, os.strerror(errno.EIO)))
     at.put(ShardEntry("last", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, given[2][1])
     at.finish()
     at.close()

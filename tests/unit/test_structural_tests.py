@@ -122,6 +122,22 @@ def test_one_shard_is_seen() -> None:
     assert "what tp rank 1 of 2 holds in B" in found.evidence
 
 
+def test_positions_that_are_computed_alike_do_not_make_the_others_a_block() -> None:
+    """With context parallelism over two ranks, rank 0 has the first quarter of the sequence and the last."""
+    a, b = noisy(2)
+    a, b = a.transpose(0, 1).contiguous(), b.transpose(0, 1).contiguous()
+    length = len(a)
+    b[: length // 4] = a[: length // 4]
+    b[length // 4 :] += 16 * UNIT * noisy(3)[0].transpose(0, 1)[length // 4 :]
+    middle = tuple(range(length // 4, 3 * length // 4))
+    shard = Block(0, middle, "what cp rank 1 of 2 holds in B", "cp")
+    (found,) = check_blocks(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
+    assert found.excess < 0.5
+    b[3 * length // 4 :] = a[3 * length // 4 :]  # now the difference is confined to the block
+    (found,) = check_blocks(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
+    assert found.excess > 1
+
+
 def test_one_entry_does_not_make_a_shard() -> None:
     """An optimizer turns single weights, whose features then differ by much."""
     a, b = noisy(2)

@@ -7,7 +7,6 @@ used: some are missing, some are wrong.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,7 +25,12 @@ from megatron_flex.adapters.megatron_core import (
 from megatron_flex.adapters.megatron_core.dense_layers import is_output_layer
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import global_modules
-from megatron_flex.adapters.megatron_core.site_builder import KindTable, SiteBuilder, unpadded_vocabulary
+from megatron_flex.adapters.megatron_core.site_builder import (
+    KindTable,
+    SiteBuilder,
+    SiteForm,
+    unpadded_vocabulary,
+)
 from megatron_flex.adapters.module_walk import find_once, own_parameters, walk_modules
 from megatron_flex.adapters.taps import MethodOutput
 from megatron_flex.layout import Layout, full_shape
@@ -60,11 +64,7 @@ SITE_KINDS = (
 
 def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
     """The sites of one model of one chunk, in model order."""
-    return list(_walk_sites(root, mesh))
-
-
-def _walk_sites(root: nn.Module, mesh: Mesh) -> Iterator[Site]:
-    site_kinds = KindTable(SITE_KINDS)
+    site_kinds, out = KindTable(SITE_KINDS), list[Site]()
     main = SiteBuilder(root, mesh)
     own = getattr(root, "encoder_config", None)  # of T5's encoder, which may differ in everything
     encoder = main if own is None else SiteBuilder(root, mesh, own)
@@ -72,10 +72,11 @@ def _walk_sites(root: nn.Module, mesh: Mesh) -> Iterator[Site]:
         role = path.rpartition(".")[2]
         kind = site_kinds.find(role, module) if path.startswith(PARTS_WITH_SITES) else None
         if kind is not None:
-            yield from kind.sites(encoder if path.partition(".")[0] == ENCODER else main, path, module)
+            out += kind.sites(encoder if path.partition(".")[0] == ENCODER else main, path, module)
     if main.ends and is_output_layer(getattr(root, "output_layer", None)):
         tap = MethodOutput(root, "compute_language_model_loss")
-        yield main.site("loss:output", main.of.loss(), tap)
+        out.append(main.site("loss:output", main.of.loss(), tap))
+    return out
 
 
 OWNER_KINDS = (*ssm_layers.SSM_OWNERS, *dense_layers.BERT_OWNERS)
@@ -109,28 +110,22 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
     """
     # Where both ends of the model are on one rank, the output layer has no weight of its own.
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
-    stage, experts = mesh["pp"].coord, mesh["ep"]
+    experts = mesh["ep"]
     out: list[ParameterSite] = []
-    form = _ParameterForms(mesh)
+    forms = _ParameterForms(mesh)
     for path, _, name, parameter, rule in find_once(_parameters_with_layouts, root, mesh):
         if rule is None:
             continue
         inside = EXPERT_PARAMETER.fullmatch(full_name := f"{path}.{name}" if path else name)
-        layout, shape, local = form.of(rule, parameter, inside is not None)
+        form = forms.of(rule, parameter, inside is not None)
         if inside:
-            out += _sites_on_all_ranks(
-                inside, layout, shape, local, parameter, stage, experts, root.config.num_moe_experts
-            )
+            out += _sites_on_all_ranks(inside, form, parameter, experts, root.config.num_moe_experts)
             continue
-        site = ParameterSite(
-            full_name,
-            layout,
-            shape,
-            parameter,
-            stage,
+        site = form.make(
+            name=full_name,
+            parameter=parameter,
             copy_of=WORD_EMBEDDINGS if tied and full_name == OUTPUT_WEIGHT else "",
             hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
-            local=local,
         )
         out.append(site)
     return out
@@ -140,21 +135,27 @@ class _ParameterForms:
     """The layouts and shapes of parameters, worked out once for those that have them in common."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._sizes = mesh.sizes
+        self._sizes, self._stage = mesh.sizes, mesh["pp"].coord
         # By the id of the dense layout, which the value holds: to hash a layout takes longer than the rest.
-        self._found: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, Layout, tuple[int, ...]]] = {}
+        self._found: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, SiteForm[ParameterSite]]] = {}
 
-    def of(
-        self, rule: Layout, parameter: nn.Parameter, of_expert: bool
-    ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
-        """The layout of a parameter with that dense layout, its full shape and its local shape."""
+    def of(self, rule: Layout, parameter: nn.Parameter, of_expert: bool) -> SiteForm[ParameterSite]:
+        """What parameters of that dense layout and that shape have in common."""
         local = tuple(parameter.shape)
         key = id(rule), local, of_expert
         found = self._found.get(key)
         if found is None:
             layout = expert_layout(rule) if of_expert else _shared_over_context(rule)
-            found = self._found[key] = rule, layout, full_shape(layout, local, self._sizes)
-        return found[1], found[2], local
+            form = SiteForm(
+                ParameterSite,
+                layout=layout,
+                shape=full_shape(layout, local, self._sizes),
+                stage=self._stage,
+                hidden=ON_EXPERT_RANKS if of_expert else "",
+                local=local,
+            )
+            found = self._found[key] = rule, form
+        return found[1]
 
 
 def parameters_without_layout(root: Any, mesh: Mesh) -> dict[str, str]:
@@ -235,11 +236,8 @@ def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
 
 def _sites_on_all_ranks(
     inside: re.Match[str],
-    layout: Layout,
-    shape: tuple[int, ...],
-    local: tuple[int, ...],
+    form: SiteForm[ParameterSite],
     parameter: nn.Parameter,
-    stage: int,
     ranks: Axis,
     expert_count: int,
 ) -> list[ParameterSite]:
@@ -252,15 +250,10 @@ def _sites_on_all_ranks(
     front, number, end = inside.groups()
     within = int(number) % each
     return [
-        ParameterSite(
-            f"{front}{rank * each + within}{end}",
-            layout,
-            shape,
-            parameter if rank == ranks.coord else None,
-            stage,
-            (("ep", rank),),
-            hidden=ON_EXPERT_RANKS,
-            local=local,
+        form.make(
+            name=f"{front}{rank * each + within}{end}",
+            parameter=parameter if rank == ranks.coord else None,
+            owner=(("ep", rank),),
         )
         for rank in range(ranks.size)
     ]

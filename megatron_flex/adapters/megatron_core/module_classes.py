@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -116,18 +116,21 @@ def _name_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
         if is_megatron(module, "BaseMoELayer"):
             experts = cast(Any, module).local_expert_indices
         front = f"{path}." if path else ""
-        names = _child_names(module, path, experts)
-        left += [(front + name, child, experts) for name, child in names][::-1]
+        # Those of `named_children`, and again those that are held twice.
+        names: Iterable[tuple[str, nn.Module | None]] = module._modules.items()
+        if isinstance(module, nn.ModuleList):
+            names = _number_children(module, path, experts)
+        left += [(front + name, child, experts) for name, child in names if child is not None][::-1]
     return out
 
 
-def _child_names(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
-    numbered = isinstance(module, nn.ModuleList)
-    local = numbered and path.endswith(".local_experts")
-    for name, child in module.named_children():
+def _number_children(
+    modules: nn.ModuleList, path: str, experts: Sequence[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    local = path.endswith(".local_experts")
+    for name, child in modules.named_children():
         if local:
             yield str(experts[int(name)]), child
-        elif numbered and isinstance(number := getattr(child, "layer_number", None), int):
-            yield str(number - 1), child
         else:
-            yield name, child
+            number = getattr(child, "layer_number", None)
+            yield str(number - 1) if isinstance(number, int) else name, child

@@ -338,13 +338,14 @@ def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[S
     each, here, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
     points, mesh, stage = _expert_points(b), b.mesh, b.stage
     order = model_order(Site(f"{path}:output", stream, (), stage))
-    forms = [(*point[:5], SiteForm(point.home, point.shape, stage, no, order)) for point in points]
+    common = {"stage": stage, "hidden": no, "order": order}
+    forms = [(*point[:5], SiteForm(Site, layout=point.home, shape=point.shape, **common)) for point in points]
     for expert in range(b.config.num_moe_experts):
         mine, owned = parts[expert % len(parts)], expert // each == here
         front = f"{path}.local_experts.{expert}"
         for name, part, tap, layout, home, form in forms:
             rows = ExpertRows(tap(mine[part]), module, layout, home, stream, mesh, expert, owned)
-            yield form.site(front + name, rows)
+            yield form.make(name=front + name, tap=rows)
 
 
 def _entry_width(b: SiteBuilder) -> int:

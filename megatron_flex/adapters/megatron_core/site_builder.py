@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Undo, leaf, with_leaf
+from megatron_flex.adapters.adapter_base import ParameterSite, Undo, leaf, with_leaf
 from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, group_argument
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
@@ -104,6 +104,7 @@ class OwnerKind(ModuleMatcher):
 
 
 KindT = TypeVar("KindT", bound=ModuleMatcher)
+SiteT = TypeVar("SiteT", Site, ParameterSite)
 
 
 class KindTable(Generic[KindT]):
@@ -127,34 +128,29 @@ class KindTable(Generic[KindT]):
         return self._found[key]
 
 
-class SiteForm:
-    """What the sites of all experts at one hook point have in common.
+class SiteForm(Generic[SiteT]):
+    """What the sites of all experts at one hook point have in common, or their parameters of one name.
 
-    A model may have a hundred thousand such sites. The constructor of a frozen dataclass sets attributes
-    one by one. A form sets them together, and leaves those with default values to the class.
+    A model may have a hundred thousand of them. The constructor of a frozen dataclass sets attributes one
+    by one. A form sets them together, and leaves those with default values to the class.
 
     Args:
-        layout: as in `Site`.
-        shape: as in `Site`.
-        stage: as in `Site`.
-        hidden: as in `Site`.
-        order: as in `Site`.
+        kind: `Site` or `ParameterSite`.
+        common: attributes that they have in common.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        shape: tuple[int | str, ...],
-        stage: int,
-        hidden: str,
-        order: tuple[int, int],
-    ) -> None:
-        self._common = {"layout": layout, "shape": shape, "stage": stage, "hidden": hidden, "order": order}
+    def __init__(self, kind: type[SiteT], **common: Any) -> None:
+        self._kind: type[SiteT] = kind
+        self._common = common
 
-    def site(self, name: str, tap: Tap) -> Site:
-        """A site of this form."""
-        out = object.__new__(Site)
-        out.__dict__.update(self._common, name=name, tap=tap)
+    def make(self, **own: Any) -> SiteT:
+        """One of this form.
+
+        Args:
+            own: its other attributes; the form and the class's default values must have the rest.
+        """
+        out: SiteT = object.__new__(self._kind)
+        out.__dict__.update(self._common, **own)
         return out
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from megatron_flex.layout import Layout
 # when the system copies them, as their checksums were computed just before.
 WRITE_BYTES = 8 * CHECKSUM_BLOCK
 MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
+MOST_THREADS = 2  # that write one part: the system copies to its cache in each, and the model needs cores too
+THREAD_BYTES = 4 << 20  # of a part, for each thread: less is written before a thread has begun
 
 # Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -135,10 +139,8 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
             rough.unlink()
         file = os.open(rough, NEW_FILE_FLAGS, 0o666)
         try:
-            os.lseek(file, header.nbytes, os.SEEK_SET)
             _write_tensors(views, part.entries, header, file, on_progress)
-            os.lseek(file, 0, os.SEEK_SET)
-            _write_all([memoryview(header.encode())], file, on_progress)
+            _write_all([memoryview(header.encode())], file, 0, on_progress)
             if durable:
                 os.fsync(file)
         finally:
@@ -175,6 +177,23 @@ def _make_folder(folder: Path, durable: bool) -> None:
         sync_folder(folder.parent)
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """Some bytes of a tensor, which are written by one call.
+
+    Attributes:
+        entry: the number of the tensor's entry.
+        view: the bytes.
+        at: where they are in the file; None for a replica, of which only the checksums are needed.
+        checksums: those of its blocks.
+    """
+
+    entry: int
+    view: memoryview
+    at: int | None
+    checksums: str = ""
+
+
 def _write_tensors(
     views: Sequence[memoryview],
     entries: Sequence[ShardEntry],
@@ -183,28 +202,90 @@ def _write_tensors(
     on_progress: Callable[[], None],
 ) -> None:
     """Write tensors one after the other, and set their checksums in the header; replicas are not written."""
-    batch: list[memoryview] = []
-    nbytes = 0
+    chunks: list[_Chunk] = []
+    end = header.nbytes
     for number, (view, entry) in enumerate(zip(views, entries, strict=True)):
-        blocks = []
-        for at in range(0, len(view), WRITE_BYTES):
-            chunk = view[at : at + WRITE_BYTES]
-            if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MOST_VECTORS):
-                _write_all(batch, file, on_progress)
-                batch, nbytes = [], 0
-            blocks.append(compute_block_checksums(chunk))
-            if entry.kind != REPLICA:
-                batch.append(chunk)
-                nbytes += len(chunk)
-        header.set_checksums(number, "".join(blocks))
+        written = entry.kind != REPLICA
+        chunks += [
+            _Chunk(number, view[at : at + WRITE_BYTES], end + at if written else None)
+            for at in range(0, len(view), WRITE_BYTES)
+        ]
+        end += len(view) * written
+    _run_side_by_side([partial(_write_chunks, lane, file, on_progress) for lane in _share_out(chunks)])
+    found: list[list[str]] = [[] for _ in views]
+    for chunk in chunks:
+        found[chunk.entry].append(chunk.checksums)
+    for number, checksums in enumerate(found):
+        header.set_checksums(number, "".join(checksums))
+
+
+def _share_out(chunks: Sequence[_Chunk]) -> list[Sequence[_Chunk]]:
+    """Share chunks out to threads, each of which gets neighbours of about as many bytes."""
+    nbytes = sum(len(c.view) for c in chunks)
+    threads = min(MOST_THREADS, nbytes // THREAD_BYTES, os.cpu_count() or 1)
+    out: list[Sequence[_Chunk]] = []
+    first = before = 0
+    for number, chunk in enumerate(chunks):
+        if threads > 1 and before >= (len(out) + 1) * nbytes / threads:
+            out.append(chunks[first:number])
+            first = number
+        before += len(chunk.view)
+    return [*out, chunks[first:]]
+
+
+def _run_side_by_side(functions: Sequence[Callable[[], None]]) -> None:
+    """Call functions at once, the first in this thread, and return when all have; raise what one of them did.
+
+    The threads are daemons, as that of the writer is: a process may end while the disk is stalled.
+    """
+    errors: list[BaseException] = []
+
+    def call(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    started, left = [], list(functions)
+    with suppress(RuntimeError):  # the system gives no more threads: this one does the rest
+        while len(left) > 1:
+            thread = threading.Thread(
+                target=call, args=(left[-1],), name="megatron_flex dump part", daemon=True
+            )
+            thread.start()
+            started.append(thread)
+            left.pop()
+    for function in left:
+        call(function)
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _write_chunks(chunks: Sequence[_Chunk], file: int, on_progress: Callable[[], None]) -> None:
+    """Write chunks that are in order, and compute their checksums just before."""
+    batch: list[memoryview] = []
+    start = nbytes = 0
+    for chunk in chunks:
+        chunk.checksums = compute_block_checksums(chunk.view)
+        if chunk.at is None:
+            continue
+        if batch and (nbytes + len(chunk.view) > WRITE_BYTES or len(batch) == MOST_VECTORS):
+            _write_all(batch, file, start, on_progress)
+            batch, nbytes = [], 0
+        start = start if batch else chunk.at
+        batch.append(chunk.view)
+        nbytes += len(chunk.view)
     if batch:
-        _write_all(batch, file, on_progress)
+        _write_all(batch, file, start, on_progress)
 
 
-def _write_all(views: Sequence[memoryview], file: int, on_progress: Callable[[], None]) -> None:
+def _write_all(views: Sequence[memoryview], file: int, at: int, on_progress: Callable[[], None]) -> None:
     left = views
     while left:
-        count = os.writev(file, left)
+        count = os.pwritev(file, left, at)
+        at += count
         on_progress()
         while left and count >= len(left[0]):
             count -= len(left[0])
