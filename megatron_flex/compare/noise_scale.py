@@ -21,7 +21,8 @@ from megatron_flex.compare.tolerance import parse_layer_number
 
 STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
-LATE_GROWTH = 2.5  # besides, once parameters differ or tokens were routed otherwise
+FP8_PEAK_GROWTH = 5.0  # in fp8, in which a few entries round to another value, and most to the same
+LATE_GROWTH = 3.0  # besides, once parameters differ or tokens were routed otherwise
 SOFTMAX_GROWTH = 2.0  # from the greatest difference of scores to the relative one of their softmax
 SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
 DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'
@@ -56,6 +57,7 @@ class NoiseScale:
 
     Args:
         unit: the unit roundoff of the less precise run, with that of the sums inside a kernel.
+        fp8: whether a run multiplies in fp8.
 
     Attributes:
         relative: the greatest relative difference so far.
@@ -67,6 +69,7 @@ class NoiseScale:
     """
 
     unit: float
+    fp8: bool = False
     relative: float = 0.0
     peak: float = 0.0
     row: float = 0.0
@@ -116,7 +119,8 @@ class NoiseScale:
         relative = STEP_GROWTH * growth * (max(self.relative, 2 * read.relative) + fresh)
         # Training makes single tokens differ by far more than others; any of them may have the peak later.
         row = self.row if late else 0.0
-        peak = PEAK_GROWTH * growth * (max(self.peak, row, 2 * read.peak) + fresh)
+        growth *= FP8_PEAK_GROWTH if self.fp8 else PEAK_GROWTH
+        peak = growth * (max(self.peak, row, 2 * read.peak) + fresh)
         return relative, max(peak, relative)
 
     @property

@@ -46,7 +46,13 @@ from megatron_flex.compare.structural_tests import (
     make_shard_blocks,
 )
 from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, PairSums
-from megatron_flex.compare.tolerance import MEASURED_MARGIN, MOST_TOLERANCE, Tolerances, get_unit_roundoff
+from megatron_flex.compare.tolerance import (
+    MEASURED_MARGIN,
+    MOST_PEAK_TOLERANCE,
+    MOST_TOLERANCE,
+    Tolerances,
+    get_unit_roundoff,
+)
 
 REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
@@ -108,7 +114,7 @@ class TensorTester:
             parameters: whether its parameters are compared, before what reads them.
         """
         self.iteration, self.parameters = iteration, parameters
-        self.noise = NoiseScale(self.tolerances.unit)
+        self.noise = NoiseScale(self.tolerances.unit, self.tolerances.fp8)
         self._copies.clear()
         self.drift.begin()
         self._assume_drift()
@@ -195,7 +201,8 @@ class TensorTester:
         own = self.noise.bounds(item, self.tolerances.depths.of(item))
         if not self.noise.same_weights or self.noise.flipped or self.noise.softmax or self.unseen_steps:
             return own[0] + cast, own[1] + cast
-        return min(own[0] + cast, derived), min(own[1] + cast, derived)
+        most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)
+        return min(own[0] + cast, derived), min(own[1] + cast, most)
 
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:

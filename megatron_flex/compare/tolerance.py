@@ -31,6 +31,7 @@ REDUCTIONS_PER_LAYER = (
 DERIVED_MARGIN = 6.0  # factor of derived tolerances over the expected independent errors
 MEASURED_MARGIN = 5.0  # factor of measured tolerances over the noise
 DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model's width is unknown
+MOST_PEAK_TOLERANCE = 0.75  # of the greatest difference over the peak, which single entries reach
 MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
 FP8_ROUNDOFF = 2.0**-4  # of e4m3
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
@@ -162,6 +163,7 @@ def derive_tolerance(
     depth: int,
     precisions: Sequence[Precision],
     dtypes: Sequence[torch.dtype],
+    most: float = MOST_TOLERANCE,
 ) -> float:
     """The tolerance from dtype and depth, of runs with the same parameters.
 
@@ -170,10 +172,11 @@ def derive_tolerance(
         depth: reductions before it.
         precisions: of both dumps.
         dtypes: of both tensors, as dumped.
+        most: its upper bound.
     """
     unit = max(precision.get_unit(dtype) for precision, dtype in zip(precisions, dtypes, strict=True))
     bound = 0.0 if item.kind == PARAMETER else DERIVED_MARGIN * unit * math.sqrt(depth)
-    return min(bound + 2 * get_cast_roundoff(precisions, dtypes), MOST_TOLERANCE)
+    return min(bound + 2 * get_cast_roundoff(precisions, dtypes), most)
 
 
 class Tolerances:
@@ -208,6 +211,11 @@ class Tolerances:
         return max(p.get_unit() for p in self.precisions)
 
     @property
+    def fp8(self) -> bool:
+        """Whether a run multiplies in fp8."""
+        return any(p.fp8 for p in self.precisions)
+
+    @property
     def gradient_noise(self) -> float:
         """The derived tolerance of gradients of parameters."""
         return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.full_depth), MOST_TOLERANCE)
@@ -219,16 +227,23 @@ class Tolerances:
             return None if found is None else float(found)
         return None if self.given_tolerance is None else float(self.given_tolerance)
 
-    def derived(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], depth: int | None = None) -> float:
+    def derived(
+        self,
+        item: ComparedTensor,
+        dtypes: Sequence[torch.dtype],
+        depth: int | None = None,
+        most: float = MOST_TOLERANCE,
+    ) -> float:
         """The bound from dtype and depth.
 
         Args:
             item: the compared tensor.
             dtypes: of both tensors.
             depth: reductions before it; None for those of its site.
+            most: its upper bound.
         """
         depth = self.depths.of(item) if depth is None else depth
-        return derive_tolerance(item, depth, self.precisions, dtypes)
+        return derive_tolerance(item, depth, self.precisions, dtypes, most)
 
     def cast(self, dtypes: Sequence[torch.dtype]) -> float:
         """What casts of the dumped values may add."""
