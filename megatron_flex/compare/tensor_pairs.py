@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
-from megatron_flex.compare.difference_profile import DifferenceProfile
+from megatron_flex.compare.difference_profile import (
+    BlockSums,
+    DifferenceProfile,
+    TileSums,
+    split_into_tiles,
+    sum_tiles,
+)
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
 
@@ -69,7 +75,42 @@ class DifferenceSums:
             b: block of the second tensor, of the same shape.
             start: position of the block in the full tensor; indices count from there.
         """
+        start = tuple(start) or (0,) * a.ndim
+        real = a.is_floating_point() and b.is_floating_point()
         self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
+        if real:
+            for part, tile in sum_tiles(a, b):
+                self.add_tile(tile, a[part], b[part], _shift(start, part))
+        else:
+            for part in split_into_tiles(a.shape):
+                self._add_exactly(a[part], b[part], _shift(start, part))
+
+    def add_tile(self, tile: TileSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
+        """Add a tile of both.
+
+        Args:
+            tile: its sums.
+            a: the tile of the first tensor, real.
+            b: the tile of the second tensor.
+            start: its position in the full tensor.
+        """
+        if not tile.finite:
+            self._add_exactly(a, b, start)
+            return
+        squares_a, squares_b, dots, squares, _ = tile.totals
+        self.count += tile.numel
+        self.differing += tile.differing
+        self.squares_a += squares_a
+        self.squares_b += squares_b
+        self.dots += squares_a + dots  # of the difference and A
+        self.squares += squares
+        self.peak = max(self.peak, tile.peak)
+        if not self.broken and (tile.greatest > self.greatest or not self._found):
+            distance = (a.double() - b.double()).abs()
+            self._note_worst(a, b, distance, torch.zeros((), dtype=torch.bool), start)
+
+    def _add_exactly(self, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
+        """Add a tile of integers, of complex numbers, or with entries that are not finite."""
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
         left, right = a.to(wide), b.to(wide)
         if self.discrete and a.dtype == b.dtype:
@@ -104,7 +145,7 @@ class DifferenceSums:
         found = float(distance.reshape(-1)[flat])
         if has_broken or found > self.greatest or not self._found:
             at = _unravel(flat, distance.shape)
-            self.worst = tuple(i + s for i, s in zip(at, start, strict=True)) if start else tuple(at)
+            self.worst = tuple(i + s for i, s in zip(at, start, strict=True))
             self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
             self._found = True
         self.greatest = math.inf if has_broken else max(self.greatest, found)
@@ -143,6 +184,11 @@ class DifferenceSums:
         if self.broken:
             return math.inf
         return max(self.relative, self.greatest / self.peak if self.peak else 0.0)
+
+
+def _shift(start: Sequence[int], part: Sequence[slice]) -> tuple[int, ...]:
+    """The position of a tile in the full tensor."""
+    return tuple(s + (part[dim].start if dim < len(part) else 0) for dim, s in enumerate(start))
 
 
 def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
@@ -233,14 +279,20 @@ def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> P
         where = None if profile is None else _locate_entries(profile, pair)
         for block, a, b in pair.blocks(most):
             before = out.worst, out.values, out.broken
-            out.add(a, b, tuple(s.start for s in block))
+            start = tuple(s.start for s in block)
+            if profile is None or where is None:
+                out.add(a, b, start)
+            else:
+                front, rest = where[: len(where) - a.ndim], where[len(where) - a.ndim :]
+                places = [w[part] for w, part in zip(rest, block, strict=True)]
+                sums = BlockSums()
+                for part, tile in sum_tiles(a, b):
+                    out.add_tile(tile, a[part], b[part], _shift(start, part))
+                    own = [*(w[p] for w, p in zip(places, part, strict=False)), places[-1]]
+                    profile.add_tile(tile, [*front, *own], sums)
+                profile.finish_block(sums, a, b, [*front, *places])
             if (out.worst, out.values, out.broken) != before:
                 worst = pair
-            if profile is not None and where is not None:
-                front, rest = where[: len(where) - a.ndim], where[len(where) - a.ndim :]
-                for _ in front:
-                    a, b = a[None], b[None]
-                profile.add(a, b, [*front, *(w[part] for w, part in zip(rest, block, strict=True))])
     return PairSums(out, profile, worst)
 
 

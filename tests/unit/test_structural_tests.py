@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.compare import compare
+from megatron_flex.compare import compare, difference_profile
 from megatron_flex.compare.compared_dump import ComparedTensor, open_compared_dump
 from megatron_flex.compare.difference_profile import DifferenceProfile, sum_by_dim
 from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
@@ -26,6 +26,7 @@ from megatron_flex.compare.structural_tests import (
     estimate_factor,
     list_entry_blocks,
 )
+from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import MOST_PEAK_TOLERANCE, Precision, derive_tolerance
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -65,6 +66,82 @@ def test_blocks_add_up_to_the_full_profile() -> None:
     for one, two in zip(full.by_dim, parts.by_dim, strict=True):
         for left, right in zip(one.sums, two.sums, strict=True):
             torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_sums_over_tiles_are_those_over_the_block(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cores: int
+) -> None:
+    """Whatever the size of a tile and the number of threads."""
+    a, b = (t.to(dtype) for t in noisy(0, 0.1))
+    b[0] = b[0].bfloat16().to(dtype)  # on a grid, in one sample
+    b[1, 3] = a[1, 3]
+    b[2, 5, 7] = a[2, 5, 7] + 4
+    found = {}
+    for entries in (4096, 100, 32, 5):
+        monkeypatch.setattr(difference_profile, "TILE_ENTRIES", entries)
+        monkeypatch.setattr(difference_profile, "FEWEST_TILES", 2)
+        monkeypatch.setattr(difference_profile.os, "cpu_count", lambda: cores)
+        sums = DifferenceSums()
+        sums.add(a, b)
+        found[entries] = sums, profile_of(a, b)
+    one, whole = found.pop(4096)
+    assert one.worst == (2, 5, 7)
+    assert one.differing == int((a != b).sum()) < a.numel()
+    left, right = a.double(), b.double()
+    torch.testing.assert_close(
+        torch.tensor([one.squares_a, one.squares_b, one.dots, one.squares, one.peak], dtype=torch.float64),
+        torch.stack(
+            [(x * y).sum() for x, y in ((left, left), (right, right), (left, right))]
+            + [(left - right).square().sum(), torch.maximum(left.abs(), right.abs()).max()]
+        ),
+    )
+    for sums, profile in found.values():
+        assert (sums.worst, sums.values, sums.differing, sums.count) == (
+            one.worst,
+            one.values,
+            one.differing,
+            one.count,
+        )
+        assert (sums.greatest, sums.peak) == (one.greatest, one.peak)
+        assert sums.dots == pytest.approx(one.dots)
+        assert (profile.along, profile.along_squares, profile.row) == pytest.approx(
+            (whole.along, whole.along_squares, whole.row)
+        )
+        for mine, its in zip(profile.by_dim, whole.by_dim, strict=True):
+            torch.testing.assert_close(mine.sums, its.sums)
+        for grid, other in zip(profile.grids, whole.grids, strict=True):
+            assert (grid.total_a, grid.total_b) == (other.total_a, other.total_b)
+            for mine, its in zip((*grid.a, *grid.b), (*other.a, *other.b), strict=True):
+                torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_in_one_tile(monkeypatch: pytest.MonkeyPatch, bad: float) -> None:
+    monkeypatch.setattr(difference_profile, "TILE_ENTRIES", 64)
+    a, b = noisy(0)
+    a[0, 1, 2] = b[0, 1, 2] = bad
+    both = DifferenceSums()
+    both.add(a, b)
+    assert (both.broken, both.count) == (0, a.numel())
+    assert both.relative == pytest.approx(UNIT, rel=0.1)
+    b[3, 2, 1] = bad
+    one = DifferenceSums()
+    one.add(a, b)
+    assert (one.broken, one.worst, one.greatest) == (1, (3, 2, 1), math.inf)
+    assert math.isfinite(profile_of(a, b).relative)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3), (2, 1, 100_000)])
+def test_shapes_of_all_kinds_are_summed(shape: tuple[int, ...]) -> None:
+    a, b = torch.full(shape, 3.0), torch.full(shape, 4.0)
+    sums = DifferenceSums()
+    sums.add(a, b)
+    assert (sums.count, sums.squares, sums.dots) == (a.numel(), a.numel(), 12 * a.numel())
+    whole = DifferenceSums()
+    whole.add(a.long(), b.long())
+    assert (whole.differing, whole.discrete) == (a.numel(), True)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class ActivationSource:
         """Of one iteration."""
         return self.like.shape
 
-    @property
+    @cached_property
     def dims(self) -> tuple[str, ...]:
         """The names of its dims."""
         like = self.like
