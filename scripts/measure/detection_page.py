@@ -143,5 +143,5 @@ def size(kept: Mapping[str, Any]) -> str:
         f"({found['cpu_seconds']} s of CPU), and {more:,} MiB of memory more than the process had after its "
         f"imports (peak {found['mib_most']:,} MiB). The peak counts pages of the mapped files, up to "
         f"{2 * found['mib']:,} MiB, which the system takes back when it needs them; a few blocks of one "
-        "tensor are in memory besides. Other processes ran on the two cores at the same time."
+        "tensor for each core are in memory besides."
     )
