@@ -42,7 +42,6 @@ from megatron_flex.compare.statistics_comparison import (
 )
 from megatron_flex.compare.structural_tests import estimate_factor
 from megatron_flex.compare.tensor_pairs import (
-    COMPARE_BLOCK,
     DifferenceSums,
     PairSums,
     TensorPair,
@@ -50,6 +49,7 @@ from megatron_flex.compare.tensor_pairs import (
     sum_differences,
 )
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
+from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, parse_layer_number, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums

@@ -21,7 +21,8 @@ from megatron_flex.compare.compared_dump import (
     VALUE,
     ComparedTensor,
 )
-from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, TensorPair, split_into_blocks
+from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
+from megatron_flex.compare.tile_sums import COMPARE_BLOCK, split_into_blocks
 
 PROBS, LOGITS = "router:probs", "router:logits"
 TIE_MARGIN = 4.0  # of the gap between two logits over what that token's logits differ by

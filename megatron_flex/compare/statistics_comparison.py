@@ -25,7 +25,7 @@ from megatron_flex.compare.compared_dump import (
 )
 from megatron_flex.compare.comparison import Comparison, Row
 from megatron_flex.compare.structural_tests import Outcome
-from megatron_flex.compare.tensor_pairs import split_into_blocks
+from megatron_flex.compare.tile_sums import split_into_blocks
 from megatron_flex.compare.tolerance import (
     DERIVED_MARGIN,
     FP32_ROUNDOFF,

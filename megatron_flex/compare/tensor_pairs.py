@@ -5,39 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
-from megatron_flex.compare.difference_profile import (
-    BlockSums,
-    DifferenceProfile,
+from megatron_flex.compare.difference_profile import BlockSums, DifferenceProfile
+from megatron_flex.compare.tile_sums import (
+    COMPARE_BLOCK,
     TileSums,
+    split_into_blocks,
     split_into_tiles,
     sum_tiles,
 )
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
-
-COMPARE_BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
-
-
-def split_into_blocks(shape: Sequence[int], most: int = COMPARE_BLOCK) -> Iterator[tuple[slice, ...]]:
-    """Split a shape into blocks of at most `most` bytes in fp64, along its first dims.
-
-    An empty shape has one block; a shape with no entries has none.
-    """
-    if math.prod(shape) == 0:
-        return
-    inner = 8
-    steps = [1] * len(shape)
-    for dim in reversed(range(len(shape))):
-        steps[dim] = max(1, min(shape[dim], most // inner))
-        inner *= steps[dim]
-    for starts in product(*(range(0, n, step) for n, step in zip(shape, steps, strict=True))):
-        yield tuple(slice(s, min(s + step, n)) for s, step, n in zip(starts, steps, shape, strict=True))
 
 
 @dataclass(slots=True)
@@ -67,25 +49,38 @@ class DifferenceSums:
     discrete: bool = False
     _found: bool = field(default=False, repr=False)
 
-    def add(self, a: Tensor, b: Tensor, start: Sequence[int] = ()) -> None:
+    def add(
+        self,
+        a: Tensor,
+        b: Tensor,
+        start: Sequence[int] = (),
+        profile: DifferenceProfile | None = None,
+        places: Sequence[Tensor] = (),
+    ) -> None:
         """Add a block of both.
 
         Args:
             a: block of the first tensor.
             b: block of the second tensor, of the same shape.
             start: position of the block in the full tensor; indices count from there.
+            profile: receives the sums of real tensors too.
+            places: as in `DifferenceProfile.add_tile`.
         """
         start = tuple(start) or (0,) * a.ndim
-        real = a.is_floating_point() and b.is_floating_point()
         self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
-        if real:
-            for part, tile in sum_tiles(a, b):
-                self.add_tile(tile, a[part], b[part], _shift(start, part))
-        else:
+        if not (a.is_floating_point() and b.is_floating_point()):
             for part in split_into_tiles(a.shape):
                 self._add_exactly(a[part], b[part], _shift(start, part))
+            return
+        sums = BlockSums()
+        for part, tile in sum_tiles(a, b):
+            self._add_tile(tile, a[part], b[part], _shift(start, part))
+            if profile is not None:
+                profile.add_tile(tile, part, places, sums)
+        if profile is not None:
+            profile.finish_block(sums, a, b, places)
 
-    def add_tile(self, tile: TileSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
+    def _add_tile(self, tile: TileSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
         """Add a tile of both.
 
         Args:
@@ -279,18 +274,11 @@ def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> P
         where = None if profile is None else _locate_entries(profile, pair)
         for block, a, b in pair.blocks(most):
             before = out.worst, out.values, out.broken
-            start = tuple(s.start for s in block)
-            if profile is None or where is None:
-                out.add(a, b, start)
-            else:
+            places: list[Tensor] = []
+            if where is not None:
                 front, rest = where[: len(where) - a.ndim], where[len(where) - a.ndim :]
-                places = [w[part] for w, part in zip(rest, block, strict=True)]
-                sums = BlockSums()
-                for part, tile in sum_tiles(a, b):
-                    out.add_tile(tile, a[part], b[part], _shift(start, part))
-                    own = [*(w[p] for w, p in zip(places, part, strict=False)), places[-1]]
-                    profile.add_tile(tile, [*front, *own], sums)
-                profile.finish_block(sums, a, b, [*front, *places])
+                places = [*front, *(w[part] for w, part in zip(rest, block, strict=True))]
+            out.add(a, b, tuple(s.start for s in block), profile, places)
             if (out.worst, out.values, out.broken) != before:
                 worst = pair
     return PairSums(out, profile, worst)

@@ -45,7 +45,8 @@ from megatron_flex.compare.structural_tests import (
     list_entry_blocks,
     make_shard_blocks,
 )
-from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, PairSums
+from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums
+from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 from megatron_flex.compare.tolerance import (
     MEASURED_MARGIN,
     MOST_PEAK_TOLERANCE,

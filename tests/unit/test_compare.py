@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare import Comparison, compare, error_patterns
-from megatron_flex.compare.tensor_pairs import DifferenceSums, split_into_blocks
+from megatron_flex.compare.tensor_pairs import DifferenceSums
+from megatron_flex.compare.tile_sums import split_into_blocks
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps

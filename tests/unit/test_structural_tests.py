@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.compare import compare, difference_profile
+from megatron_flex.compare import compare, tile_sums
 from megatron_flex.compare.compared_dump import ComparedTensor, open_compared_dump
 from megatron_flex.compare.difference_profile import DifferenceProfile, sum_by_dim
 from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
@@ -46,7 +46,7 @@ def noisy(seed: int, size: float = UNIT, shape: tuple[int, ...] = (4, 16, 32)) -
 
 def profile_of(a: Tensor, b: Tensor, dims: tuple[str, ...] = DIMS) -> DifferenceProfile:
     out = DifferenceProfile(dims, tuple(tuple(range(n)) for n in a.shape))
-    out.add(a, b, [torch.arange(n) for n in a.shape])
+    DifferenceSums().add(a, b, profile=out, places=[torch.arange(n) for n in a.shape])
     return out
 
 
@@ -62,7 +62,8 @@ def test_blocks_add_up_to_the_full_profile() -> None:
     full, parts = profile_of(a, b), DifferenceProfile(DIMS, tuple(tuple(range(n)) for n in a.shape))
     for start in range(0, 16, 4):
         part = slice(start, start + 4)
-        parts.add(a[:, part], b[:, part], [torch.arange(4), torch.arange(start, start + 4), torch.arange(32)])
+        places = [torch.arange(4), torch.arange(start, start + 4), torch.arange(32)]
+        DifferenceSums().add(a[:, part], b[:, part], profile=parts, places=places)
     for one, two in zip(full.by_dim, parts.by_dim, strict=True):
         for left, right in zip(one.sums, two.sums, strict=True):
             torch.testing.assert_close(left, right)
@@ -80,9 +81,9 @@ def test_sums_over_tiles_are_those_over_the_block(
     b[2, 5, 7] = a[2, 5, 7] + 4
     found = {}
     for entries in (4096, 100, 32, 5):
-        monkeypatch.setattr(difference_profile, "TILE_ENTRIES", entries)
-        monkeypatch.setattr(difference_profile, "FEWEST_TILES", 2)
-        monkeypatch.setattr(difference_profile.os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(tile_sums, "TILE_ENTRIES", entries)
+        monkeypatch.setattr(tile_sums, "FEWEST_TILES", 2)
+        monkeypatch.setattr(tile_sums.os, "cpu_count", lambda: cores)
         sums = DifferenceSums()
         sums.add(a, b)
         found[entries] = sums, profile_of(a, b)
@@ -119,7 +120,7 @@ def test_sums_over_tiles_are_those_over_the_block(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_in_one_tile(monkeypatch: pytest.MonkeyPatch, bad: float) -> None:
-    monkeypatch.setattr(difference_profile, "TILE_ENTRIES", 64)
+    monkeypatch.setattr(tile_sums, "TILE_ENTRIES", 64)
     a, b = noisy(0)
     a[0, 1, 2] = b[0, 1, 2] = bad
     both = DifferenceSums()
