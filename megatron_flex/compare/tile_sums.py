@@ -1,6 +1,6 @@
 """Sums over a block of two tensors, tile by tile. A tile fits into the CPU's cache.
 
-Each of a dozen intermediate results of a large block would go to memory and back.
+The sums of a large block at once would move each of a dozen intermediate results to memory and back.
 """
 
 from __future__ import annotations
