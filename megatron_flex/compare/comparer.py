@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import (
     PARAMETER,
     SAMPLE_AXIS,
@@ -47,9 +48,9 @@ from megatron_flex.compare.tensor_pairs import (
     TensorPair,
     align_arrays,
     sum_differences,
+    sum_in_order,
 )
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, parse_layer_number, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -289,15 +290,29 @@ class _Comparer:
             for side in (self.a, self.b):
                 side.use_run_of(iteration)
             tester.begin(iteration, parameters)
-            for number, item in enumerate(items):
-                report(step * len(items) + number, len(iterations) * len(items), item.name)
-                pairs = self.pairs(item, iteration)
-                if isinstance(pairs, str):
-                    skipped.setdefault(pairs, []).append(item.name)
-                else:
-                    rows.append(self.row(pairs, tester))
+            numbered = enumerate(items, step * len(items))
+            aligned = self.align(numbered, len(iterations) * len(items), iteration, report, skipped)
+            for pairs, both in sum_in_order(aligned, self.most):
+                rows.append(self.row(pairs, both, tester))
         self.missing += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
         return rows
+
+    def align(
+        self,
+        items: Iterable[tuple[int, ComparedTensor]],
+        total: int,
+        iteration: int,
+        report: ProgressFunction,
+        skipped: dict[str, list[str]],
+    ) -> Iterator[list[TensorPair]]:
+        """Align both tensors of each item; `skipped` receives the names of others, by reason."""
+        for number, item in items:
+            report(number, total, item.name)
+            pairs = self.pairs(item, iteration)
+            if isinstance(pairs, str):
+                skipped.setdefault(pairs, []).append(item.name)
+            else:
+                yield pairs
 
     # -- the common tensors --------------------------------------------------------------------------
 
@@ -378,9 +393,8 @@ class _Comparer:
 
     # -- one tensor ------------------------------------------------------------------------------------
 
-    def row(self, pairs: list[TensorPair], tester: TensorTester) -> Row:
+    def row(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> Row:
         """Compare one tensor."""
-        both = sum_differences(pairs, self.most)
         found, pair = both.sums, both.worst
         item = pair.item
         reference = self.measured(item, pair.iteration)
@@ -413,7 +427,7 @@ class _Comparer:
                 row = replace(row, worst=worst)
         return row
 
-    def ties(self, pairs: list[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
+    def ties(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
         """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
         logits = get_logits_item(pairs[0].item)
         if both.sums.equal:
@@ -434,7 +448,7 @@ class _Comparer:
         return found
 
     def likely_ties(
-        self, pairs: list[TensorPair], both: PairSums, tester: TensorTester
+        self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester
     ) -> RoutingTies | None:
         """The tokens that experts' results suggest were routed otherwise, where no router was dumped."""
         item, iteration = pairs[0].item, pairs[0].iteration

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
@@ -18,7 +19,6 @@ from megatron_flex.compare.compared_dump import (
 )
 from megatron_flex.compare.comparison import Row
 from megatron_flex.compare.tensor_pairs import TensorPair, align_arrays, sum_differences
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 
 NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
 MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with

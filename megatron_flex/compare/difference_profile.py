@@ -13,24 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.tile_sums import GRID_DTYPES, TileSums, has_grids, view_bits
+from megatron_flex.compare.block_sums import GRID_DTYPES, BlockSums, view_bits
 
 MICROBATCH = "microbatch"
 SMALL_ROW = 0.25  # of the norm of an average row
 GRID_CONTRAST = 0.01  # fractions on a grid that differ by less are not resolved by dim
-
-
-@dataclass(slots=True)
-class BlockSums:
-    """What the tests need of all tiles of a block together.
-
-    Attributes:
-        rows: `[5, rows]` of each tile, as in `TileSums`.
-        on_grids: of each tile, as in `TileSums`.
-    """
-
-    rows: list[Tensor] = field(default_factory=list)
-    on_grids: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -128,56 +115,39 @@ class DifferenceProfile:
     def __post_init__(self) -> None:
         self.by_dim = [DimSums(dim, known) for dim, known in zip(self.dims, self.numbers, strict=True)]
 
-    def add_tile(
-        self, tile: TileSums, part: Sequence[slice], places: Sequence[Tensor], block: BlockSums
-    ) -> None:
-        """Add a tile of a block. `finish_block` follows the block's last one.
+    def add(self, found: BlockSums, a: Tensor, b: Tensor, places: Sequence[Tensor]) -> None:
+        """Add a block.
 
         Args:
-            tile: its sums.
-            part: the tile's part of each dim of the block but the last.
-            places: for each dim, the indices of the block's entries among `numbers`; dims that the block
-                lacks come first, and have one.
-            block: receives what is needed of all tiles of the block together.
-        """
-        lacking = len(places) - len(part) - 1
-        inner = (where[p] for where, p in zip(places[lacking:], part, strict=False))
-        places = [*places[:lacking], *inner, places[-1]]
-        self.count += tile.numel
-        found = [*sum_by_dim(tile.rows, 1), tile.columns]
-        front = [torch.tensor(tile.totals, dtype=torch.float64)[:, None]] * lacking
-        for sums, where, added in zip(self.by_dim, places, [*front, *found], strict=True):
-            count = torch.full((1, len(where)), tile.numel / max(len(where), 1), dtype=torch.float64)
-            sums.sums.index_add_(1, where, torch.cat([count, added]))
-        block.rows.append(tile.rows.reshape(len(tile.rows), -1))
-        block.on_grids.append(tile.on_grids)
-
-    def finish_block(self, block: BlockSums, a: Tensor, b: Tensor, places: Sequence[Tensor]) -> None:
-        """Add what is found of a complete block.
-
-        Args:
-            block: of its tiles.
+            found: its sums.
             a: the block of A.
             b: the block of B.
-            places: as in `add_tile`.
+            places: for each dim, the indices of the block's entries among `numbers`; dims that the block
+                lacks come first, and have one.
         """
-        if not block.rows:
-            return
-        squares, _, dots, gaps, _ = torch.cat(block.rows, 1)
+        self.count += found.numel
+        added = [*sum_by_dim(found.rows, 1), found.columns]
+        all_entries = torch.tensor(found.totals, dtype=torch.float64)[:, None]
+        front = [all_entries] * (len(places) - len(added))
+        for sums, where, part in zip(self.by_dim, places, [*front, *added], strict=True):
+            count = torch.full((1, len(where)), found.numel / len(where), dtype=torch.float64)
+            sums.sums.index_add_(1, where, torch.cat([count, part]))
+        squares, _, dots, gaps, _ = found.rows.reshape(5, -1)
         self.row = max(self.row, _compute_greatest_row(squares, gaps))
         energies = _compute_energy_along(squares, dots)
         self.along += float(energies.sum())
         self.along_squares += float(energies.square().sum())
-        if has_grids(a, b):
-            self._add_grids(block, a, b, places)
+        if found.on_grids:
+            self._add_grids(found.on_grids, a, b, places)
 
-    def _add_grids(self, block: BlockSums, a: Tensor, b: Tensor, places: Sequence[Tensor]) -> None:
+    def _add_grids(
+        self, on_grids: Sequence[Sequence[int]], a: Tensor, b: Tensor, places: Sequence[Tensor]
+    ) -> None:
         if not self.grids:
             for name, bits in GRID_DTYPES[a.dtype].items():
                 one, two = ([torch.zeros_like(s.count) for s in self.by_dim] for _ in "ab")
                 self.grids.append(GridCounts(name, bits, one, two))
-        for grid, tiles in zip(self.grids, zip(*block.on_grids, strict=True), strict=True):
-            counts = [sum(run) for run in zip(*tiles, strict=True)]
+        for grid, counts in zip(self.grids, on_grids, strict=True):
             grid.total_a, grid.total_b = grid.total_a + counts[0], grid.total_b + counts[1]
             if abs(counts[0] - counts[1]) <= GRID_CONTRAST * a.numel():
                 continue

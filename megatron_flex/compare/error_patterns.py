@@ -13,9 +13,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, Sizes, spans
 

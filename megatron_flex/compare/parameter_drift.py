@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import ComparedDump, ComparedTensor
 from megatron_flex.compare.tensor_pairs import PairSums, align_arrays, sum_differences
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 
 PATH_MARGIN = 4.0  # of the norm over step * sqrt(gradient's relative noise); correct pairs reach 1.2
 STEP_MARGIN = 2.2  # of one entry over its step: both runs move it, in opposite directions

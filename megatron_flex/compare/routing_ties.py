@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK, split_into_blocks
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     SAMPLE_AXIS,
@@ -22,7 +23,6 @@ from megatron_flex.compare.compared_dump import (
     ComparedTensor,
 )
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK, split_into_blocks
 
 PROBS, LOGITS = "router:probs", "router:logits"
 TIE_MARGIN = 4.0  # of the gap between two logits over what that token's logits differ by

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_flex.compare.block_sums import split_into_blocks
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
@@ -25,7 +26,6 @@ from megatron_flex.compare.compared_dump import (
 )
 from megatron_flex.compare.comparison import Comparison, Row
 from megatron_flex.compare.structural_tests import Outcome
-from megatron_flex.compare.tile_sums import split_into_blocks
 from megatron_flex.compare.tolerance import (
     DERIVED_MARGIN,
     FP32_ROUNDOFF,

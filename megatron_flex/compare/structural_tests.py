@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_flex.compare.block_sums import GRID_DTYPES, INTEGER_VIEWS
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
 from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
-from megatron_flex.compare.tile_sums import GRID_DTYPES, INTEGER_VIEWS
 
 FACTOR_DEVIATIONS = 8.0  # standard errors; 200,000 tests of correct pairs reach 5
 GRADIENT_DEVIATIONS = 12.0  # of gradients of parameters, of which a few tokens are most; they reach 6.3

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
-from megatron_flex.compare.difference_profile import BlockSums, DifferenceProfile
-from megatron_flex.compare.tile_sums import (
+from megatron_flex.compare.block_sums import (
     COMPARE_BLOCK,
-    TileSums,
+    BlockSums,
     split_into_blocks,
     split_into_tiles,
-    sum_tiles,
+    sum_block,
 )
+from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
+from megatron_flex.compare.difference_profile import DifferenceProfile
+from megatron_flex.dump.host_memory import ReusedMemory
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
+
+FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
 
 
 @dataclass(slots=True)
@@ -64,45 +68,35 @@ class DifferenceSums:
             b: block of the second tensor, of the same shape.
             start: position of the block in the full tensor; indices count from there.
             profile: receives the sums of real tensors too.
-            places: as in `DifferenceProfile.add_tile`.
+            places: as in `DifferenceProfile.add`.
         """
         start = tuple(start) or (0,) * a.ndim
         self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
-        if not (a.is_floating_point() and b.is_floating_point()):
-            for part in split_into_tiles(a.shape):
-                self._add_exactly(a[part], b[part], _shift(start, part))
+        if not a.numel():
             return
-        sums = BlockSums()
-        for part, tile in sum_tiles(a, b):
-            self._add_tile(tile, a[part], b[part], _shift(start, part))
-            if profile is not None:
-                profile.add_tile(tile, part, places, sums)
-        if profile is not None:
-            profile.finish_block(sums, a, b, places)
+        found = sum_block(a, b) if a.is_floating_point() and b.is_floating_point() else None
+        if found is None or not found.finite:
+            for tile in split_into_tiles(a.shape):
+                self._add_exactly(a[tile], b[tile], _shift(start, tile))
+        else:
+            self._add_sums(found, a, b, start)
+        if found is not None and profile is not None:
+            profile.add(found, a, b, places)
 
-    def _add_tile(self, tile: TileSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
-        """Add a tile of both.
-
-        Args:
-            tile: its sums.
-            a: the tile of the first tensor, real.
-            b: the tile of the second tensor.
-            start: its position in the full tensor.
-        """
-        if not tile.finite:
-            self._add_exactly(a, b, start)
-            return
-        squares_a, squares_b, dots, squares, _ = tile.totals
-        self.count += tile.numel
-        self.differing += tile.differing
+    def _add_sums(self, found: BlockSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
+        """Add a block of both whose entries are real and finite."""
+        squares_a, squares_b, dots, squares, _ = found.totals
+        self.count += found.numel
+        self.differing += found.differing
         self.squares_a += squares_a
         self.squares_b += squares_b
         self.dots += squares_a + dots  # of the difference and A
         self.squares += squares
-        self.peak = max(self.peak, tile.peak)
-        if not self.broken and (tile.greatest > self.greatest or not self._found):
+        self.peak = max(self.peak, found.peak)
+        if not self.broken and (found.greatest > self.greatest or not self._found):
+            a, b = a[found.worst], b[found.worst]
             distance = (a.double() - b.double()).abs()
-            self._note_worst(a, b, distance, torch.zeros((), dtype=torch.bool), start)
+            self._note_worst(a, b, distance, torch.zeros((), dtype=torch.bool), _shift(start, found.worst))
 
     def _add_exactly(self, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
         """Add a tile of integers, of complex numbers, or with entries that are not finite."""
@@ -236,9 +230,16 @@ class TensorPair:
         """The shape of the common part."""
         return tuple(map(len, self.numbers))
 
-    def read(self, block: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """A block of both; only that block is read."""
-        return _read_indices(self.a, self.picked_a, block), _read_indices(self.b, self.picked_b, block)
+    def read(self, block: Sequence[slice], memory: ReusedMemory | None = None) -> tuple[Tensor, Tensor]:
+        """A block of both; only that block is read.
+
+        Args:
+            block: the entries of each dim.
+            memory: receives them, and has them back when the caller releases them; new memory if it is None.
+        """
+        return _read_indices(self.a, self.picked_a, block, memory), _read_indices(
+            self.b, self.picked_b, block, memory
+        )
 
     def blocks(self, most: int = COMPARE_BLOCK) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
         """All blocks, one after the other; the next one is read while the caller works on this one."""
@@ -265,23 +266,78 @@ class PairSums:
     worst: TensorPair
 
 
+@dataclass(frozen=True, slots=True)
+class _PairBlock:
+    """A block of a pair that is to be read.
+
+    Attributes:
+        pairs: of the tensor.
+        pair: one of these.
+        block: None for a tensor without entries.
+        is_last: whether it is the tensor's last one.
+    """
+
+    pairs: Sequence[TensorPair]
+    pair: TensorPair
+    block: tuple[slice, ...] | None
+    is_last: bool
+
+    def is_small(self) -> bool:
+        return self.block is None or math.prod(s.stop - s.start for s in self.block) < FEWEST_READ_AHEAD
+
+
 def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> PairSums:
     """Sums over all blocks of all pairs; each block is read once."""
-    out, worst = DifferenceSums(), pairs[0]
+    ((_, found),) = sum_in_order([pairs], most)
+    return found
+
+
+def sum_in_order(
+    tensors: Iterable[Sequence[TensorPair]], most: int = COMPARE_BLOCK
+) -> Iterator[tuple[Sequence[TensorPair], PairSums]]:
+    """The pairs of one tensor after the other, with the sums over them.
+
+    The next block is read while this one is summed, and a tensor's first one while the caller works on the
+    tensor before.
+
+    Args:
+        tensors: the pairs of each tensor, which are asked for one tensor ahead.
+        most: bytes of a block in fp64.
+    """
+    blocks = (found for pairs in tensors for found in _list_blocks(pairs, most))
+    memory = ReusedMemory()
+    out: PairSums | None = None
+
+    def read(one: _PairBlock) -> tuple[Tensor, Tensor] | None:
+        return None if one.block is None else one.pair.read(one.block, memory)
+
+    for one, values in read_ahead(blocks, read, _PairBlock.is_small):
+        out = out or _make_sums(one.pairs)
+        if one.block is not None and values is not None:
+            sums = out.sums
+            before = sums.worst, sums.values, sums.broken
+            places = [] if out.profile is None else _locate_entries(out.profile, one.pair, one.block)
+            sums.add(*values, tuple(s.start for s in one.block), out.profile, places)
+            if (sums.worst, sums.values, sums.broken) != before:
+                out.worst = one.pair
+            memory.release(*values)
+        if one.is_last:
+            yield one.pairs, out
+            out = None
+
+
+def _list_blocks(pairs: Sequence[TensorPair], most: int) -> list[_PairBlock]:
+    """The blocks of all pairs of a tensor; one that stands for the tensor if it has none."""
+    found = [(pair, block) for pair in pairs for block in split_into_blocks(pair.shape, most)]
+    last = len(found) - 1
+    return [_PairBlock(pairs, pair, block, n == last) for n, (pair, block) in enumerate(found)] or [
+        _PairBlock(pairs, pairs[0], None, True)
+    ]
+
+
+def _make_sums(pairs: Sequence[TensorPair]) -> PairSums:
     real = bool(pairs[0].dims) and all(d.is_floating_point for p in pairs for d in (p.a.dtype, p.b.dtype))
-    profile = make_profile(pairs) if real else None
-    for pair in pairs:
-        where = None if profile is None else _locate_entries(profile, pair)
-        for block, a, b in pair.blocks(most):
-            before = out.worst, out.values, out.broken
-            places: list[Tensor] = []
-            if where is not None:
-                front, rest = where[: len(where) - a.ndim], where[len(where) - a.ndim :]
-                places = [*front, *(w[part] for w, part in zip(rest, block, strict=True))]
-            out.add(a, b, tuple(s.start for s in block), profile, places)
-            if (out.worst, out.values, out.broken) != before:
-                worst = pair
-    return PairSums(out, profile, worst)
+    return PairSums(DifferenceSums(), make_profile(pairs) if real else None, pairs[0])
 
 
 def make_profile(pairs: Sequence[TensorPair]) -> DifferenceProfile:
@@ -293,17 +349,16 @@ def make_profile(pairs: Sequence[TensorPair]) -> DifferenceProfile:
     return DifferenceProfile((MICROBATCH_AXIS, *dims), (tuple(range(len(pairs))), *known))
 
 
-def _locate_entries(profile: DifferenceProfile, pair: TensorPair) -> list[Tensor]:
-    """For each dim of the profile the indices of a pair's entries."""
+def _locate_entries(profile: DifferenceProfile, pair: TensorPair, block: Sequence[slice]) -> list[Tensor]:
+    """For each dim of the profile the indices of the entries of a pair's block."""
     known = profile.numbers[len(profile.numbers) - len(pair.numbers) :]
-    out = []
-    for mine, every in zip(pair.numbers, known, strict=True):
+    out = [] if pair.microbatch is None else [torch.tensor([pair.microbatch])]
+    for mine, every, part in zip(pair.numbers, known, block, strict=True):
         if mine == every:
-            out.append(torch.arange(len(mine)))
+            out.append(torch.arange(part.start, part.stop))
         else:
-            index = {n: i for i, n in enumerate(every)}
-            out.append(torch.tensor([index[n] for n in mine], dtype=torch.int64))
-    return out if pair.microbatch is None else [torch.tensor([pair.microbatch]), *out]
+            out.append(torch.tensor([bisect_left(every, n) for n in mine[part]], dtype=torch.int64))
+    return out
 
 
 def align_arrays(
@@ -448,7 +503,9 @@ def _find_common_indices(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> C
     return tuple(places[n] for n in wanted)
 
 
-def _read_indices(array: DumpArray, picked: Sequence[CommonIndices], block: Sequence[slice]) -> Tensor:
+def _read_indices(
+    array: DumpArray, picked: Sequence[CommonIndices], block: Sequence[slice], memory: ReusedMemory | None
+) -> Tensor:
     index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
-    found: Tensor = array[tuple(index)].torch()
-    return found
+    wanted = array[tuple(index)]
+    return wanted.torch(out=None if memory is None else memory.take(wanted.shape, wanted.dtype))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
@@ -46,7 +47,6 @@ from megatron_flex.compare.structural_tests import (
     make_shard_blocks,
 )
 from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums
-from megatron_flex.compare.tile_sums import COMPARE_BLOCK
 from megatron_flex.compare.tolerance import (
     MEASURED_MARGIN,
     MOST_PEAK_TOLERANCE,

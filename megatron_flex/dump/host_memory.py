@@ -8,6 +8,7 @@ written. Linux uses pages of 2 MiB where a program advises it.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -31,6 +32,34 @@ def allocate_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if storage.nbytes() >= MIN_ADVISED_BYTES:
         _advise(storage.data_ptr(), storage.nbytes())
     return out
+
+
+class ReusedMemory:
+    """Memory for the tensors of one step after the other. One thread may take while another one releases.
+
+    Memory that is returned to the system after each step has to be cleared by the system for the next one,
+    which takes as long as to copy into it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor on the CPU, of what was released if that is large enough."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            found = self._free.pop()
+        except IndexError:
+            found = None
+        if found is None or found.numel() < nbytes:
+            found = allocate_on_host([nbytes], torch.uint8)
+        return found[:nbytes].view(dtype).view(list(shape))
+
+    def release(self, *tensors: Tensor) -> None:
+        """Tensors that were taken, whose entries nobody reads any more."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
 
 
 def _advise(address: int, nbytes: int) -> None:

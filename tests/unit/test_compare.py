@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.compare import Comparison, compare, error_patterns
-from megatron_flex.compare.tensor_pairs import DifferenceSums
-from megatron_flex.compare.tile_sums import split_into_blocks
+import megatron_flex as mf
+from megatron_flex.compare import Comparison, compare, error_patterns, tensor_pairs
+from megatron_flex.compare.block_sums import split_into_blocks
+from megatron_flex.compare.compared_dump import ComparedTensor
+from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair, align_arrays, sum_in_order
+from megatron_flex.dump import VALUE
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -336,13 +341,53 @@ def test_small_blocks_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from megatron_flex.dump.reader import DumpArray
 
     real = DumpArray.torch
-    monkeypatch.setattr(DumpArray, "torch", lambda self, *a: (read.append(self.size), real(self, *a))[1])
+    monkeypatch.setattr(DumpArray, "torch", lambda self, **k: (read.append(self.size), real(self, **k))[1])
     small = compare(*paths, block_bytes=8 * 20)
     assert max(read) <= 20
     assert small.first is not None
     assert whole.first is not None
     assert small.first.worst == whole.first.worst
     assert small.first.relative == pytest.approx(whole.first.relative)
+
+
+def test_blocks_are_read_ahead_within_and_across_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tensor_pairs, "FEWEST_READ_AHEAD", 1)
+    value = {FIRST: tensor(), SECOND: tensor(seed=1)}
+    other = {site: one + 0.01 * tensor(seed=2) for site, one in value.items()}
+    paths = both(tmp_path, {s: given(t) for s, t in value.items()}, {s: given(t) for s, t in other.items()})
+    begun: list[str] = []
+    real = tensor_pairs.TensorPair.read
+
+    def read(pair: TensorPair, *args: Any) -> Any:
+        begun.append(pair.item.site)
+        return real(pair, *args)
+
+    monkeypatch.setattr(tensor_pairs.TensorPair, "read", read)
+    with mf.open_dump(paths[0]) as a, mf.open_dump(paths[1]) as b:
+        tensors = []
+        for site in value:
+            pairs = align_arrays(ComparedTensor(site, VALUE), 0, a[site], b[site])
+            assert not isinstance(pairs, str)
+            tensors.append(pairs)
+        blocks = len(list(split_into_blocks(tensors[0][0].shape, 8 * 20)))
+        for number, (pairs, found) in enumerate(sum_in_order(iter(tensors), 8 * 20)):
+            assert pairs is tensors[number]
+            site = pairs[0].item.site
+            one, two = value[site].double(), other[site].double()
+            assert found.sums.relative == pytest.approx(
+                float((two - one).norm() / max(one.norm(), two.norm()))
+            )
+            assert found.sums.count == value[site].numel()
+            due = min((number + 1) * blocks + 1, 2 * blocks)
+            for _ in range(3000):  # another thread reads
+                if len(begun) == due:
+                    break
+                time.sleep(0.01)
+            assert len(begun) == due, "the next tensor's first block, and no more"
+    assert begun == [FIRST] * blocks + [SECOND] * blocks
 
 
 def test_statistics_of_blocks_are_those_of_the_whole() -> None:

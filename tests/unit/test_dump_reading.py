@@ -22,7 +22,7 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex.dump import host_memory
-from megatron_flex.dump.host_memory import allocate_on_host
+from megatron_flex.dump.host_memory import ReusedMemory, allocate_on_host
 from megatron_flex.dump.reader.read_ahead import read_ahead
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
@@ -643,8 +643,51 @@ def test_the_next_block_is_read_while_this_one_is_used(count: int, monkeypatch: 
             assert begun[number + 1].wait(30), "it is read before it is asked for"
         assert not any(event.is_set() for event in begun[number + 2 :]), "one block ahead, no more"
     assert used == [(n, n * n) for n in range(count)]
-    assert (threading.current_thread() in threads) == (count == 1)
+    assert len(threads) == min(count, 2), "the caller reads the first block, a thread all others"
     assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
+
+
+def test_small_blocks_are_read_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = dict(read_ahead(range(5), lambda _: threading.current_thread(), lambda number: number != 3))
+    assert [thread is threading.current_thread() for thread in found.values()] == [True] * 3 + [False, True]
+
+
+def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ReusedMemory()
+    first = memory.take([4, 8], torch.float32)
+    second = memory.take([3], torch.bfloat16)
+    assert (first.shape, first.dtype, second.shape, second.dtype) == (
+        (4, 8),
+        torch.float32,
+        (3,),
+        torch.bfloat16,
+    )
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    memory.release(first)
+    third = memory.take([2, 8], torch.float64)
+    assert (third.shape, third.dtype, third.data_ptr()) == ((2, 8), torch.float64, place)
+    memory.release(third)
+    assert memory.take([1000], torch.int64).numel() == 1000, "larger than what was released"
+
+
+def test_entries_are_read_into_a_given_tensor(tmp_path: Path) -> None:
+    given = random(2, 3, 8, 16)
+    dumps.write(tmp_path / "d", {"a": Given(given, dumps.COLUMN)}, mesh={"tp": 2})
+    with mf.open_dump(tmp_path / "d") as dump:
+        wanted = dump["a"][1, :, 2:5]
+        out = torch.full(wanted.shape, torch.nan)
+        assert wanted.torch(out=out) is out
+        assert torch.equal(out, wanted.torch())
+        half = torch.empty(wanted.shape, dtype=torch.bfloat16)
+        assert torch.equal(wanted.torch(out=half), wanted.torch(torch.bfloat16))
+        with pytest.raises(DumpError, match=r"a: out has shape \[3, 48\] on cpu; .* of shape \[3, 3, 16\]"):
+            wanted.torch(out=torch.empty(3, 48))
+        with pytest.raises(DumpError, match="on cpu, not contiguous; "):
+            wanted.torch(out=torch.empty(16, 3, 3).permute(2, 1, 0))
+        with pytest.raises(DumpError, match="leave those out"):
+            wanted.torch(torch.float32, out=out)
 
 
 def test_a_block_that_cannot_be_read_is_an_error_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

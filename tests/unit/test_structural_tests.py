@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.compare import compare, tile_sums
+from megatron_flex.compare import block_sums, compare
 from megatron_flex.compare.compared_dump import ComparedTensor, open_compared_dump
 from megatron_flex.compare.difference_profile import DifferenceProfile, sum_by_dim
 from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
@@ -81,9 +81,9 @@ def test_sums_over_tiles_are_those_over_the_block(
     b[2, 5, 7] = a[2, 5, 7] + 4
     found = {}
     for entries in (4096, 100, 32, 5):
-        monkeypatch.setattr(tile_sums, "TILE_ENTRIES", entries)
-        monkeypatch.setattr(tile_sums, "FEWEST_TILES", 2)
-        monkeypatch.setattr(tile_sums.os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(block_sums, "TILE_ENTRIES", entries)
+        monkeypatch.setattr(block_sums, "FEWEST_TILES", 2)
+        monkeypatch.setattr(block_sums.os, "cpu_count", lambda: cores)
         sums = DifferenceSums()
         sums.add(a, b)
         found[entries] = sums, profile_of(a, b)
@@ -120,7 +120,7 @@ def test_sums_over_tiles_are_those_over_the_block(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_in_one_tile(monkeypatch: pytest.MonkeyPatch, bad: float) -> None:
-    monkeypatch.setattr(tile_sums, "TILE_ENTRIES", 64)
+    monkeypatch.setattr(block_sums, "TILE_ENTRIES", 64)
     a, b = noisy(0)
     a[0, 1, 2] = b[0, 1, 2] = bad
     both = DifferenceSums()

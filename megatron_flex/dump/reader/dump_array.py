@@ -439,18 +439,23 @@ class DumpArray:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def torch(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+    def torch(
+        self, dtype: torch.dtype | None = None, device: Any = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """Read the selected entries as a tensor.
 
         Args:
             dtype: to convert to; None for the one it is stored in.
             device: to copy to; None for the CPU.
+            out: a contiguous tensor of this shape on the CPU that receives the entries, converted to its
+                dtype: who reads many arrays of one size saves the page faults of new memory.
 
         Returns:
             The tensor, on the CPU if no device is given.
 
         Raises:
-            DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
+            DumpError: a file is gone or damaged, or iterations or microbatches have different shapes; `out`
+                is given with a dtype or a device, or does not have this shape.
 
         Examples:
             >>> open_dump("dumps/run")["decoder.layers.3"][0].torch(torch.float64).shape
@@ -459,11 +464,16 @@ class DumpArray:
         where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
         source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
         lengths = [len(i) for i in where[1:]]
-        out = allocate_on_host([len(passes), *lengths], dtype or source.dtype)
+        if out is None:
+            read = allocate_on_host([len(passes), *lengths], dtype or source.dtype)
+        else:
+            _check_receiver(self, out, dtype, device)
+            read = out.view(len(passes), *lengths)
         for row, which in enumerate(passes):
-            source.read(which, where[1:], out[row])
-        live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]
-        out = out.reshape(live)
+            source.read(which, where[1:], read[row])
+        if out is None:
+            live = [n for n, v in zip(read.shape, self.view, strict=True) if not isinstance(v, int)]
+            out = read.reshape(live)
         return out if device is None else out.to(device)
 
     def numpy(self) -> Any:
@@ -504,6 +514,18 @@ class DumpArray:
 
     def __reduce__(self) -> Any:
         return DumpArray, (self._source, self._view if self._sliced else None)
+
+
+def _check_receiver(array: DumpArray, out: Tensor, dtype: torch.dtype | None, device: Any) -> None:
+    """Refuse a tensor that cannot receive the selected entries."""
+    if dtype is not None or device is not None:
+        raise DumpError(f"{array.name}: out is given with a dtype or a device; leave those out")
+    if tuple(out.shape) != array.shape or not out.is_contiguous() or out.device.type != "cpu":
+        kind = "" if out.is_contiguous() else ", not contiguous"
+        raise DumpError(
+            f"{array.name}: out has shape {list(out.shape)} on {out.device}{kind}; the selected entries need "
+            f"a contiguous tensor of shape {list(array.shape)} on the CPU"
+        )
 
 
 def _index_labels(labels: Tensor, own: list[DimIndex | int]) -> Tensor:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 B = TypeVar("B")
 V = TypeVar("V")
 
 
-def read_ahead(blocks: Iterable[B], read: Callable[[B], V]) -> Iterator[tuple[B, V]]:
+def read_ahead(
+    blocks: Iterable[B], read: Callable[[B], V], is_small: Callable[[B], bool] = lambda _: False
+) -> Iterator[tuple[B, V]]:
     """Each block with its data, in order.
 
     Args:
         blocks: what to read, one after the other.
-        read: reads a block; called in another thread where there are several blocks and several cores.
+        read: reads a block; called in another thread, unless it is the first one or there is one core.
+        is_small: whether it would take longer to hand a block to another thread than to read the block.
 
     Yields:
         A block, and what `read` returned for it.
@@ -29,23 +32,14 @@ def read_ahead(blocks: Iterable[B], read: Callable[[B], V]) -> Iterator[tuple[B,
         Exception: whatever `read` raises for a block, when that block is due.
     """
     left = iter(blocks)
-    first = next(left, None)
-    second = next(left, None)
-    if first is None:
-        return
-    if second is None or os.cpu_count() == 1:
-        yield first, read(first)
-        if second is not None:
-            yield second, read(second)
-            yield from ((block, read(block)) for block in left)
-        return
+    several_cores = os.cpu_count() != 1
     with ThreadPoolExecutor(1, "megatron_flex reader") as thread:
-        block, found = first, thread.submit(read, first)
-        following: B | None = second
-        while following is not None:
-            value = found.result()
-            ahead: Future[V] = thread.submit(read, following)
+        block, found = next(left, None), None
+        while block is not None:
+            value = read(block) if found is None else found.result()
+            following, found = next(left, None), None
+            if following is not None and several_cores and not is_small(following):
+                found = thread.submit(read, following)
             yield block, value
-            block, found, following = following, ahead, next(left, None)
-            del value, ahead
-        yield block, found.result()
+            del value
+            block = following
