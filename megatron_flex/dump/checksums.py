@@ -10,7 +10,10 @@ import re
 
 from xxhash import xxh3_64_hexdigest
 
-CHECKSUM_BLOCK = 1 << 16  # bytes of a tensor that have one checksum; the last block may have fewer
+# By version of the format, the bytes of a tensor that have one checksum; the last block may have fewer. While
+# xxhash reads up to 64 KiB it keeps Python's lock, for which all other threads wait.
+CHECKSUM_BLOCKS = {2: 1 << 16, 3: 1 << 17}
+CHECKSUM_BLOCK = CHECKSUM_BLOCKS[max(CHECKSUM_BLOCKS)]  # of what is written
 CHECKSUM_DIGITS = 16
 ZERO_CHECKSUM = b"0" * CHECKSUM_DIGITS
 SEAL_REACH = 256  # bytes; a checksum of a JSON text lies that near to its front
@@ -39,9 +42,14 @@ def get_block_checksum(blocks: str, number: int) -> str:
     return blocks[number * CHECKSUM_DIGITS : (number + 1) * CHECKSUM_DIGITS]
 
 
-def count_checksum_blocks(nbytes: int) -> int:
-    """Return the number of blocks of so many bytes."""
-    return -(-nbytes // CHECKSUM_BLOCK)
+def count_checksum_blocks(nbytes: int, block: int = CHECKSUM_BLOCK) -> int:
+    """Return the number of blocks of so many bytes.
+
+    Args:
+        nbytes: of a tensor.
+        block: bytes of one block.
+    """
+    return -(-nbytes // block)
 
 
 def seal_json(text: bytes) -> bytes:

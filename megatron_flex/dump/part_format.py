@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_flex.dump.checksums import (
-    CHECKSUM_BLOCK,
+    CHECKSUM_BLOCKS,
     CHECKSUM_DIGITS,
     ZERO_CHECKSUM,
     combine_block_checksums,
@@ -338,10 +338,9 @@ def _check_stored(entry: ShardEntry, where: TensorSpans, version: int) -> None:
     _, stored, _, nbytes = where[name]
     if NAMED_DTYPES.get(entry.dtype) != where[name][0] or min(entry.microbatch, entry.call) < 0:
         raise ValueError(f"{name[:80]!r} is not what its index says")
-    if version > 1 and len(entry.blocks) != count_checksum_blocks(nbytes) * CHECKSUM_DIGITS:
-        raise ValueError(
-            f"{name[:80]!r} of {nbytes} bytes has no checksum for each block of {CHECKSUM_BLOCK}"
-        )
+    block = CHECKSUM_BLOCKS.get(version)
+    if block is not None and len(entry.blocks) != count_checksum_blocks(nbytes, block) * CHECKSUM_DIGITS:
+        raise ValueError(f"{name[:80]!r} of {nbytes} bytes has no checksum for each block of {block}")
     fits = True
     if entry.span is not None:
         first, last = entry.span

@@ -1,7 +1,7 @@
 """The schema of a dump: each document is a dataclass here, and its forms on disk are derived from the fields.
 
 A new field is one line in its class. `stored` declares exceptions: a default that is left out, a version
-that lacks the field. A changed form needs another `DUMP_VERSION`; a test freezes the forms of both versions,
+that lacks the field. A changed form needs another `DUMP_VERSION`; a test freezes the forms of all versions,
 and tests/surface/schema.txt lists them.
 """
 
@@ -35,8 +35,8 @@ from megatron_flex.dump.json_form import (
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 
-DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 2
-READABLE_VERSIONS = (1, 2)  # the versions that are read
+DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 3
+READABLE_VERSIONS = (1, 2, 3)  # the versions that are read
 MANIFEST_NAME = "manifest.json"
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -328,7 +329,7 @@ def test_versions_that_are_not_known(dump: Path) -> None:
     path = dump / "run-0000" / "manifest.json"
     told = json.loads(path.read_text())
     seal(path, {**told, "version": 7})
-    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads versions 1 to 2: use .* newer"):
+    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads versions 1 to 3: use .* newer"):
         mf.open_dump(dump)
 
 
@@ -426,6 +427,31 @@ def test_a_slice_of_version_1_is_compared_too(tmp_path: Path) -> None:
         dump[one.tensor.partition("|")[0]][0, 0, 0].torch()
 
 
+@pytest.mark.parametrize("at", [0, 1 << 16, (1 << 17) - 1, 1 << 17, 163_839])
+def test_a_dump_of_version_2_is_read_by_its_blocks(tmp_path: Path, at: int) -> None:
+    """These have 64 KiB: three in each of the two shards."""
+    path = tmp_path / "d"
+    shutil.copytree(dump_roads.OLD.parent / "dump_v2", path)
+    want = (torch.arange(2 * 5 * 8192, dtype=torch.float32) % 251).view(1, 2, 5, 8192)
+    with mf.open_dump(path) as dump:
+        assert torch.equal(dump["a"].torch(), want)
+        assert torch.equal(dump["a"][0, 1, 3:, 7::2].torch(), want[0, 1, 3:, 7::2])
+    assert {read_part(p).version for p in path.rglob("*.safetensors")} == {2}
+    assert verify_dump(path).findings == []
+    one = dump_roads.stored(path)[0]
+    assert one.size == 163_840
+    dump_roads.flip(one.file, one.first + at)
+    block = at >> 16
+    with mf.open_dump(path) as dump, pytest.raises(DumpError, match=f"of block {block} of 3 is wrong"):
+        dump["a"].torch()
+    (finding,) = verify_dump(path).findings
+    assert f"is wrong in block {block} of 3" in finding.text
+    dump_roads.flip(one.file, one.first + at)
+    with mf.open_dump(path) as dump:
+        dump["a"][0, :1, :1].torch()  # the first 16 KiB of each shard
+        assert dump.files.integrity.bytes_checked == 2 << 16
+
+
 def test_runs_of_both_versions_are_one_dump(tmp_path: Path) -> None:
     path = tmp_path / "d"
     dump_roads.old(path)
@@ -458,7 +484,7 @@ def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
     dump_roads.KINDS[kind](path)
     text = (path / "run-0000" / "manifest.json").read_bytes()
     manifest = json.loads(text)
-    assert (manifest["format"], manifest["version"]) == ("megatron_flex.dump", 2)
+    assert (manifest["format"], manifest["version"]) == ("megatron_flex.dump", 3)
     digits = manifest["checksum"].encode()
     assert text.index(digits) < 256
     assert xxhash.xxh3_64_hexdigest(text.replace(digits, b"0" * 16, 1)) == manifest["checksum"]
@@ -466,7 +492,7 @@ def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
         body = file.read_bytes()
         (length,) = struct.unpack("<Q", body[:8])
         front, rest = body[8 : 8 + length], body[8 + length :]
-        assert front.startswith(b'{"__metadata__":{"format":"megatron_flex.dump/2","checksum":"')
+        assert front.startswith(b'{"__metadata__":{"format":"megatron_flex.dump/3","checksum":"')
         told = json.loads(front)
         meta = told.pop("__metadata__")
         digits = meta["checksum"].encode()
@@ -481,7 +507,7 @@ def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
             first, last = told[name]["data_offsets"]
             assert first == at
             at, data = last, rest[first:last]
-            sums = [xxhash.xxh3_64_hexdigest(data[n : n + 65536]) for n in range(0, len(data), 65536)]
+            sums = [xxhash.xxh3_64_hexdigest(data[n : n + 131072]) for n in range(0, len(data), 131072)]
             assert "".join(sums) == entry.get("blocks", "")
             assert xxhash.xxh3_64_hexdigest("".join(sums).encode()) == entry["checksum"]
         assert at == len(rest)

@@ -479,17 +479,17 @@ def test_checksums_of_what_is_read(tmp_path: Path, check: Any) -> None:
 
 def test_those_blocks_are_compared_that_are_read(tmp_path: Path) -> None:
     """Of a shard of 8 tokens, each of which is a block, those of the tokens that are read, each once."""
-    dumps.write(tmp_path / "d", {"a": Given(random(1, 2, 8, 8192))})
+    dumps.write(tmp_path / "d", {"a": Given(random(1, 2, 8, 16384))})
     damage(tmp_path / "d")
     with mf.open_dump(tmp_path / "d") as dump:
         for tokens, blocks in (([0, 5], 2), ([5, 1], 3), (slice(0, 6, 2), 5)):
             dump["a"][0, :, tokens, 7:-1].torch()
-            assert dump.files.integrity.bytes_checked == blocks * 65536
+            assert dump.files.integrity.bytes_checked == blocks * 131072
         dump["a"][0, :, 2:5].torch()  # one run of bytes over three blocks
-        assert dump.files.integrity.bytes_checked == 6 * 65536
+        assert dump.files.integrity.bytes_checked == 6 * 131072
         with pytest.raises(DumpError, match="block 7 of 8 is wrong"):
             dump["a"][0, 0, 7, :1].torch()
-        assert dump["a"][0, :, 6].torch().shape == (2, 8192)
+        assert dump["a"][0, :, 6].torch().shape == (2, 16384)
 
 
 def test_a_checksum_is_compared_once(tmp_path: Path) -> None:

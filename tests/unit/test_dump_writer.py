@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_flex.config import flex_config
 from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
-from megatron_flex.dump.checksums import combine_block_checksums, compute_block_checksums
+from megatron_flex.dump.checksums import CHECKSUM_BLOCK, combine_block_checksums, compute_block_checksums
 from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
 from megatron_flex.dump.writer import part_writer, writer_thread
 from megatron_flex.dump.writer.writer_thread import SLAB_BYTES, CopyStream, HostBuffers
@@ -101,6 +101,11 @@ def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) ->
         assert all(torch.equal(found[s], t) for s, t in tensors(number, 7).items())
     assert (at.tally.written, at.tally.dropped, at.tally.failed, at.held) == (4, 0, 0, 0)
     assert at.tally.nbytes == 4 * 7 * 1600
+
+
+def test_checksums_do_not_keep_the_lock() -> None:
+    """xxhash releases Python's lock for more than 64 KiB: the model's thread does not wait for the writer's."""
+    assert CHECKSUM_BLOCK > 1 << 16
 
 
 @pytest.mark.parametrize("cores", [1, 2])

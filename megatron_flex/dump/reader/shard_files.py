@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.dump.checksums import (
-    CHECKSUM_BLOCK,
+    CHECKSUM_BLOCKS,
     compute_checksum,
     count_checksum_blocks,
     get_block_checksum,
@@ -67,10 +67,9 @@ class ChecksumRecord:
         if checked is None:
             return
         dtype, shape, _, _ = part.where[entry.tensor]
-        if part.version == 1 or len(checked) == 1 or where is None:
-            wanted: Sequence[int] = range(len(checked))
-        else:
-            wanted = find_touched_blocks(shape, where, dtype.itemsize, len(checked))
+        wanted: Sequence[int] = range(len(checked))
+        if len(checked) > 1 and where is not None:
+            wanted = find_touched_blocks(shape, where, dtype.itemsize, CHECKSUM_BLOCKS[part.version])
         for number in wanted:
             if not checked[number]:
                 self._compare(part, entry, data, number)
@@ -79,7 +78,7 @@ class ChecksumRecord:
             self._seen[key] = None
 
     def _compare(self, part: StoredPart, entry: ShardEntry, data: memoryview, number: int) -> None:
-        first, last = (0, len(data)) if part.version == 1 else _get_block_border(number, len(data))
+        first, last = _get_block_border(part, number, len(data))
         self.bytes_checked += last - first
         found = f"{zlib.crc32(data):08x}" if part.version == 1 else compute_checksum(data[first:last])
         if found != (entry.checksum if part.version == 1 else get_block_checksum(entry.blocks, number)):
@@ -91,11 +90,8 @@ def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> li
     _, _, at, size = part.where[entry.tensor]
     file.seek(at)
     if part.version > 1:
-        sizes = (
-            last - first
-            for first, last in (_get_block_border(n, size) for n in range(count_checksum_blocks(size)))
-        )
-        found = (compute_checksum(file.read(nbytes)) for nbytes in sizes)
+        borders = (_get_block_border(part, n, size) for n in range(_count_blocks(part, size)))
+        found = (compute_checksum(file.read(last - first)) for first, last in borders)
         return [n for n, one in enumerate(found) if one != get_block_checksum(entry.blocks, n)]
     crc = 0
     while size > 0 and (read := file.read(min(size, READ_BYTES))):
@@ -120,15 +116,16 @@ def _describe_damage(part: StoredPart, entry: ShardEntry, number: int, first: in
     )
 
 
-def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int, count: int) -> list[int]:
+def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int, block: int) -> list[int]:
     """The blocks that contain requested entries of a tensor in row-major order.
 
     Args:
         shape: of the tensor.
         where: for each dim the entries.
         itemsize: bytes of an entry.
-        count: blocks of the tensor.
+        block: bytes of one block.
     """
+    count = count_checksum_blocks(prod(shape) * itemsize, block)
     if any(len(index) == 0 for index in where):
         return []
     last = len(shape) - 1
@@ -147,7 +144,7 @@ def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int,
     for dim in range(outer):
         starts = torch.tensor(list(where[dim]), dtype=torch.int64) * (prod(shape[dim + 1 :]) * itemsize)
         offsets = (offsets[:, None] + starts).reshape(-1)
-    return _list_covered_blocks(offsets // CHECKSUM_BLOCK, (offsets + run - 1) // CHECKSUM_BLOCK, count)
+    return _list_covered_blocks(offsets // block, (offsets + run - 1) // block, count)
 
 
 def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
@@ -159,12 +156,13 @@ def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
     return found
 
 
-def _get_block_border(number: int, size: int) -> tuple[int, int]:
-    return number * CHECKSUM_BLOCK, min((number + 1) * CHECKSUM_BLOCK, size)
+def _get_block_border(part: StoredPart, number: int, size: int) -> tuple[int, int]:
+    block = CHECKSUM_BLOCKS.get(part.version, size)
+    return number * block, min((number + 1) * block, size)
 
 
 def _count_blocks(part: StoredPart, size: int) -> int:
-    return 1 if part.version == 1 else count_checksum_blocks(size)
+    return 1 if part.version == 1 else count_checksum_blocks(size, CHECKSUM_BLOCKS[part.version])
 
 
 ChecksumPolicy = Literal["blocks", "first", "never"]

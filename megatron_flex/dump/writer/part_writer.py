@@ -26,7 +26,7 @@ from megatron_flex.layout import Layout
 
 # Bytes in one call to the system, a multiple of what has one checksum: few, so that the CPU's cache has them
 # when the system copies them, as their checksums were computed just before.
-WRITE_BYTES = 8 * CHECKSUM_BLOCK
+WRITE_BYTES = 4 * CHECKSUM_BLOCK
 MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
 MOST_THREADS = 2  # that write one part: the system copies to its cache in each, and the model needs cores too
 THREAD_BYTES = 4 << 20  # of a part, for each thread: less is written before a thread has begun
