@@ -104,7 +104,7 @@ def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) ->
 
 
 def test_checksums_do_not_keep_the_lock() -> None:
-    """xxhash releases Python's lock for more than 64 KiB: the model's thread does not wait for the writer's."""
+    """xxhash releases Python's lock for more than 64 KiB: the model does not wait for the writer."""
     assert CHECKSUM_BLOCK > 1 << 16
 
 
