@@ -26,7 +26,7 @@ GRID_DTYPES = {  # low bits of the mantissa that are zero where a value is repre
 LOW_BITS = 16  # no grid has more
 INTEGER_VIEWS = {4: torch.int32, 2: torch.int16}
 TILE_ENTRIES = 1 << 17  # pairs whose sums are computed together: three arrays of 1 MiB in fp64
-FEWEST_TILES = 8  # for which a thread is worth while
+FEWEST_TILES = 8  # for each thread
 MOST_THREADS = 8
 
 
@@ -112,7 +112,7 @@ def sum_block(a: Tensor, b: Tensor) -> BlockSums:
     """
     tiles = list(split_into_tiles(a.shape))
     rows = torch.empty(5, *a.shape[:-1], dtype=torch.float64)
-    spare = (os.cpu_count() or 1) - 1  # the next block is read on another one
+    spare = (os.cpu_count() or 1) - 1  # one core reads the next block
     threads = max(1, min(MOST_THREADS, spare, len(tiles) // FEWEST_TILES))
     if threads == 1:
         return _sum_tiles(a, b, tiles, rows)
@@ -143,7 +143,7 @@ class _TileSums:
 
         self.block, self.grids, self.width = block, grids, block.columns.shape[1]
 
-        # Torch aligns memory alike each time: the sums of equal tensors are equal to the last bit.
+        # Torch aligns memory to 64 bytes: sums of equal tensors are bitwise equal, as the test of copies needs.
         def reserve(dtype: torch.dtype, rows: int = numel // self.width) -> Any:
             return torch.empty(rows, self.width, dtype=dtype).numpy()
 

@@ -235,7 +235,7 @@ class TensorPair:
 
         Args:
             block: the entries of each dim.
-            memory: receives them, and has them back when the caller releases them; new memory if it is None.
+            memory: provides the two tensors, which the caller releases after use; None allocates new ones.
         """
         return _read_indices(self.a, self.picked_a, block, memory), _read_indices(
             self.b, self.picked_b, block, memory
@@ -327,7 +327,7 @@ def sum_in_order(
 
 
 def _list_blocks(pairs: Sequence[TensorPair], most: int) -> list[_PairBlock]:
-    """The blocks of all pairs of a tensor; one that stands for the tensor if it has none."""
+    """The blocks of all pairs of a tensor. Of a tensor without entries, one item with `block` None."""
     found = [(pair, block) for pair in pairs for block in split_into_blocks(pair.shape, most)]
     last = len(found) - 1
     return [_PairBlock(pairs, pair, block, n == last) for n, (pair, block) in enumerate(found)] or [

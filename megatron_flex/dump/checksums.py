@@ -10,8 +10,8 @@ import re
 
 from xxhash import xxh3_64_hexdigest
 
-# By version of the format, the bytes of a tensor that have one checksum; the last block may have fewer. While
-# xxhash reads up to 64 KiB it keeps Python's lock, for which all other threads wait.
+# Bytes in one block, which has one checksum, by version of the format; the last block may be shorter.
+# xxhash holds the GIL for inputs of up to 64 KiB, and releases it for larger ones.
 CHECKSUM_BLOCKS = {2: 1 << 16, 3: 1 << 17}
 CHECKSUM_BLOCK = CHECKSUM_BLOCKS[max(CHECKSUM_BLOCKS)]  # of what is written
 CHECKSUM_DIGITS = 16

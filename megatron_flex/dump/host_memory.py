@@ -35,17 +35,16 @@ def allocate_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class ReusedMemory:
-    """Memory for the tensors of one step after the other. One thread may take while another one releases.
+    """Memory for tensors, reused after release. One thread may take a tensor while another one releases one.
 
-    Memory that is returned to the system after each step has to be cleared by the system for the next one,
-    which takes as long as to copy into it.
+    The system clears the pages of new memory, which takes about as long as a copy into them.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor on the CPU, of what was released if that is large enough."""
+        """An uninitialized tensor on the CPU, in memory that was released if it is large enough."""
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             found = self._free.pop()
@@ -56,7 +55,7 @@ class ReusedMemory:
         return found[:nbytes].view(dtype).view(list(shape))
 
     def release(self, *tensors: Tensor) -> None:
-        """Tensors that were taken, whose entries nobody reads any more."""
+        """Release tensors from `take`. The next calls of `take` overwrite them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,22 @@ def test_a_table_shows_what_was_not_detected(page: Any) -> None:
         "| fp32 | 2 of 2 | 2 of 2 | 2 of 2 |",
         "| bf16 | 0 of 1 | 0 of 0 | 0 of 0 |",
     ]
+
+
+def test_the_version_of_the_comparer_is_that_of_its_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other words in a docstring or a comment change no result."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
+    digest = importlib.import_module("bench_detection").digest_comparer
+
+    def version(code: str) -> str:
+        (tmp_path / "a.py").write_text(code, encoding="utf-8")
+        return str(digest(tmp_path))
+
+    first = version('def f(a):\n    """One."""\n    return a + 1  # more\n')
+    assert version('def f(a):\n    """Two."""\n    # less\n    return (a + 1)\n') == first
+    assert version('def f(a):\n    """One."""\n    return a + 2  # more\n') != first
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert digest(tmp_path) != first

@@ -103,8 +103,8 @@ def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) ->
     assert at.tally.nbytes == 4 * 7 * 1600
 
 
-def test_checksums_do_not_keep_the_lock() -> None:
-    """xxhash releases Python's lock for more than 64 KiB: the model does not wait for the writer."""
+def test_checksums_release_the_gil() -> None:
+    """xxhash releases the GIL for inputs of more than 64 KiB."""
     assert CHECKSUM_BLOCK > 1 << 16
 
 

@@ -447,8 +447,8 @@ class DumpArray:
         Args:
             dtype: to convert to; None for the one it is stored in.
             device: to copy to; None for the CPU.
-            out: a contiguous tensor of this shape on the CPU that receives the entries, converted to its
-                dtype: who reads many arrays of one size saves the page faults of new memory.
+            out: a contiguous tensor of the selected shape on the CPU. Entries are converted to its dtype.
+                To reuse one tensor for many reads avoids the page faults of new memory.
 
         Returns:
             The tensor, on the CPU if no device is given.
@@ -519,7 +519,7 @@ class DumpArray:
 def _check_receiver(array: DumpArray, out: Tensor, dtype: torch.dtype | None, device: Any) -> None:
     """Refuse a tensor that cannot receive the selected entries."""
     if dtype is not None or device is not None:
-        raise DumpError(f"{array.name}: out is given with a dtype or a device; leave those out")
+        raise DumpError(f"{array.name}: out= excludes dtype= and device=; the entries get the dtype of out")
     if tuple(out.shape) != array.shape or not out.is_contiguous() or out.device.type != "cpu":
         kind = "" if out.is_contiguous() else ", not contiguous"
         raise DumpError(

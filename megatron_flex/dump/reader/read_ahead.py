@@ -1,6 +1,6 @@
 """Reading the next block in a thread while the caller works on this one.
 
-Copies and large checksums leave Python's lock to others. At most one block is read ahead, so two are in
+Copies and checksums of more than 64 KiB release the GIL. At most one block is read ahead, so two are in
 memory, and the reads themselves follow one another.
 """
 
