@@ -143,7 +143,7 @@ class _TileSums:
 
         self.block, self.grids, self.width = block, grids, block.columns.shape[1]
 
-        # Torch aligns memory to 64 bytes: sums of equal tensors are bitwise equal, as the test of copies needs.
+        # Torch aligns memory to 64 bytes: equal tensors have bitwise equal sums, as the test of copies needs.
         def reserve(dtype: torch.dtype, rows: int = numel // self.width) -> Any:
             return torch.empty(rows, self.width, dtype=dtype).numpy()
 
