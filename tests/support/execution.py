@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 FOLDER = "FLEX_EXECUTED"
-ADAPTERS = {"adapters/apex.py": "apex"}  # of packages that cannot be had without a GPU
+ADAPTERS = {"adapters/apex": "apex"}  # how paths begin, and packages that cannot be had without a GPU
 PACKAGE = Path(__file__).parents[2] / "megatron_flex"
 IS_FUNCTION = 0x1  # of a code object's flags (CO_OPTIMIZED): bodies of modules and classes have it not
 
@@ -64,12 +64,12 @@ def missing(folder: Path) -> list[str]:
     """The modules with functions of which none was called by any process of a run."""
     seen = {line for file in folder.iterdir() for line in file.read_text(encoding="utf-8").splitlines()}
     every = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if _has_functions(path)}
-    return sorted(every - seen - _cannot_run())
+    return sorted(path for path in every - seen if not path.startswith(_list_absent_adapters()))
 
 
-def _cannot_run() -> set[str]:
-    """Adapters of packages that are not installed here."""
-    return {path for path, package in ADAPTERS.items() if find_spec(package) is None}
+def _list_absent_adapters() -> tuple[str, ...]:
+    """How the paths of adapters begin whose packages are not installed here."""
+    return tuple(path for path, package in ADAPTERS.items() if find_spec(package) is None)
 
 
 def _has_functions(path: Path) -> bool:

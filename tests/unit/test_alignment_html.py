@@ -1,0 +1,53 @@
+"""The page of an alignment, as text; tests/browser/test_alignment_page.py looks at it in a browser."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+from megatron_flex.alignment import Alignment, SiteVerdict
+from megatron_flex.alignment.tensor_difference import Difference
+
+GOOD, BAD = "decoder.layers.0:output", "decoder.layers.1:output"
+
+
+class Elements(HTMLParser):
+    """The names of the elements of a page, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def verdict(name: str, layer: str, error: float) -> SiteVerdict:
+    return SiteVerdict(name, name, layer, Difference(error, index=(0,)), 0.1, Difference(error), 0.1)
+
+
+def write(found: Alignment, path: Path) -> Elements:
+    return Elements(Path(found.to_html(path)).read_text(encoding="utf-8"))
+
+
+def test_the_first_difference_and_its_cause_are_named(tmp_path: Path) -> None:
+    verdicts = (verdict(GOOD, "0", 0.01), verdict(BAD, "1", 1.0))
+    page = write(Alignment("Llama", verdicts, causes=("gate and up are swapped",)), tmp_path / "page.html")
+    assert f"The models differ first at {BAD}" in page.text
+    assert "gate and up are swapped" in page.text
+    equal = write(Alignment("Llama", verdicts[:1]), tmp_path / "equal.html")
+    assert "The models agree" in equal.text
+    assert "The models differ" not in equal.text
+
+
+def test_names_with_markup_stay_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror=owned()>:output"
+    found = Alignment("<blink>", (verdict(name, "0", 1.0),), causes=(name,), uncompared={name: name})
+    page = write(found, tmp_path / "page.html")
+    assert not {"img", "blink"} & set(page.names)
+    assert name in page.text
