@@ -1,4 +1,4 @@
-"""Sums over a block of two tensors, tile by tile. A tile fits into the CPU's cache.
+"""Sums over a block of two tensors, tile by tile. A tile fits into the CPU's last cache.
 
 The sums of a large block at once would move each of a dozen intermediate results to memory and back.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +22,16 @@ GRID_DTYPES = {  # low bits of the mantissa that are zero where a value is repre
     torch.float16: {"fp8 e4m3": 7, "fewer than 8 bits of mantissa": 4},
 }
 LOW_BITS = 16  # no grid has more
+SEGMENT = 64  # entries that are counted together
+EXACT_SEGMENTS = 1 << 10  # of a tile with more, a quarter is counted
 INTEGER_VIEWS = {4: torch.int32, 2: torch.int16}
-TILE_ENTRIES = 1 << 17  # pairs whose sums are computed together: three arrays of 1 MiB in fp64
-FEWEST_TILES = 8  # for each thread
-MOST_THREADS = 8
+TILE_ENTRIES = 3 << 18  # pairs whose sums are computed together; threads wait for the GIL between calls
+
+# Products and the sums over one tile are computed in fp32 where that loses nothing that a comparison uses:
+# half the bytes in the CPU's cache, and twice the entries in an instruction. Sums over tiles are in fp64.
+NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW_RANGE = 2.0**-50, 2.0**50  # of peaks whose products and sums are far from both ends of fp32's range
+NARROW_WIDTH = 64  # the least last dim: a sum over the other dims adds at most 4096 numbers one by one
 
 
 def split_into_blocks(shape: Sequence[int], most: int = COMPARE_BLOCK) -> Iterator[tuple[slice, ...]]:
@@ -58,7 +62,8 @@ class BlockSums:
     """Sums over a block of two real tensors. The difference is B minus A.
 
     Five sums are computed: of the squares of A, the squares of B, the products of the difference and A, the
-    squares of the difference, and the difference.
+    squares of the difference, and the difference. Tiles of tensors in fp32 or less are summed in fp32, with
+    an error of about 1e-6 of the sum of the magnitudes; others in fp64.
 
     Attributes:
         numel: number of pairs.
@@ -68,9 +73,9 @@ class BlockSums:
         finite: whether all entries are; those that are not count as zero in the sums, in both tensors.
         peak: the greatest magnitude.
         greatest: the greatest magnitude of the difference.
-        worst: the tile in which it is.
-        on_grids: for each narrower dtype of `GRID_DTYPES` the entries of A and of B that it represents; empty
-            for other dtypes.
+        worst: the row in which it is: its index along each dim but the last, as slices.
+        on_grids: for each narrower dtype of `GRID_DTYPES` the entries of A and of B that it represents, in
+            large tiles estimated from a quarter of them, the same in A and in B; empty for other dtypes.
     """
 
     numel: int
@@ -89,40 +94,50 @@ class BlockSums:
         found: list[float] = self.rows.reshape(5, -1).sum(1).tolist()
         return found
 
-    def merge(self, other: BlockSums) -> None:
-        """Add the sums over the next tiles of the block; both have the block's rows."""
-        self.columns += other.columns
-        self.differing += other.differing
-        self.finite &= other.finite
-        self.peak = max(self.peak, other.peak)
-        if other.greatest > self.greatest:
-            self.greatest, self.worst = other.greatest, other.worst
-        self.on_grids = [
-            [mine + theirs for mine, theirs in zip(one, two, strict=True)]
-            for one, two in zip(self.on_grids, other.on_grids, strict=True)
-        ]
-
 
 def sum_block(a: Tensor, b: Tensor) -> BlockSums:
-    """Sums over a block, which must not be empty. All cores compute where a block has many tiles.
+    """Sums over a block, which must not be empty.
 
     Args:
         a: a block of A, real.
         b: the same block of B.
     """
+    width = a.shape[-1] if a.ndim else 1
     tiles = list(split_into_tiles(a.shape))
+    grids = list(GRID_DTYPES[a.dtype].values()) if has_grids(a, b) else []
     rows = torch.empty(5, *a.shape[:-1], dtype=torch.float64)
-    spare = (os.cpu_count() or 1) - 1  # one core reads the next block
-    threads = max(1, min(MOST_THREADS, spare, len(tiles) // FEWEST_TILES))
-    if threads == 1:
-        return _sum_tiles(a, b, tiles, rows)
-    ends = [len(tiles) * n // threads for n in range(threads + 1)]
-    shares = [tiles[first:last] for first, last in pairwise(ends)]
-    with ThreadPoolExecutor(threads, "megatron_flex compare") as pool:
-        out, *others = pool.map(lambda share: _sum_tiles(a, b, share, rows), shares)
-    for other in others:
-        out.merge(other)
+    out = BlockSums(a.numel(), rows, rows.new_zeros(5, width), on_grids=[[0, 0] for _ in grids])
+    narrow = a.dtype in NARROW_DTYPES and b.dtype in NARROW_DTYPES
+    sums = _TileSums(out, grids, a[tiles[0]].numel(), narrow)
+    for tile in tiles:
+        sums.add(a[tile], b[tile], tile)
     return out
+
+
+class _Tile(NamedTuple):
+    """A tile in the dtype in which its sums are computed, `[rows, last dim]`.
+
+    Attributes:
+        left: A, with 0 for what is not finite in one of the two.
+        right: B, likewise.
+        gap: B minus A.
+        peak: the greatest magnitude.
+        greatest: that of the difference.
+        finite: whether all entries are.
+    """
+
+    left: Any
+    right: Any
+    gap: Any
+    peak: float
+    greatest: float
+    finite: bool
+
+    @property
+    def is_in_narrow_range(self) -> bool:
+        """Whether the products of its entries can be summed in fp32."""
+        least, most = NARROW_RANGE
+        return self.peak <= most and all(not x or x >= least for x in (self.peak, self.greatest))
 
 
 class _TileSums:
@@ -136,21 +151,18 @@ class _TileSums:
         block: receives the sums.
         grids: the low bits of each narrower dtype that is counted.
         numel: pairs of the largest tile.
+        narrow: whether the dtypes of the block allow sums in fp32.
     """
 
-    def __init__(self, block: BlockSums, grids: Sequence[int], numel: int) -> None:
+    def __init__(self, block: BlockSums, grids: Sequence[int], numel: int, narrow: bool) -> None:
         import numpy as np
 
         self.block, self.grids, self.width = block, grids, block.columns.shape[1]
-
-        # Torch aligns memory to 64 bytes: equal tensors have bitwise equal sums, as the test of copies needs.
-        def reserve(dtype: torch.dtype, rows: int = numel // self.width) -> Any:
-            return torch.empty(rows, self.width, dtype=dtype).numpy()
-
-        self._left, self._right, self._gap = (reserve(torch.float64) for _ in range(3))
-        self._unequal = reserve(torch.bool)
-        self._low, self._masked = (reserve(torch.int16).view(np.uint16) for _ in range(2))
-        self._columns = reserve(torch.float64, 5)
+        self._numel, self._narrow = numel, narrow and self.width >= NARROW_WIDTH
+        self._arrays: dict[torch.dtype, list[Any]] = {}
+        self._unequal = self._reserve(torch.bool)
+        self._low, self._masked = (np.empty(numel, np.uint16) for _ in range(2))
+        self._sample = np.empty(0, np.int32)
 
     def add(self, a: Tensor, b: Tensor, tile: tuple[slice, ...]) -> None:
         """Add a tile.
@@ -163,70 +175,112 @@ class _TileSums:
         import numpy as np
 
         a, b = a.reshape(-1, self.width), b.reshape(-1, self.width)
-        left, right, gap = (x[: len(a)] for x in (self._left, self._right, self._gap))
         with np.errstate(all="ignore"):  # of squares that are too large
-            self._load(a, b, left, right)
-            np.subtract(right, left, out=gap)
-            greatest = max(float(gap.max()), -float(gap.min()))
-            if greatest > self.block.greatest:
-                self.block.greatest, self.block.worst = greatest, tile
-            rows = self._sum_products(left, right, gap)
-        where = self.block.rows[(slice(None), *tile)]
+            found = self._load(a, b, torch.float32) if self._narrow else None
+            if found is None or not found.is_in_narrow_range:
+                self._narrow = False
+                found = self._load(a, b, torch.float64)
+            unequal = np.not_equal(found.left, found.right, out=self._unequal[: len(a)])
+            rows = self._sum_products(found)
+        block = self.block
+        block.differing += int(np.count_nonzero(unequal))
+        block.finite &= found.finite
+        block.peak = max(block.peak, found.peak)
+        if found.greatest > block.greatest:
+            block.greatest, block.worst = found.greatest, _locate_row(found, tile)
+        where = block.rows[(slice(None), *tile)]
         where.copy_(torch.from_numpy(rows).view(where.shape))
         for run, values in enumerate((a, b) if self.grids else ()):
             self._count_on_grids(values, run)
 
-    def _load(self, a: Tensor, b: Tensor, left: Any, right: Any) -> None:
-        """Convert a tile to fp64; what is not finite in one of the two becomes 0 in both."""
+    def _reserve(self, dtype: torch.dtype, rows: int | None = None) -> Any:
+        """An array of `[rows, last dim]`; of the largest tile's rows for None."""
+        # Torch aligns memory to 64 bytes: equal tensors have bitwise equal sums, as the test of copies needs.
+        rows = self._numel // self.width if rows is None else rows
+        return torch.empty(rows, self.width, dtype=dtype).numpy()
+
+    def _load(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> _Tile:
+        """Convert a tile; what is not finite in one of the two becomes 0 in both."""
         import numpy as np
 
-        torch.from_numpy(left).copy_(a)
-        torch.from_numpy(right).copy_(b)
-        both = (left, right)
-        if a.dtype == b.dtype == torch.float32:
-            both = a.numpy(), b.numpy()  # half the bytes
+        if dtype not in self._arrays:
+            self._arrays[dtype] = [self._reserve(dtype) for _ in range(3)]
+        left, right, gap = (x[: len(a)] for x in self._arrays[dtype])
+        if a.dtype == b.dtype == dtype:
+            both = a.numpy(), b.numpy()
+        else:
+            both = left, right
+            _copy_to(both, a, b)
         ends = [float(end) for x in both for end in (x.min(), x.max())]
-        if not all(map(math.isfinite, ends)):
-            self.block.finite, both = False, (left, right)
+        finite = all(map(math.isfinite, ends))
+        if not finite:
+            both = left, right
+            _copy_to(both, a, b)
             bad = ~(np.isfinite(left) & np.isfinite(right))
             left[bad] = right[bad] = 0.0
             ends = [float(end) for x in both for end in (x.min(), x.max())]
-        self.block.peak = max(self.block.peak, *map(abs, ends))
-        unequal = np.not_equal(*both, out=self._unequal[: len(a)])
-        self.block.differing += int(np.count_nonzero(unequal))
+        np.subtract(both[1], both[0], out=gap)
+        greatest = max(float(gap.max()), -float(gap.min()))
+        return _Tile(*both, gap, max(map(abs, ends)), greatest, finite)
 
-    def _sum_products(self, left: Any, right: Any, gap: Any) -> Any:
-        """Add the five sums by column; return those by row."""
+    def _sum_products(self, tile: _Tile) -> Any:
+        """Add the five sums by column; return those by row, in fp64."""
         import numpy as np
 
-        rows, columns = np.empty((5, len(gap))), self._columns
+        left, right, gap = tile.left, tile.right, tile.gap
+        rows, columns = (np.empty((5, n), gap.dtype) for n in gap.shape)
         for at, (x, y) in enumerate(((left, left), (right, right), (gap, left), (gap, gap))):
             np.matmul(x[:, None, :], y[:, :, None], out=rows[at, :, None, None])
             np.einsum("rc,rc->c", x, y, out=columns[at])
-        np.add.reduce(gap, 1, out=rows[4])
+        np.einsum("rc->r", gap, out=rows[4])
         np.add.reduce(gap, 0, out=columns[4])
         self.block.columns += torch.from_numpy(columns)
-        return rows
+        return rows.astype(np.float64)
 
     def _count_on_grids(self, values: Tensor, run: int) -> None:
+        """Count the entries that narrower dtypes represent."""
         import numpy as np
 
-        low, masked = self._low[: len(values)], self._masked[: len(values)]
-        np.copyto(low, view_bits(values).numpy(), casting="unsafe")
-        for counts, bits in zip(self.block.on_grids, self.grids, strict=True):
-            others = low if bits == LOW_BITS else np.bitwise_and(low, (1 << bits) - 1, out=masked)
-            counts[run] += low.size - int(np.count_nonzero(others))
+        bits = view_bits(values).numpy().reshape(-1)
+        segments, numel = bits.size // SEGMENT, bits.size
+        if segments > EXACT_SEGMENTS:
+            chosen = _choose_segments(segments)
+            if self._sample.dtype != bits.dtype or self._sample.shape[0] != len(chosen):
+                self._sample = np.empty((len(chosen), SEGMENT), bits.dtype)
+            rows = bits[: segments * SEGMENT].reshape(segments, SEGMENT)
+            bits = np.take(rows, chosen, axis=0, out=self._sample, mode="clip").reshape(-1)
+        low, masked = self._low[: bits.size], self._masked[: bits.size]
+        np.copyto(low, bits, casting="unsafe")
+        for counts, width in zip(self.block.on_grids, self.grids, strict=True):
+            others = low if width == LOW_BITS else np.bitwise_and(low, (1 << width) - 1, out=masked)
+            zeros = low.size - int(np.count_nonzero(others))
+            counts[run] += round(zeros * numel / low.size)
 
 
-def _sum_tiles(a: Tensor, b: Tensor, tiles: Sequence[tuple[slice, ...]], rows: Tensor) -> BlockSums:
-    """Sums over some tiles of a block; those by row are written to the block's."""
-    grids = list(GRID_DTYPES[a.dtype].values()) if has_grids(a, b) else []
-    out = BlockSums(a.numel(), rows, rows.new_zeros(5, a.shape[-1] if a.ndim else 1))
-    out.on_grids = [[0, 0] for _ in grids]
-    sums = _TileSums(out, grids, a[tiles[0]].numel())
-    for tile in tiles:
-        sums.add(a[tile], b[tile], tile)
-    return out
+@cache
+def _choose_segments(segments: int) -> Any:
+    """The numbers of a quarter of the segments, at random, as shards and samples repeat regularly."""
+    import numpy as np
+
+    chosen = np.random.default_rng(segments).choice(segments, segments // 4, replace=False)
+    return np.sort(chosen)
+
+
+def _locate_row(found: _Tile, tile: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The row with the greatest difference of a tile."""
+    import numpy as np
+
+    gap = found.gap
+    flat = int(gap.argmax())
+    if gap.flat[flat] != found.greatest:
+        flat = int(gap.argmin())
+    at = np.unravel_index(flat // gap.shape[1], [s.stop - s.start for s in tile]) if tile else ()
+    return tuple(slice(s.start + int(i), s.start + int(i) + 1) for s, i in zip(tile, at, strict=True))
+
+
+def _copy_to(arrays: tuple[Any, Any], a: Tensor, b: Tensor) -> None:
+    for array, values in zip(arrays, (a, b), strict=True):
+        torch.from_numpy(array).copy_(values)
 
 
 def has_grids(a: Tensor, b: Tensor) -> bool:

@@ -77,7 +77,7 @@ class GridCounts:
         bits: the low bits of the mantissa that are zero in it.
         a: by dim, of A.
         b: by dim, of B.
-        total_a: of all.
+        total_a: of all; of a large block in which the two hardly differ, an estimate.
         total_b: likewise.
     """
 
@@ -148,14 +148,15 @@ class DifferenceProfile:
                 one, two = ([torch.zeros_like(s.count) for s in self.by_dim] for _ in "ab")
                 self.grids.append(GridCounts(name, bits, one, two))
         for grid, counts in zip(self.grids, on_grids, strict=True):
-            grid.total_a, grid.total_b = grid.total_a + counts[0], grid.total_b + counts[1]
-            if abs(counts[0] - counts[1]) <= GRID_CONTRAST * a.numel():
-                continue
-            for totals, values in ((grid.a, a), (grid.b, b)):
+            resolved = abs(counts[0] - counts[1]) > GRID_CONTRAST * a.numel()
+            exact = list(counts)
+            for run, (totals, values) in enumerate(((grid.a, a), (grid.b, b)) if resolved else ()):
                 entries = sum_by_dim((view_bits(values) & ((1 << grid.bits) - 1)).eq(0).double())
+                exact[run] = int(entries[0].sum())
                 found = [entries[0].sum().reshape(1)] * (len(places) - len(entries)) + entries
                 for total, part, where in zip(totals, found, places, strict=True):
                     total.index_add_(0, where, part)
+            grid.total_a, grid.total_b = grid.total_a + exact[0], grid.total_b + exact[1]
 
     # -- of all entries --------------------------------------------------------------------------------
 

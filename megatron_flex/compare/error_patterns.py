@@ -384,7 +384,7 @@ def explain_divergence(
     if zeros:
         return [f"{zeros[0]} is zero everywhere"]
     ratio = found.dots / found.squares_a
-    rest = math.sqrt(max(found.squares_b - ratio * found.dots, 0.0) / found.squares_b)
+    rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
         return [hint]
     share = (ratio - 1) ** 2 * found.squares_a / found.squares

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from megatron_flex.dump.host_memory import ReusedMemory
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
 
+SMALL_DIFFERENCE = 0.1  # of the squares of A
+MOST_THREADS = 8  # that read and sum blocks
 FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
 
 
@@ -60,6 +64,7 @@ class DifferenceSums:
         start: Sequence[int] = (),
         profile: DifferenceProfile | None = None,
         places: Sequence[Tensor] = (),
+        found: BlockSums | None = None,
     ) -> None:
         """Add a block of both.
 
@@ -69,12 +74,13 @@ class DifferenceSums:
             start: position of the block in the full tensor; indices count from there.
             profile: receives the sums of real tensors too.
             places: as in `DifferenceProfile.add`.
+            found: `sum_real_block` of the two, if it is there already.
         """
         start = tuple(start) or (0,) * a.ndim
         self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
         if not a.numel():
             return
-        found = sum_block(a, b) if a.is_floating_point() and b.is_floating_point() else None
+        found = found or sum_real_block(a, b)
         if found is None or not found.finite:
             for tile in split_into_tiles(a.shape):
                 self._add_exactly(a[tile], b[tile], _shift(start, tile))
@@ -157,7 +163,10 @@ class DifferenceSums:
         """The cosine of the angle between the two; 1 for two zero tensors, 0 if one of them is zero."""
         if self.broken:
             return math.nan
-        scale = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
+        squares_b = self.squares_b
+        if self.squares < SMALL_DIFFERENCE * self.squares_a:  # rounded as the two other sums are
+            squares_b = self.squares + (self.dots - self.squares_a) + self.dots
+        scale = math.sqrt(self.squares_a) * math.sqrt(squares_b)
         if scale:
             return max(-1.0, min(1.0, self.dots / scale))
         return 1.0 if self.equal else 0.0
@@ -173,6 +182,12 @@ class DifferenceSums:
         if self.broken:
             return math.inf
         return max(self.relative, self.greatest / self.peak if self.peak else 0.0)
+
+
+def sum_real_block(a: Tensor, b: Tensor) -> BlockSums | None:
+    """Sums over a block; None for a block without entries, of integers, or of complex numbers."""
+    real = a.is_floating_point() and b.is_floating_point()
+    return sum_block(a, b) if real and a.numel() else None
 
 
 def _shift(start: Sequence[int], part: Sequence[slice]) -> tuple[int, ...]:
@@ -297,30 +312,36 @@ def sum_in_order(
 ) -> Iterator[tuple[Sequence[TensorPair], PairSums]]:
     """The pairs of one tensor after the other, with the sums over them.
 
-    The next block is read while this one is summed, and a tensor's first one while the caller works on the
-    tensor before.
+    Each core reads and sums blocks, and the sums are added in order; the first blocks of a tensor are summed
+    while the caller works on the tensor before.
 
     Args:
-        tensors: the pairs of each tensor, which are asked for one tensor ahead.
+        tensors: the pairs of each tensor, which are asked for as many tensors ahead as there are threads.
         most: bytes of a block in fp64.
     """
     blocks = (found for pairs in tensors for found in _list_blocks(pairs, most))
     memory = ReusedMemory()
     out: PairSums | None = None
 
-    def read(one: _PairBlock) -> tuple[Tensor, Tensor] | None:
-        return None if one.block is None else one.pair.read(one.block, memory)
+    def read(one: _PairBlock) -> tuple[Tensor, Tensor, BlockSums | None] | None:
+        if one.block is None:
+            return None
+        a, b = one.pair.read(one.block, memory)
+        return a, b, sum_real_block(a, b)
 
-    for one, values in read_ahead(blocks, read, _PairBlock.is_small):
+    threads = max(1, min(MOST_THREADS, os.cpu_count() or 1))
+    for one, values in read_ahead(blocks, read, _PairBlock.is_small, threads):
         out = out or _make_sums(one.pairs)
         if one.block is not None and values is not None:
             sums = out.sums
             before = sums.worst, sums.values, sums.broken
             places = [] if out.profile is None else _locate_entries(out.profile, one.pair, one.block)
-            sums.add(*values, tuple(s.start for s in one.block), out.profile, places)
+            a, b, found = values
+            sums.add(a, b, tuple(s.start for s in one.block), out.profile, places, found)
             if (sums.worst, sums.values, sums.broken) != before:
                 out.worst = one.pair
-            memory.release(*values)
+            memory.release(a, b)
+            del values, a, b, found
         if one.is_last:
             yield one.pairs, out
             out = None
@@ -343,10 +364,16 @@ def _make_sums(pairs: Sequence[TensorPair]) -> PairSums:
 def make_profile(pairs: Sequence[TensorPair]) -> DifferenceProfile:
     """An empty profile over the entries of all pairs; several microbatches are a dim of their own."""
     dims, numbers = pairs[0].dims, [p.numbers for p in pairs]
-    known = tuple(tuple(sorted(set().union(*(n[at] for n in numbers)))) for at in range(len(dims)))
+    known = tuple(_unite([n[at] for n in numbers]) for at in range(len(dims)))
     if pairs[0].microbatch is None:
         return DifferenceProfile(dims, known)
     return DifferenceProfile((MICROBATCH_AXIS, *dims), (tuple(range(len(pairs))), *known))
+
+
+def _unite(numbers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """All numbers in order; each argument is in order."""
+    first = numbers[0]
+    return first if all(n is first for n in numbers) else tuple(sorted(set().union(*numbers)))
 
 
 def _locate_entries(profile: DifferenceProfile, pair: TensorPair, block: Sequence[slice]) -> list[Tensor]:
@@ -439,9 +466,23 @@ def _list_labels(array: DumpArray) -> list[tuple[int, ...]]:
     known = {SAMPLE_AXIS: array.samples, TOKEN_AXIS: array.tokens}
     found = [known.get(d) for d in array.dims]
     return [
-        tuple(range(n)) if t is None else tuple(int(i) for i in t.tolist())
+        _count_up(n) if t is None else _share(tuple(t.tolist()))
         for n, t in zip(array.shape, found, strict=True)
     ]
+
+
+@lru_cache(maxsize=256)
+def _count_up(length: int) -> tuple[int, ...]:
+    """The numbers of a full dim: one object for each length, as a dim of features or tokens has many."""
+    return tuple(range(length))
+
+
+def _share(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The object of `_count_up` where the numbers are equal to it."""
+    if not numbers or numbers[0] != 0 or numbers[-1] != len(numbers) - 1:
+        return numbers
+    full = _count_up(len(numbers))
+    return full if numbers == full else numbers
 
 
 def _make_pair(
@@ -457,7 +498,8 @@ def _make_pair(
     for dim, mine, other in zip(a.dims, numbers_a, numbers_b, strict=True):
         if dim not in (SAMPLE_AXIS, TOKEN_AXIS) and len(mine) != len(other):
             return f"{len(mine)} entries along {dim!r} in A and {len(other)} in B"
-        both = tuple(sorted(set(mine) & set(other)))
+        full = mine is other and mine is _count_up(len(mine))
+        both = mine if full else tuple(sorted(set(mine) & set(other)))
         if not both and (mine or other):
             return f"no {dim} that both have"
         numbers.append(both)

@@ -647,6 +647,18 @@ def test_the_next_block_is_read_while_this_one_is_used(count: int, monkeypatch: 
     assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
 
 
+def test_several_threads_read_and_blocks_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    both = threading.Barrier(2)
+
+    def read(number: int) -> int:
+        if number in (1, 2):
+            both.wait(30)  # they are read at the same time
+        return -number
+
+    assert list(read_ahead(range(6), read, threads=2)) == [(n, -n) for n in range(6)]
+
+
 def test_small_blocks_are_read_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     found = dict(read_ahead(range(5), lambda _: threading.current_thread(), lambda number: number != 3))

@@ -69,12 +69,11 @@ def test_blocks_add_up_to_the_full_profile() -> None:
             torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("cores", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sums_over_tiles_are_those_over_the_block(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cores: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Whatever the size of a tile and the number of threads."""
+    """Whatever the size of a tile."""
     a, b = (t.to(dtype) for t in noisy(0, 0.1))
     b[0] = b[0].bfloat16().to(dtype)  # on a grid, in one sample
     b[1, 3] = a[1, 3]
@@ -82,8 +81,6 @@ def test_sums_over_tiles_are_those_over_the_block(
     found = {}
     for entries in (4096, 100, 32, 5):
         monkeypatch.setattr(block_sums, "TILE_ENTRIES", entries)
-        monkeypatch.setattr(block_sums, "FEWEST_TILES", 2)
-        monkeypatch.setattr(block_sums.os, "cpu_count", lambda: cores)
         sums = DifferenceSums()
         sums.add(a, b)
         found[entries] = sums, profile_of(a, b)
@@ -116,6 +113,84 @@ def test_sums_over_tiles_are_those_over_the_block(
             assert (grid.total_a, grid.total_b) == (other.total_a, other.total_b)
             for mine, its in zip((*grid.a, *grid.b), (*other.a, *other.b), strict=True):
                 torch.testing.assert_close(mine, its)
+
+
+def sum_exactly(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """The five sums of a block by row and by column, in fp64 by torch."""
+    left, right = a.double(), b.double()
+    gap = right - left
+    products = torch.stack([left * left, right * right, gap * left, gap * gap, gap])
+    columns = products.reshape(5, -1, a.shape[-1]).sum(1)
+    return {"rows": products.sum(-1), "columns": columns}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30], ids=str)
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
+def test_sums_in_fp32_are_those_in_fp64(
+    monkeypatch: pytest.MonkeyPatch, one: torch.dtype, two: torch.dtype, scale: float
+) -> None:
+    """Up to round-off of fp32; what fp32 cannot multiply is summed in fp64."""
+    if torch.float16 in (one, two) and scale != 1:
+        pytest.skip("fp16 has no such numbers")
+    monkeypatch.setattr(block_sums, "TILE_ENTRIES", 4096)
+    a, b = (scale * t for t in noisy(3, 1e-3, (3, 40, 128)))
+    a, b = a.to(one), b.to(two)
+    b[1, 17, 5] = 9 * scale
+    found, expected = block_sums.sum_block(a, b), sum_exactly(a, b)
+    for name in ("rows", "columns"):
+        got, want = getattr(found, name), expected[name]
+        scales = sum_exactly(a.abs(), -b.abs())[name].abs()  # no product cancels another one
+        assert float(((got - want).abs() / scales.clamp(min=1e-300)).max()) < 2e-6, name
+    assert found.worst == (slice(1, 2), slice(17, 18))
+    assert found.greatest == pytest.approx(float((b.double() - a.double()).abs().max()))
+    assert found.peak == float(torch.maximum(a.double().abs(), b.double().abs()).max())
+    assert found.differing == int((a.double() != b.double()).sum())
+
+
+def test_statistics_in_fp64_have_its_precision() -> None:
+    a, b = noisy(5, 1e-9, (4, 32, 128))
+    sums = DifferenceSums()
+    sums.add(a, b)
+    assert sums.relative == pytest.approx(float((b - a).norm() / max(a.norm(), b.norm())), rel=1e-12)
+
+
+def test_cosine_and_factor_are_as_precise_as_the_difference() -> None:
+    """Sums of squares in fp32 are rounded; their differences must not be lost in that."""
+    a, noise = noisy(4, 1e-6, (8, 64, 256))
+    a, b = a.float(), noise.float()
+    sums = DifferenceSums()
+    sums.add(a, b)
+    exact = float((a.double() * b.double()).sum() / (a.double().norm() * b.double().norm()))
+    assert 1 - sums.cosine == pytest.approx(1 - exact, rel=1e-3)
+    assert 0 < 1 - exact < 1e-11
+
+
+def test_grids_of_large_tiles_are_estimated_and_exact_where_the_runs_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(64, 1024, generator=generator)
+    a = torch.cat([a, torch.randn(448, 1024, generator=generator)])
+    b = a.clone()
+    b[:64] = b[:64].bfloat16().float()  # one shard of eight
+    bits = [(x.view(torch.int32) & 0xFFFF == 0).sum() for x in (a, b)]
+    estimated = block_sums.sum_block(a, b).on_grids[0]
+    assert abs(estimated[1] - int(bits[1])) < 0.05 * int(bits[1])
+    profile = profile_of(a, b, ("token", "h"))
+    grid = profile.grids[0]
+    assert (grid.total_a, grid.total_b) == tuple(map(int, bits))
+    assert torch.equal(grid.b[0][:64], torch.full((64,), 1024.0, dtype=torch.float64))
+    alike = profile_of(a, a, ("token", "h")).grids
+    for known, name in zip(alike, (16, 13, 4), strict=True):
+        expected = a.numel() / 2**name
+        assert known.total_a == known.total_b == pytest.approx(expected, abs=5 * math.sqrt(4 * expected))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
