@@ -31,7 +31,7 @@ TILE_ENTRIES = 3 << 18  # pairs whose sums are computed together; threads wait f
 # half the bytes in the CPU's cache, and twice the entries in an instruction. Sums over tiles are in fp64.
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW_RANGE = 2.0**-50, 2.0**50  # of peaks whose products and sums are far from both ends of fp32's range
-NARROW_WIDTH = 64  # the least last dim: a sum over the other dims adds at most 4096 numbers one by one
+NARROW_WIDTH = 128  # the least last dim: a sum over the other dims adds at most 6,144 numbers one by one
 
 
 def split_into_blocks(shape: Sequence[int], most: int = COMPARE_BLOCK) -> Iterator[tuple[slice, ...]]:
@@ -161,8 +161,7 @@ class _TileSums:
         self._numel, self._narrow = numel, narrow and self.width >= NARROW_WIDTH
         self._arrays: dict[torch.dtype, list[Any]] = {}
         self._unequal = self._reserve(torch.bool)
-        self._low, self._masked = (np.empty(numel, np.uint16) for _ in range(2))
-        self._sample = np.empty(0, np.int32)
+        self._low, self._masked = (np.empty((2, numel), np.uint16) for _ in range(2))
 
     def add(self, a: Tensor, b: Tensor, tile: tuple[slice, ...]) -> None:
         """Add a tile.
@@ -190,8 +189,8 @@ class _TileSums:
             block.greatest, block.worst = found.greatest, _locate_row(found, tile)
         where = block.rows[(slice(None), *tile)]
         where.copy_(torch.from_numpy(rows).view(where.shape))
-        for run, values in enumerate((a, b) if self.grids else ()):
-            self._count_on_grids(values, run)
+        if self.grids:
+            self._count_on_grids(a, b)
 
     def _reserve(self, dtype: torch.dtype, rows: int | None = None) -> Any:
         """An array of `[rows, last dim]`; of the largest tile's rows for None."""
@@ -237,24 +236,25 @@ class _TileSums:
         self.block.columns += torch.from_numpy(columns)
         return rows.astype(np.float64)
 
-    def _count_on_grids(self, values: Tensor, run: int) -> None:
+    def _count_on_grids(self, a: Tensor, b: Tensor) -> None:
         """Count the entries that narrower dtypes represent."""
         import numpy as np
 
-        bits = view_bits(values).numpy().reshape(-1)
-        segments, numel = bits.size // SEGMENT, bits.size
-        if segments > EXACT_SEGMENTS:
-            chosen = _choose_segments(segments)
-            if self._sample.dtype != bits.dtype or self._sample.shape[0] != len(chosen):
-                self._sample = np.empty((len(chosen), SEGMENT), bits.dtype)
-            rows = bits[: segments * SEGMENT].reshape(segments, SEGMENT)
-            bits = np.take(rows, chosen, axis=0, out=self._sample, mode="clip").reshape(-1)
-        low, masked = self._low[: bits.size], self._masked[: bits.size]
-        np.copyto(low, bits, casting="unsafe")
+        runs = [view_bits(values).numpy().reshape(-1) for values in (a, b)]
+        numel, segments = runs[0].size, runs[0].size // SEGMENT
+        chosen = _choose_segments(segments) if segments > EXACT_SEGMENTS else None
+        size = numel if chosen is None else len(chosen) * SEGMENT
+        low, masked = self._low[:, :size], self._masked[:, :size]
+        for bits, part in zip(runs, low, strict=True):
+            if chosen is None:
+                np.copyto(part, bits, casting="unsafe")
+            else:
+                rows = bits[: segments * SEGMENT].reshape(segments, SEGMENT)
+                np.copyto(part, np.take(rows, chosen, axis=0).reshape(-1), casting="unsafe")
         for counts, width in zip(self.block.on_grids, self.grids, strict=True):
             others = low if width == LOW_BITS else np.bitwise_and(low, (1 << width) - 1, out=masked)
-            zeros = low.size - int(np.count_nonzero(others))
-            counts[run] += round(zeros * numel / low.size)
+            for run, part in enumerate(others):
+                counts[run] += round((size - int(np.count_nonzero(part))) * numel / size)
 
 
 @cache
@@ -279,6 +279,7 @@ def _locate_row(found: _Tile, tile: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def _copy_to(arrays: tuple[Any, Any], a: Tensor, b: Tensor) -> None:
+    """Convert a tile of both; numpy has no bf16."""
     for array, values in zip(arrays, (a, b), strict=True):
         torch.from_numpy(array).copy_(values)
 
@@ -289,4 +290,5 @@ def has_grids(a: Tensor, b: Tensor) -> bool:
 
 
 def view_bits(values: Tensor) -> Tensor:
+    """The bits of each entry, as an integer of its size."""
     return values.contiguous().view(INTEGER_VIEWS[values.itemsize])

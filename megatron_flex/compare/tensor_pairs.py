@@ -471,7 +471,7 @@ def _list_labels(array: DumpArray) -> list[tuple[int, ...]]:
     ]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _count_up(length: int) -> tuple[int, ...]:
     """The numbers of a full dim: one object for each length, as a dim of features or tokens has many."""
     return tuple(range(length))

@@ -156,6 +156,18 @@ def test_sums_in_fp32_are_those_in_fp64(
     assert found.differing == int((a.double() != b.double()).sum())
 
 
+@pytest.mark.parametrize("shape", [(6144, 128), (8, 65536)], ids=str)
+def test_long_sums_in_fp32(shape: tuple[int, int]) -> None:
+    """One by one along a dim, up to the longest."""
+    a, b = (t.float() for t in noisy(6, 1e-3, shape))
+    found, expected = block_sums.sum_block(a, b), sum_exactly(a, b)
+    for name in ("rows", "columns"):
+        got, want = getattr(found, name), expected[name]
+        for at in (0, 1, 3):  # squares, which nothing cancels
+            torch.testing.assert_close(got[at], want[at], rtol=1e-5, atol=0)
+            assert float(got[at].sum()) == pytest.approx(float(want[at].sum()), rel=1e-6)
+
+
 def test_statistics_in_fp64_have_its_precision() -> None:
     a, b = noisy(5, 1e-9, (4, 32, 128))
     sums = DifferenceSums()
