@@ -120,7 +120,8 @@ def compare(
     The dumps may have different layouts. One may be of a GPTModel, and the other one of a HybridModel whose
     layers are pairs of attention and MLP: that one's names are then a GPTModel's. Tensors are aligned by
     site, iteration, sample and token. Tensors of only one dump are `missing`, which makes the exit status 2
-    unless it is allowed. At most a few blocks are in memory at a time.
+    unless it is allowed. Each core, of at most eight, reads and sums blocks: one block of both dumps for each
+    core, and one more, are in memory at a time.
 
     Args:
         a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
@@ -135,7 +136,7 @@ def compare(
         learning_rate: of the optimizer, where parameters were not dumped: from it follows what they may
             differ by after some steps.
         progress: called before each tensor, instead of a bar in the terminal.
-        block_bytes: maximum bytes of one tensor in memory, in fp64.
+        block_bytes: maximum bytes of one block of a tensor, in fp64; an entry in fp32 takes half of that.
 
     Returns:
         The comparison; `first` is the first row that differs, or None.

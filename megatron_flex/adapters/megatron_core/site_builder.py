@@ -150,7 +150,7 @@ class SiteForm(Generic[SiteT]):
             own: its other attributes; the form and the class's default values must have the rest.
         """
         out: SiteT = object.__new__(self._kind)
-        out.__dict__.update(self._common, **own)
+        object.__setattr__(out, "__dict__", self._common | own)  # the class is frozen
         return out
 
 
