@@ -250,7 +250,11 @@ class TensorPair:
 
         Args:
             block: the entries of each dim.
-            memory: provides the two tensors, which the caller releases after use; None allocates new ones.
+            memory: provides memory for entries that are in several shards. The caller releases the two
+                tensors after use. None allocates new memory.
+
+        Returns:
+            The two, which the caller does not write to, as they may be views of files.
         """
         return _read_indices(self.a, self.picked_a, block, memory), _read_indices(
             self.b, self.picked_b, block, memory
@@ -550,4 +554,7 @@ def _read_indices(
 ) -> Tensor:
     index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
     wanted = array[tuple(index)]
+    found = wanted.mapped()
+    if found is not None:
+        return found
     return wanted.torch(out=None if memory is None else memory.take(wanted.shape, wanted.dtype))

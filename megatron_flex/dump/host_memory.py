@@ -42,6 +42,7 @@ class ReusedMemory:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor on the CPU, in memory that was released if it is large enough."""
@@ -52,13 +53,15 @@ class ReusedMemory:
             found = None
         if found is None or found.numel() < nbytes:
             found = allocate_on_host([nbytes], torch.uint8)
+        self._lent[found.data_ptr()] = found
         return found[:nbytes].view(dtype).view(list(shape))
 
     def release(self, *tensors: Tensor) -> None:
-        """Release tensors from `take`. The next calls of `take` overwrite them."""
+        """Release tensors from `take`, which its next calls overwrite. Other tensors are ignored."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            found = self._lent.pop(tensor.data_ptr(), None)
+            if found is not None:
+                self._free.append(found)
 
 
 def _advise(address: int, nbytes: int) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -92,16 +92,7 @@ def assemble_region(
     Raises:
         LayoutError: the full tensor does not have these entries.
     """
-    order = layout.permute or tuple(range(len(layout.dims)))
-    if len(wanted) != len(order):
-        raise LayoutError(f"a region of {len(wanted)} dims of layout {layout.describe()}")
-    local: list[DimIndex] = [range(0)] * len(order)
-    for index, at in zip(wanted, order, strict=True):
-        keep = layout.dims[at].keep
-        length = full[at] if keep is None else min(full[at], keep)
-        if len(index) and not 0 <= min(index) <= max(index) < length:
-            raise LayoutError(f"entries {min(index)} to {max(index)} of a dim of {length}")
-        local[at] = index
+    order, local = _order_by_shard(layout, full, wanted)
     shape = [len(index) for index in local]
     summed = is_partial(layout, sizes)
     own = None if out is None else out.permute(_inverse(order))
@@ -123,6 +114,56 @@ def assemble_region(
     if summed:
         own.copy_(total)
     return own.permute(order)
+
+
+def find_region(
+    layout: Layout,
+    shard: Callable[[Coords, RegionIndex], Tensor],
+    full: Sequence[int],
+    sizes: Sizes,
+    wanted: Sequence[DimIndex],
+    lengths: Lengths | None = None,
+) -> Tensor | None:
+    """Return a region without a copy, if one block of one shard has all of its entries.
+
+    Args:
+        layout: as in `assemble_region`.
+        shard: likewise; what it returns is not copied.
+        full: likewise.
+        sizes: likewise.
+        wanted: likewise.
+        lengths: likewise.
+
+    Returns:
+        What `shard` returned, dims in the single-device order; None if the region has no entries, entries of
+        several shards, or sums over ranks.
+
+    Raises:
+        LayoutError: the full tensor does not have these entries.
+    """
+    order, local = _order_by_shard(layout, full, wanted)
+    blocks = list(islice(plan_reads(layout, full, sizes, local, lengths), 2))
+    if len(blocks) != 1:
+        return None
+    coords, source, _ = blocks[0]
+    return shard(coords, source).permute(order)
+
+
+def _order_by_shard(
+    layout: Layout, full: Sequence[int], wanted: Sequence[DimIndex]
+) -> tuple[tuple[int, ...], list[DimIndex]]:
+    """The shards' order of the dims of the full tensor, and a region's entries of each dim in that order."""
+    order = layout.permute or tuple(range(len(layout.dims)))
+    if len(wanted) != len(order):
+        raise LayoutError(f"a region of {len(wanted)} dims of layout {layout.describe()}")
+    local: list[DimIndex] = [range(0)] * len(order)
+    for index, at in zip(wanted, order, strict=True):
+        keep = layout.dims[at].keep
+        length = full[at] if keep is None else min(full[at], keep)
+        if len(index) and not 0 <= min(index) <= max(index) < length:
+            raise LayoutError(f"entries {min(index)} to {max(index)} of a dim of {length}")
+        local[at] = index
+    return order, local
 
 
 def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:

@@ -392,6 +392,25 @@ def test_blocks_are_read_ahead_within_and_across_tensors(
     assert sorted(begun) == sorted([FIRST] * blocks + [SECOND] * blocks)
 
 
+def test_shards_are_copied_into_memory_and_what_one_shard_has_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, ...]] = []
+    real = tensor_pairs.ReusedMemory.take
+
+    def take(memory: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+        taken.append(tuple(shape))
+        return real(memory, shape, dtype)
+
+    monkeypatch.setattr(tensor_pairs.ReusedMemory, "take", take)
+    result = of_one(tmp_path, tensor(), tensor())
+    assert result.verdict == "equal"
+    assert taken == [(SAMPLES, TOKENS, WIDTH)], "B is in shards"
+    taken.clear()
+    assert compare(tmp_path / "a", tmp_path / "a").verdict == "equal"
+    assert not taken
+
+
 def test_statistics_of_blocks_are_those_of_the_whole() -> None:
     a, b = dumps.random(6, 5), dumps.random(6, 5, seed=1)
     whole, parts = DifferenceSums(), DifferenceSums()

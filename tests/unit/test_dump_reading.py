@@ -143,6 +143,8 @@ def test_slices_are_those_of_numpy(sliced: tuple[mf.OpenDump, Tensor], keys: lis
         array = array[key]
     assert array.shape == tuple(expected.shape)
     assert torch.equal(array.torch(), expected)
+    mapped = array.mapped()
+    assert mapped is None or (mapped.dtype == expected.dtype and torch.equal(mapped, expected))
 
 
 @pytest.fixture(scope="module")
@@ -680,8 +682,89 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.release(first)
     third = memory.take([2, 8], torch.float64)
     assert (third.shape, third.dtype, third.data_ptr()) == ((2, 8), torch.float64, place)
+    memory.release(third[:, :1], torch.zeros(4))
+    assert memory.take([2], torch.int8).data_ptr() == place
+    assert memory.take([2], torch.int8).data_ptr() != place, "a tensor from elsewhere is not used"
     memory.release(third)
     assert memory.take([1000], torch.int64).numel() == 1000, "larger than what was released"
+
+
+LOCAL = Layout((Dim("s"), Dim("b"), Dim("h")))
+NO_SAMPLES = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("h")))
+SWAPPED = Layout((Dim("b"), Dim("s", (Cut("tp"),)), Dim("h")), permute=(1, 0, 2))
+COUNTED = Layout((Dim("s"), Dim("h")))
+
+
+@pytest.mark.parametrize(
+    ("layout", "key", "has_one_shard"),
+    [
+        (LOCAL, (0,), False),  # of two microbatches
+        (LOCAL, (0, slice(0, 4)), True),
+        (LOCAL, (slice(1, 2), slice(5, 8), slice(None, None, 3), 2), True),
+        (LOCAL, (1, 4, -1), True),
+        (LOCAL, (0, [3, 1]), True),  # in another order
+        (LOCAL, (0, [3, 4]), False),
+        (LOCAL, (0, 2, [3, 1, 2]), True),
+        (LOCAL, (slice(None), 2), False),  # of two iterations
+        (LOCAL, (0, slice(0, 0)), False),
+        (SEQUENCE, (0, 2), False),
+        (SEQUENCE, (0, 2, slice(0, 8)), True),
+        (SEQUENCE, (0, 2, slice(7, 9)), False),
+        (SWAPPED, (0, slice(1, 3), 9), True),
+        (COLUMN, (0, 2), False),
+        (COLUMN, (0, 2, slice(None), slice(4, 8)), True),
+        (SUMMED, (0, 2, 1), False),
+        (COUNTED, (0, 1), True),
+        (COUNTED, (0,), False),
+        (NO_SAMPLES, (1, slice(0, 1), slice(12, 16)), True),
+        (NO_SAMPLES, (1, 0, slice(3, 5)), False),
+    ],
+)
+def test_entries_of_one_shard_are_views_of_its_file(
+    tmp_path: Path, layout: Layout, key: Any, has_one_shard: bool
+) -> None:
+    mesh = {"tp": 2, "cp": 2} if layout is NO_SAMPLES else {"tp": 2}
+    shape = (2, 2, 16, 8) if layout in (COUNTED, NO_SAMPLES) else (2, 8, 16, 8)
+    array = small(tmp_path / "d", random(*shape), layout, mesh=mesh)["a"][key]
+    found = array.mapped()
+    assert (found is not None) == has_one_shard
+    if found is not None:
+        assert torch.equal(found, array.torch())
+        again = array.mapped()
+        assert again is not None
+        assert (again.data_ptr() == found.data_ptr()) != isinstance(key[-1], list), "lists are copied"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.float16])
+def test_a_view_of_a_file_has_the_dtype_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    array = small(tmp_path / "d", random(2, 8, 16, 8).mul(3).to(dtype), LOCAL, mesh={})["a"][0, :2]
+    found = array.mapped()
+    assert found is not None
+    assert found.dtype == dtype
+    assert torch.equal(found.contiguous().view(torch.uint8), array.torch().view(torch.uint8))
+
+
+def test_a_view_of_a_parameter(tmp_path: Path) -> None:
+    parameters = {"w": Given(random(2, 8, 4, seed=90), WEIGHT), "n": Given(random(2, 8, seed=92), NORM)}
+    given = {"a": Given(random(2, 8, 16, 8), LOCAL)}
+    dumps.write(tmp_path / "d", given, mesh={"tp": 2}, parameters=parameters, microbatches=2)
+    with mf.open_dump(tmp_path / "d") as dump:
+        assert dump.parameter("w")[0].mapped() is None
+        assert dump.parameter("n").mapped() is None
+        found = dump.parameter("n")[1].mapped()
+        assert found is not None
+        assert torch.equal(found, parameters["n"].value[1])
+
+
+def test_a_view_survives_the_dump_and_its_checksum_is_compared(tmp_path: Path) -> None:
+    value = random(2, 8, 16, 8)
+    with small(tmp_path / "d", value, LOCAL, mesh={}) as dump:
+        found = dump["a"][0, :4].mapped()
+    assert found is not None
+    assert torch.equal(found, value[0, :4]), "the file stays mapped"
+    damage(tmp_path / "d")
+    with mf.open_dump(tmp_path / "d") as dump, pytest.raises(DumpError, match="is damaged"):
+        dump["a"][0, 4:].mapped()
 
 
 def test_entries_are_read_into_a_given_tensor(tmp_path: Path) -> None:

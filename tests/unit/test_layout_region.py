@@ -24,6 +24,7 @@ from megatron_flex.layout import (
     compact_index,
     coordinates,
     extract,
+    find_region,
     first_copy,
     padded_shape,
     take_entries,
@@ -62,6 +63,7 @@ class Shards:
 
 def test_region_is_what_assemble_has_there() -> None:
     cases: list[str] = []
+    in_one_shard = [0, 0]
 
     @settings(max_examples=500, deadline=None)
     @given(st.data())
@@ -74,6 +76,9 @@ def test_region_is_what_assemble_has_there() -> None:
         found = assemble_region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted)
         expected = chosen(assemble(layout, shards, SIZES), wanted)
         assert torch.equal(found, expected)
+        one = find_region(layout, Shards(layout, shards), padded_shape(layout, local, SIZES), SIZES, wanted)
+        in_one_shard[one is not None] += 1
+        assert one is None or torch.equal(one, expected)
         room = torch.full([2 * n for n in expected.shape], 7.0)
         out = room[tuple(slice(None, None, 2) for _ in expected.shape)]
         assemble_region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted, out=out)
@@ -89,6 +94,7 @@ def test_region_is_what_assemble_has_there() -> None:
         cases.append(layout.describe())
 
     check()
+    assert min(in_one_shard) > 20
     for kind in ("zigzag", "segments", "copies", "partial sums", "summed"):
         assert any(kind in c for c in cases), kind
 

@@ -197,13 +197,7 @@ class ActivationSource:
         Raises:
             DumpError: a file is gone or damaged; this iteration has another shape than the first.
         """
-        plan = self.plan(which)
-        if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
-            raise DumpError(
-                f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
-                f"{list(self.shape)} {self.dtype} in iteration {self.iteration_keys[0][0]}: read one by one "
-                "with .at(number), or what was written at a time with .microbatch_arrays()"
-            )
+        plan = self._plan_like_first(which)
         for block, places in plan.among(where[0]):
             one = self._planner.tensor(plan, block)
             # samples that have tokens of their own are read one by one
@@ -217,6 +211,45 @@ class ActivationSource:
                     self._read_block(plan, one, block, items, where[1:], found)
                     out[torch.tensor(at)] = found
 
+    def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
+        """Return the entries wanted of one iteration without a copy, if one shard has all of them.
+
+        Args:
+            which: the iteration.
+            where: as for `read`.
+
+        Returns:
+            A view of a file, which the caller does not write to; None if there is none.
+
+        Raises:
+            DumpError: as in `read`.
+        """
+        plan = self._plan_like_first(which)
+        first = None if plan.drawn else next(plan.among(where[0]), None)
+        if first is None or len(first[1]) < len(where[0]):
+            return None
+        block, places = first
+        one = self._planner.tensor(plan, block)
+        if not isinstance(one, AssembledTensor):
+            return None
+        wanted, order = _locate_block(plan, len(one.shape), block, [item for _, item in places], where[1:])
+        found = one.find(wanted)
+        if found is None:
+            return None
+        found = found.permute(order)
+        return found if plan.sample is not None else found[None]
+
+    def _plan_like_first(self, which: IterationKey) -> SamplePlan:
+        """The plan of an iteration that has the shape and dtype of the first one."""
+        plan = self.plan(which)
+        if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
+            raise DumpError(
+                f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
+                f"{list(self.shape)} {self.dtype} in iteration {self.iteration_keys[0][0]}: read one by one "
+                "with .at(number), or what was written at a time with .microbatch_arrays()"
+            )
+        return plan
+
     def _read_block(
         self,
         plan: SamplePlan,
@@ -227,24 +260,39 @@ class ActivationSource:
         out: Tensor,
     ) -> None:
         """Samples of a block, counted among those that are kept."""
-        sample, token = plan.sample, plan.token
-        wanted: list[DimIndex] = [range(0)] * len(one.shape)
-        front = []
-        if sample is not None:
-            wanted[sample] = compact_index([block.kept[i] for i in items])
-            front.append(sample)
-        if token is not None:
-            positions = plan.positions(block.numbers[items[0]])
-            wanted[token] = compact_index([positions[t] for t in where[0]])
-            where = where[1:]
-            front.append(token)
-        for dim, index in zip(plan.rest, where, strict=True):
-            wanted[dim] = index
-        order = [*front, *plan.rest]
-        if isinstance(one, AssembledTensor) and sample is not None:
+        wanted, order = _locate_block(plan, len(one.shape), block, items, where)
+        if isinstance(one, AssembledTensor) and plan.sample is not None:
             one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
         else:
             out.copy_(one.region(wanted).permute(order))
+
+
+def _locate_block(
+    plan: SamplePlan, ndim: int, block: MicrobatchSamples, items: list[int], where: RegionIndex
+) -> tuple[list[DimIndex], list[int]]:
+    """Samples of a block: the entries of each dim of its tensor, and the order of dims that a reader gets.
+
+    Args:
+        plan: the plan of the iteration.
+        ndim: the number of dims of the block's tensor.
+        block: the block.
+        items: its samples, counted among those that are kept.
+        where: tokens (if it has some), features.
+    """
+    sample, token = plan.sample, plan.token
+    wanted: list[DimIndex] = [range(0)] * ndim
+    front = []
+    if sample is not None:
+        wanted[sample] = compact_index([block.kept[i] for i in items])
+        front.append(sample)
+    if token is not None:
+        positions = plan.positions(block.numbers[items[0]])
+        wanted[token] = compact_index([positions[t] for t in where[0]])
+        where = where[1:]
+        front.append(token)
+    for dim, index in zip(plan.rest, where, strict=True):
+        wanted[dim] = index
+    return wanted, [*front, *plan.rest]
 
 
 class ParameterSource:
@@ -326,13 +374,21 @@ class ParameterSource:
 
     def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
         """Read the entries wanted of one iteration into `out`."""
+        self._assembled_like_first(which).region(where, out)
+
+    def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
+        """The entries wanted of one iteration without a copy, as in `ActivationSource.find`."""
+        return self._assembled_like_first(which).find(where)
+
+    def _assembled_like_first(self, which: IterationKey) -> AssembledTensor:
+        """An iteration, which must have the shape and dtype of the first one."""
         one = self._like if which == self.iteration_keys[0] else self._assembled(which)
         if one.shape != self.shape or one.dtype != self.dtype:
             raise DumpError(
                 f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the "
                 "first: read them one by one with .at(number)"
             )
-        one.region(where, out)
+        return one
 
     def _assembled(self, which: IterationKey) -> AssembledTensor:
         written = self.dump.stored_iteration(which)

@@ -132,6 +132,10 @@ class ArraySource(Protocol):
         """Read the entries wanted of one iteration into `out`, in its dtype."""
         ...
 
+    def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
+        """The entries wanted of one iteration without a copy; None unless one shard has all of them."""
+        ...
+
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
         """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
         ...
@@ -475,6 +479,34 @@ class DumpArray:
             live = [n for n, v in zip(read.shape, self.view, strict=True) if not isinstance(v, int)]
             out = read.reshape(live)
         return out if device is None else out.to(device)
+
+    def mapped(self) -> Tensor | None:
+        """Return the selected entries as a view of the mapped file, without a copy, where that is possible.
+
+        Checksums are compared as in `torch`. Copy the tensor before you write to it: a write does not reach
+        the file, but other reads of the same entries may return what was written.
+
+        Returns:
+            A tensor on the CPU, in general not contiguous; None if the selection has several iterations, or
+            if no shard has all of its entries. Entries that are not evenly spaced are copied.
+
+        Raises:
+            DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
+
+        Examples:
+            >>> array = open_dump("dumps/run")["decoder.layers.3"]
+            >>> array[0].mapped() is None  # microbatches are in files of their own
+            True
+            >>> array[0, :2].mapped().shape
+            torch.Size([2, 16, 32])
+        """
+        where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
+        if len(where[0]) != 1:
+            return None
+        found = self._source.find(self._source.iteration_keys[where[0][0]], where[1:])
+        if found is None:
+            return None
+        return found[None][tuple(0 if isinstance(v, int) else slice(None) for v in self.view)]
 
     def numpy(self) -> Any:
         """Read the selected entries as a numpy array.

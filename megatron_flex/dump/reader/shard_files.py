@@ -265,7 +265,7 @@ class PartFiles:
 
     Attributes:
         opened: how many headers were read.
-        bytes_read: how many bytes of tensors were copied.
+        bytes_read: how many bytes of tensors were read.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class PartFiles:
             where: for each dim the entries wanted.
 
         Returns:
-            A view of the file, which the caller copies at once and does not write to.
+            A view of the file, which the caller does not write to.
 
         Raises:
             DumpError: the file is gone or has shrunk, or the checksum of a block is wrong.

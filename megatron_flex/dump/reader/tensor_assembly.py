@@ -24,6 +24,7 @@ from megatron_flex.layout import (
     assemble_region,
     compact_index,
     coordinates,
+    find_region,
     first_copy,
     full_shape,
     padded_shape,
@@ -145,6 +146,19 @@ class AssembledTensor:
             return assemble_region(
                 self.layout, self._read, self._full, self.sizes, wanted, self._lengths, out
             )
+        except LayoutError as error:
+            raise DumpError(f"{self.where}: {error}") from error
+
+    def find(self, wanted: Sequence[DimIndex]) -> Tensor | None:
+        """The entries wanted of each dim, which the caller does not write to.
+
+        A view of a file where they are stored together; None unless one shard has all of them.
+
+        Raises:
+            DumpError: a shard is missing or damaged, or shards do not fit.
+        """
+        try:
+            return find_region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths)
         except LayoutError as error:
             raise DumpError(f"{self.where}: {error}") from error
 
