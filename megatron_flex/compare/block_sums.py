@@ -23,7 +23,7 @@ GRID_DTYPES = {  # low bits of the mantissa that are zero where a value is repre
 }
 LOW_BITS = 16  # no grid has more
 SEGMENT = 64  # entries that are counted together
-EXACT_SEGMENTS = 1 << 10  # of a tile with more, a quarter is counted
+EXACT_SEGMENTS = 1 << 10  # of a tile with more, an eighth is counted, and at least as many
 INTEGER_VIEWS = {4: torch.int32, 2: torch.int16}
 TILE_ENTRIES = 3 << 18  # pairs whose sums are computed together; threads wait for the GIL between calls
 
@@ -31,6 +31,7 @@ TILE_ENTRIES = 3 << 18  # pairs whose sums are computed together; threads wait f
 # half the bytes in the CPU's cache, and twice the entries in an instruction. Sums over tiles are in fp64.
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW_RANGE = 2.0**-50, 2.0**50  # of peaks whose products and sums are far from both ends of fp32's range
+SMALL_GAP = 0.1  # of the squares of A; where those of the difference are less, B^2 = A^2 + 2 A gap + gap^2
 NARROW_WIDTH = 128  # the least last dim: a sum over the other dims adds at most 6,144 numbers one by one
 
 
@@ -63,7 +64,8 @@ class BlockSums:
 
     Five sums are computed: of the squares of A, the squares of B, the products of the difference and A, the
     squares of the difference, and the difference. Tiles of tensors in fp32 or less are summed in fp32, with
-    an error of about 1e-6 of the sum of the magnitudes; others in fp64.
+    an error of about 1e-6 of the sum of the magnitudes; others in fp64. The squares of B follow from the
+    other sums where the difference is small, with an error of about 1e-6 of the squares of A.
 
     Attributes:
         numel: number of pairs.
@@ -75,7 +77,7 @@ class BlockSums:
         greatest: the greatest magnitude of the difference.
         worst: the row in which it is: its index along each dim but the last, as slices.
         on_grids: for each narrower dtype of `GRID_DTYPES` the entries of A and of B that it represents, in
-            large tiles estimated from a quarter of them, the same in A and in B; empty for other dtypes.
+            large tiles estimated from an eighth of them, the same in A and in B; empty for other dtypes.
     """
 
     numel: int
@@ -179,7 +181,7 @@ class _TileSums:
             if found is None or not found.is_in_narrow_range:
                 self._narrow = False
                 found = self._load(a, b, torch.float64)
-            unequal = np.not_equal(found.left, found.right, out=self._unequal[: len(a)])
+            unequal = np.not_equal(found.gap, 0, out=self._unequal[: len(a)])
             rows = self._sum_products(found)
         block = self.block
         block.differing += int(np.count_nonzero(unequal))
@@ -228,13 +230,25 @@ class _TileSums:
 
         left, right, gap = tile.left, tile.right, tile.gap
         rows, columns = (np.empty((5, n), gap.dtype) for n in gap.shape)
-        for at, (x, y) in enumerate(((left, left), (right, right), (gap, left), (gap, gap))):
+
+        def add(at: int, x: Any, y: Any) -> None:
             np.matmul(x[:, None, :], y[:, :, None], out=rows[at, :, None, None])
             np.einsum("rc,rc->c", x, y, out=columns[at])
+
+        add(0, left, left)
+        add(2, gap, left)
+        add(3, gap, gap)
         np.einsum("rc->r", gap, out=rows[4])
         np.add.reduce(gap, 0, out=columns[4])
+        is_small = float(columns[3].sum()) <= SMALL_GAP * float(columns[0].sum()) < math.inf
+        if not is_small:
+            add(1, right, right)
+        rows, columns = rows.astype(np.float64), columns.astype(np.float64)
+        if is_small:
+            for sums in (rows, columns):
+                np.maximum(sums[0] + 2 * sums[2] + sums[3], 0, out=sums[1])
         self.block.columns += torch.from_numpy(columns)
-        return rows.astype(np.float64)
+        return rows
 
     def _count_on_grids(self, a: Tensor, b: Tensor) -> None:
         """Count the entries that narrower dtypes represent."""
@@ -259,10 +273,11 @@ class _TileSums:
 
 @cache
 def _choose_segments(segments: int) -> Any:
-    """The numbers of a quarter of the segments, at random, as shards and samples repeat regularly."""
+    """The numbers of an eighth of the segments, at random, as shards and samples repeat regularly."""
     import numpy as np
 
-    chosen = np.random.default_rng(segments).choice(segments, segments // 4, replace=False)
+    count = max(EXACT_SEGMENTS, segments // 8)
+    chosen = np.random.default_rng(segments).choice(segments, count, replace=False)
     return np.sort(chosen)
 
 

@@ -47,6 +47,7 @@ from megatron_flex.compare.tensor_pairs import (
     PairSums,
     TensorPair,
     align_arrays,
+    one_torch_thread,
     sum_differences,
     sum_in_order,
 )
@@ -121,7 +122,7 @@ def compare(
     layers are pairs of attention and MLP: that one's names are then a GPTModel's. Tensors are aligned by
     site, iteration, sample and token. Tensors of only one dump are `missing`, which makes the exit status 2
     unless it is allowed. Each core, of at most eight, reads and sums blocks: one block of both dumps for each
-    core, and one more, are in memory at a time.
+    core, and one more, are in memory at a time. Meanwhile torch computes in one thread of the process.
 
     Args:
         a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
@@ -161,6 +162,7 @@ def compare(
             )
         return _compare_measured((a, b), measured, allow_missing, iterations, block_bytes)
     with (
+        one_torch_thread(),
         open_compared_dump(a, "A") as one,
         open_compared_dump(b, "B") as two,
         open_compared_dump(tolerance_from, "C") as noise,

@@ -6,6 +6,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -25,7 +26,6 @@ from megatron_flex.dump.host_memory import ReusedMemory
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
 
-SMALL_DIFFERENCE = 0.1  # of the squares of A
 MOST_THREADS = 8  # that read and sum blocks
 FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
 
@@ -163,10 +163,7 @@ class DifferenceSums:
         """The cosine of the angle between the two; 1 for two zero tensors, 0 if one of them is zero."""
         if self.broken:
             return math.nan
-        squares_b = self.squares_b
-        if self.squares < SMALL_DIFFERENCE * self.squares_a:  # rounded as the two other sums are
-            squares_b = self.squares + (self.dots - self.squares_a) + self.dots
-        scale = math.sqrt(self.squares_a) * math.sqrt(squares_b)
+        scale = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
         if scale:
             return max(-1.0, min(1.0, self.dots / scale))
         return 1.0 if self.equal else 0.0
@@ -349,6 +346,20 @@ def sum_in_order(
         if one.is_last:
             yield one.pairs, out
             out = None
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute in one thread of the process, as each core has blocks of its own to sum.
+
+    The threads of torch wait actively for a while after each call, on the cores that sum blocks.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _list_blocks(pairs: Sequence[TensorPair], most: int) -> list[_PairBlock]:

@@ -411,6 +411,30 @@ def test_shards_are_copied_into_memory_and_what_one_shard_has_is_not(
     assert not taken
 
 
+def test_torch_has_one_thread_while_two_dumps_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = both(tmp_path, {FIRST: given(tensor())}, {FIRST: given(tensor())})
+    seen: set[int] = set()
+    real = tensor_pairs.sum_real_block
+
+    def watch(a: Tensor, b: Tensor) -> Any:
+        seen.add(torch.get_num_threads())
+        return real(a, b)
+
+    monkeypatch.setattr(tensor_pairs, "sum_real_block", watch)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert compare(*paths).verdict == "equal"
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+        with pytest.raises(DumpError):
+            compare(paths[0], tmp_path / "none")
+        assert torch.get_num_threads() == 3, "after an error too"
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_statistics_of_blocks_are_those_of_the_whole() -> None:
     a, b = dumps.random(6, 5), dumps.random(6, 5, seed=1)
     whole, parts = DifferenceSums(), DifferenceSums()

@@ -167,6 +167,41 @@ def test_long_sums_in_fp32(shape: tuple[int, int]) -> None:
             assert float(got[at].sum()) == pytest.approx(float(want[at].sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("change", ["none", "small", "thousandth", "zero", "negative"])
+def test_squares_of_b_of_small_and_large_differences(dtype: torch.dtype, change: str) -> None:
+    """They follow from the other sums where the difference is small; rows of zeros stay so."""
+    a, noise = noisy(7, 1e-3, (3, 40, 128))
+    changes = {"none": 1.0, "small": noise / a, "thousandth": 1e-3, "zero": 0.0, "negative": -1.0}
+    b = (a * changes[change]).to(dtype)
+    a = a.to(dtype)
+    a[2, 5], b[2, 5] = 0.0, 0.0
+    b[1, :4] *= 1e-6
+    found, expected = block_sums.sum_block(a, b), sum_exactly(a, b)
+    precision = 1e-12 if dtype is torch.float64 else 2e-6
+    for name in ("rows", "columns"):
+        got, want = getattr(found, name)[1], expected[name][1]
+        scale = (expected[name][0] + want).clamp(min=1e-300)
+        assert float(((got - want).abs() / scale).max()) < precision, name
+        assert float(got.min()) >= 0.0
+    assert float(found.rows[1, 2, 5]) == 0.0
+    assert found.totals[1] == pytest.approx(float(expected["rows"][1].sum()), rel=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [1, 3, 6])
+def test_sums_do_not_depend_on_the_address(dtype: torch.dtype, offset: int) -> None:
+    """Equal tensors have bitwise equal sums, wherever they are in a file."""
+    a, b = (t.to(dtype) for t in noisy(8, 1e-3, (2, 37, 131)))
+    moved = [
+        torch.empty(t.numel() + 16, dtype=dtype)[n : n + t.numel()].view(t.shape).copy_(t)
+        for n, t in ((offset, a), (2 * offset, b))
+    ]
+    one, two = block_sums.sum_block(a, b), block_sums.sum_block(*moved)
+    assert torch.equal(one.rows, two.rows)
+    assert torch.equal(one.columns, two.columns)
+
+
 def test_statistics_in_fp64_have_its_precision() -> None:
     a, b = noisy(5, 1e-9, (4, 32, 128))
     sums = DifferenceSums()
@@ -176,13 +211,13 @@ def test_statistics_in_fp64_have_its_precision() -> None:
 
 def test_cosine_and_factor_are_as_precise_as_the_difference() -> None:
     """Sums of squares in fp32 are rounded; their differences must not be lost in that."""
-    a, noise = noisy(4, 1e-6, (8, 64, 256))
+    a, noise = noisy(4, 1e-5, (8, 64, 256))
     a, b = a.float(), noise.float()
     sums = DifferenceSums()
     sums.add(a, b)
     exact = float((a.double() * b.double()).sum() / (a.double().norm() * b.double().norm()))
-    assert 1 - sums.cosine == pytest.approx(1 - exact, rel=1e-3)
-    assert 0 < 1 - exact < 1e-11
+    assert 1 - sums.cosine == pytest.approx(1 - exact, rel=1e-3, abs=0)
+    assert 0 < 1 - exact < 1e-9
 
 
 def test_grids_of_large_tiles_are_estimated_and_exact_where_the_runs_differ() -> None:
@@ -201,7 +236,7 @@ def test_grids_of_large_tiles_are_estimated_and_exact_where_the_runs_differ() ->
     alike = profile_of(a, a, ("token", "h")).grids
     for known, name in zip(alike, (16, 13, 4), strict=True):
         expected = a.numel() / 2**name
-        assert known.total_a == known.total_b == pytest.approx(expected, abs=5 * math.sqrt(4 * expected))
+        assert known.total_a == known.total_b == pytest.approx(expected, abs=5 * math.sqrt(8 * expected))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
