@@ -16,6 +16,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,8 +190,12 @@ SUSTAINED = 4  # iterations that are written one behind the other
 
 
 def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[float]]:
-    """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping."""
+    """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping.
+
+    Also what the writer does besides plain writes: copies, into memory that is there already, and checksums.
+    """
     tensors = [torch.randn(512, 4, 1024) for _ in range(mib // 8)]
+    rooms = [torch.zeros_like(t) for t in tensors]
     out: dict[str, list[float]] = {}
 
     def note(name: str, amount: int, write: Callable[[], None]) -> None:
@@ -203,6 +208,9 @@ def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[f
             folder = Path(tempfile.mkdtemp(dir=place))
             note(f"raw write{suffix}", mib * iterations, partial(write_raw, folder, tensors, iterations))
             if iterations == 1:
+                note("copy", mib, partial(copy_all, tensors, rooms))
+                note("copies in two threads", mib, partial(copy_in_two_threads, tensors, rooms))
+                note("checksums", mib, partial(compute_all_checksums, rooms))
                 start = perf_counter()
                 mapped = torch.from_file(str(folder / "raw0"), size=mib << 18, dtype=torch.float32)
                 mapped.clone()
@@ -214,6 +222,27 @@ def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[f
             shutil.rmtree(folder)
         out.setdefault("reader", []).append(mib / read_back(place, tensors))
     return out
+
+
+def copy_all(tensors: list[Tensor], rooms: list[Tensor]) -> None:
+    """Copy tensors into other ones."""
+    for tensor, room in zip(tensors, rooms, strict=True):
+        room.copy_(tensor)
+
+
+def copy_in_two_threads(tensors: list[Tensor], rooms: list[Tensor]) -> None:
+    """Copy half of the tensors in each of two threads."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(copy_all, tensors[half::2], rooms[half::2]) for half in range(2)]:
+            done.result()
+
+
+def compute_all_checksums(tensors: list[Tensor]) -> None:
+    """The checksums that a dump has of these tensors."""
+    from megatron_flex.dump.checksums import compute_block_checksums
+
+    for tensor in tensors:
+        compute_block_checksums(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
 
 
 def write_raw(folder: Path, tensors: list[Tensor], iterations: int) -> None:
@@ -305,6 +334,10 @@ def report(result: dict[str, Any]) -> str:
         pairs = zip(result["rates"][one], result["rates"][other], strict=True)
         return _interval(spread([a / b for a, b in pairs]), 2)
 
+    steps = zip(
+        *(result["rates"][name] for name in ("writer", "copy", "checksums", "raw write")), strict=True
+    )
+    of_sum = _interval(spread([writer * sum(1 / r for r in parts) for writer, *parts in steps]), 2)
     return "\n".join(
         [
             _markdown(table),
@@ -312,6 +345,7 @@ def report(result: dict[str, Any]) -> str:
             f"one process, MiB/s: {told}",
             f"writer over raw writes of the same bytes: {over('writer', 'raw write')}, "
             f"{SUSTAINED} iterations: {over('writer sustained', 'raw write sustained')}",
+            f"writer over a copy, checksums and raw writes one after the other: {of_sum}",
             "reader, which puts four ranks' shards together, over a copy out of a mapped file: "
             + over("reader", "raw read"),
             f"most that the queue held: {result['held']['m'] / 2**20:.1f} MiB",
