@@ -118,22 +118,22 @@ class SamplePlan:
         """About how much it holds."""
         return len(self.tensors) * prod(self.written.run.sizes.values()) // len(self.written.run.replicas)
 
-    @property
+    @cached_property
     def token(self) -> int | None:
         """The dim of tokens; a mean over them leaves none."""
         return None if self.selection.mean else self.first.dim(TOKEN_DIM)
 
-    @property
+    @cached_property
     def sample(self) -> int | None:
         """The dim of samples."""
         return self.first.dim(SAMPLE_DIM)
 
-    @property
+    @cached_property
     def rest(self) -> list[int]:
         """All others."""
         return [d for d in range(len(self.first.shape)) if d not in (self.sample, self.token)]
 
-    @property
+    @cached_property
     def drawn(self) -> bool:
         """Whether each sample has tokens of its own."""
         return isinstance(self.selection.tokens, RandomTokens) and None not in (self.sample, self.token)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from megatron_flex.dump.part_format import (
@@ -115,13 +115,19 @@ class StoredIteration:
 
     def paths(self, rank: int) -> Iterable[Path]:
         """The parts of a rank, in order."""
-        count = self.parts[rank]
-        for part in range(count):
-            yield self.folder / format_part_name(rank, part, count if part == count - 1 else 0)
+        return _list_part_paths(self.folder, rank, self.parts[rank])
 
     def describe(self) -> str:
         """The iteration in words."""
         return f"iteration {self.iteration}" + (f", pass {self.run_of}" if self.run_of else "")
+
+
+@lru_cache(1 << 12)
+def _list_part_paths(folder: Path, rank: int, count: int) -> tuple[Path, ...]:
+    """The parts of a rank. Each tensor that is read asks for them; a path is slow to make and to hash."""
+    return tuple(
+        folder / format_part_name(rank, part, count if part == count - 1 else 0) for part in range(count)
+    )
 
 
 def read_runs(path: Path) -> list[DumpRun]:
