@@ -460,8 +460,8 @@ class _Comparer:
             return None
         if tester.tolerances.given(item) is not None:
             return None
-        bound, allowed = tester.bound_ties(item, both, sum(math.prod(p.shape[:-1]) for p in pairs))
-        found = find_likely_ties(pairs, bound, allowed, self.most) if allowed else None
+        bounds, allowed = tester.bound_ties(item, both, sum(math.prod(p.shape[:-1]) for p in pairs))
+        found = find_likely_ties(pairs, bounds, allowed, self.most) if allowed else None
         if found is not None:
             self.notes.append(
                 f"{item.name}, iteration {iteration}: {found.tied} of {found.tokens} tokens differ by more "

@@ -112,32 +112,38 @@ def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
 
 
 def find_likely_ties(
-    pairs: Sequence[TensorPair], bound: float, allowed: int, most: int = COMPARE_BLOCK
+    pairs: Sequence[TensorPair], bounds: Sequence[float], allowed: int, most: int = COMPARE_BLOCK
 ) -> RoutingTies | None:
     """Find tokens whose result differs as if it were of other experts; None if there are none, or too many.
 
     Args:
         pairs: the result of experts, or of their layer.
-        bound: what a token may differ by, relative to the norm of an average token.
+        bounds: what a token may differ by, relative to the norm of an average token; the next one counts
+            where too many tokens exceed one.
         allowed: the greatest number of such tokens in a correct pair.
         most: bytes of one block.
     """
     if pairs[0].dims[:-1] not in ((SAMPLE_AXIS, TOKEN_AXIS), (TOKEN_AXIS,), (TOKEN_AXIS, SAMPLE_AXIS)):
         return None
-    apart, total, tokens = 0, 0.0, sum(math.prod(p.shape[:-1]) for p in pairs)
+    total, squares = 0.0, []
     for pair in pairs:
         for block, a, b in pair.blocks(most):
             if block[-1].stop - block[-1].start != pair.shape[-1] or not (a.isfinite() & b.isfinite()).all():
                 return None
             total += float(a.double().square().sum())
-    least = bound * bound * total / max(tokens, 1)
+            squares.append((b.double() - a.double()).square().sum(-1).reshape(-1))
+    found = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64)
+    mean = total / max(found.numel(), 1)
+    limits = [(bound * bound * mean, int((found > bound * bound * mean).sum())) for bound in bounds]
+    least, apart = next((one for one in limits if one[1] <= allowed), (0.0, 0))
+    if not apart:
+        return None
     rest = DifferenceSums()
     for pair in pairs:
         for _, a, b in pair.blocks(most):
             other = (b.double() - a.double()).square().sum(-1) > least
-            apart += int(other.sum())
             rest.add(a[~other], b[~other])
-    return RoutingTies(tokens, apart, 0, rest) if 0 < apart <= allowed else None
+    return RoutingTies(found.numel(), apart, 0, rest)
 
 
 def _are_tied(a: Tensor, b: Tensor, one: Tensor, two: Tensor, unlike: Tensor, unit: float) -> Tensor:

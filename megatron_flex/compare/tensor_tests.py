@@ -163,17 +163,23 @@ class TensorTester:
 
     # -- bounds ----------------------------------------------------------------------------------------
 
-    def bound_ties(self, item: ComparedTensor, found: PairSums, tokens: int) -> tuple[float, int]:
+    def bound_ties(self, item: ComparedTensor, found: PairSums, tokens: int) -> tuple[list[float], int]:
         """What one token may differ by, and how many may differ by more, as they have other experts.
 
         Args:
             item: a result of experts, or of their layer.
             found: its sums.
             tokens: their number.
+
+        Returns:
+            Two bounds of one token's difference, the lesser first: with that one, as many tokens as may be
+            tied and one more would exceed the bound of the norm. And the number of tokens that may be tied.
         """
         fresh = self.tolerances.unit * math.sqrt(self.tolerances.depths.of(item))
         noise = max(fresh, 2 * self.noise.read_by(item).relative)
-        return self._bounds(item, found, None)[1], count_ties(tokens, noise, self.a.manifest.model)
+        allowed = count_ties(tokens, noise, self.a.manifest.model)
+        norm, peak = self._bounds(item, found, None)
+        return [min(peak, norm * math.sqrt(tokens / (allowed + 1))), peak], allowed
 
     def _bounds(
         self, item: ComparedTensor, found: PairSums, reference: PairSums | None

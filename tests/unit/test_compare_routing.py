@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
-from megatron_flex.compare.routing_ties import count_ties
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.routing_ties import count_ties, find_likely_ties
+from megatron_flex.compare.tensor_pairs import align_arrays
+from megatron_flex.compare.tensor_tests import TensorTester
 from tests.support import dumps
 from tests.support.dumps import Given
 
@@ -62,6 +66,54 @@ def test_what_ties_do_not_explain_diverges(
     assert found.exit_status == 1
     assert found.first is not None
     assert found.first.name == site
+
+
+def off_by(sizes: list[float], noise: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """A result of experts, and one whose first tokens differ so much, relative to the norm of a token."""
+    value = dumps.random(1, SAMPLES, TOKENS, WIDTH)
+    other = value + noise * dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=1)
+    change = dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=2)[0, 0, : len(sizes)]
+    change *= value.square().mean().sqrt() * WIDTH**0.5 / change.norm(dim=-1, keepdim=True)
+    other[0, 0, : len(sizes)] = value[0, 0, : len(sizes)] + change * torch.tensor(sizes)[:, None]
+    return value, other
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied"),
+    [
+        ([], 0),
+        ([0.19, 0.19], 2),
+        ([0.3, 0.19], 2),
+        ([0.3, 0.19, 0.19], 1),  # more than ties explain: the greater bound counts
+        ([0.3, 0.3, 0.19, 0.19], 2),
+        ([0.19, 0.19, 0.19], 0),
+        ([0.3, 0.3, 0.3], 0),
+    ],
+)
+def test_the_lesser_bound_of_a_token_counts_where_ties_explain_those_above(
+    tmp_path: Path, sizes: list[float], tied: int
+) -> None:
+    for folder, value in zip("ab", off_by(sizes), strict=True):
+        dumps.write(tmp_path / folder, {MLP: Given(value)}, model=IN_BF16)
+    with mf.open_dump(tmp_path / "a") as a, mf.open_dump(tmp_path / "b") as b:
+        pairs = align_arrays(ComparedTensor(MLP, VALUE), 0, a[MLP], b[MLP])
+        assert not isinstance(pairs, str)
+        found = find_likely_ties(pairs, [0.15, 0.25], 2)
+    assert (0 if found is None else found.tied) == tied
+    if found is not None:
+        assert found.rest.count == (SAMPLES * TOKENS - tied) * WIDTH
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(2, 0), (8, 1)])
+def test_tied_tokens_below_the_bound_of_a_token_may_exceed_that_of_the_norm_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, status: int
+) -> None:
+    monkeypatch.setattr(TensorTester, "_bounds", lambda *_: (0.02, 0.25))
+    value, other = off_by([0.19] * tokens)
+    found = compared(tmp_path, {MLP: value}, {MLP: other}, IN_BF16)
+    assert found.exit_status == status, str(found)
+    notes = [n for n in found.notes if "2 of 128 tokens differ" in n]
+    assert len(notes) == 1 - status
 
 
 def test_the_other_tokens_are_held_to_their_bound(tmp_path: Path) -> None:
