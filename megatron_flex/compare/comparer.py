@@ -437,7 +437,7 @@ class _Comparer:
             return None
         if logits is None:
             return self.likely_ties(pairs, both, tester)
-        if not {logits} <= set(self.a.items()) & set(self.b.items()):
+        if logits not in self.a.items() or logits not in self.b.items():
             return None
         scored = self.pairs(logits, pairs[0].iteration)
         if isinstance(scored, str):
@@ -456,7 +456,7 @@ class _Comparer:
         """The tokens that experts' results suggest were routed otherwise, where no router was dumped."""
         item, iteration = pairs[0].item, pairs[0].iteration
         router = get_router_item(item)
-        if router is None or router in set(self.a.items()) & set(self.b.items()):
+        if router is None or (router in self.a.items() and router in self.b.items()):
             return None
         if tester.tolerances.given(item) is not None:
             return None

@@ -435,6 +435,23 @@ def test_torch_has_one_thread_while_two_dumps_are_compared(
         torch.set_num_threads(before)
 
 
+def test_torch_gets_its_threads_back_after_the_last_of_two_comparisons() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        first, second = tensor_pairs.one_torch_thread(), tensor_pairs.one_torch_thread()
+        seen = []
+        for step in (first.__enter__, second.__enter__):
+            step()
+            seen.append(torch.get_num_threads())
+        for one in (first, second):
+            one.__exit__(None, None, None)
+            seen.append(torch.get_num_threads())
+        assert seen == [1, 1, 1, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_statistics_of_blocks_are_those_of_the_whole() -> None:
     a, b = dumps.random(6, 5), dumps.random(6, 5, seed=1)
     whole, parts = DifferenceSums(), DifferenceSums()
