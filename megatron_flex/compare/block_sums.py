@@ -196,8 +196,8 @@ class _TileSums:
 
     def _reserve(self, dtype: torch.dtype, rows: int | None = None) -> Any:
         """An array of `[rows, last dim]`; of the largest tile's rows for None."""
-        # Torch aligns memory to 64 bytes, for speed; tiles of tensors of this dtype are read where they are, and
-        # their sums do not depend on the address, as the test of copies needs bitwise equal ones.
+        # Torch aligns memory to 64 bytes, for speed. Tiles that need no conversion are read where they are:
+        # sums do not depend on the address, as the test of copies needs bitwise equal ones.
         rows = self._numel // self.width if rows is None else rows
         return torch.empty(rows, self.width, dtype=dtype).numpy()
 
