@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_flex.dump.json_form import to_json
+from megatron_flex.dump.part_format import PART_BYTES
 from megatron_flex.dump.schema import SettingsRecord, SliceRecord
 from megatron_flex.dump.token_selection import (
     NumberSelection,
@@ -180,7 +181,7 @@ class Dump:
         when_full: WhenFull = "wait",
         on_error: OnDumpError = "warn",
         queue_bytes: int = 1 << 30,
-        part_bytes: int = 256 << 20,
+        part_bytes: int = PART_BYTES,
         durable: bool = False,
         replicas: bool = False,
         groups: Iterable[str] = (),

@@ -54,6 +54,7 @@ from megatron_flex.errors import DumpError
 
 METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
+PART_BYTES = 32 << 20  # about the bytes of one part by default: while it is written, the next one fills
 MOST_HEADER_BYTES = 100 << 20  # bytes, as safetensors has it
 MOST_TOKENS = 1 << 23  # of a tensor of which only some are written; nobody has more in a microbatch
 MOST_CLAIMED = 1 << 24  # rows of all such tensors of a part, of each shape once; and CLAIMED for each byte

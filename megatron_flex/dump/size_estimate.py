@@ -13,6 +13,7 @@ from heapq import heapify, heapreplace
 from math import prod
 from typing import Any
 
+from megatron_flex.dump.part_format import PART_BYTES
 from megatron_flex.dump.token_selection import (
     TOKEN_DIM,
     RandomTokens,
@@ -360,7 +361,7 @@ def estimate_dump_size(
     every: int = 1,
     iterations: int = 1,
     disk: float | None = None,
-    part_bytes: int = 256 << 20,
+    part_bytes: int = PART_BYTES,
     hidden: Mapping[str, str] | None = None,
 ) -> DumpEstimate:
     """Estimate the bytes that each rank writes.

@@ -43,7 +43,7 @@ from megatron_flex.dump.json_form import to_json
 from megatron_flex.dump.part_format import DTYPE_NAMES, format_iteration_folder, format_run_folder
 from megatron_flex.dump.schema import RowsRoute
 from megatron_flex.dump.token_selection import TOKEN_DIM, find_dim
-from megatron_flex.dump.writer.writer_thread import WriteTally
+from megatron_flex.dump.writer.writer_threads import WriteTally
 from megatron_flex.errors import DumpError, FlexError, FlexWarning, name_ranks
 from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.layout import Layout, name_batch_first, replicated, without_data_axis

@@ -259,7 +259,7 @@ def write_dump(folder: Path, tensors: list[Tensor], iterations: int) -> None:
     from megatron_flex.layout import replicated
 
     (folder / "run").mkdir()
-    dump = Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
+    dump = Dump(folder, ["x"], queue_bytes=128 << 20)
     writer = DumpWriter(folder / "run", 0, {}, dump)
     for iteration in range(iterations):
         writer.begin(iteration, 0, True, 1)

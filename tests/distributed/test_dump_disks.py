@@ -80,7 +80,7 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
 def _drain(flex: mf.FlexModel) -> None:
     for dumped in flex.session.sinks.dumps:
         back = dumped._taking.writer._back  # type: ignore[union-attr]
-        assert back._until(lambda b=back: not b._queue and not b._busy)
+        assert back._until(lambda b=back: not b._queue and not b._active)
 
 
 def test_a_full_disk_of_one_rank_costs_iterations_and_a_warning(tmp_path: Path) -> None:

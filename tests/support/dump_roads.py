@@ -128,7 +128,7 @@ def rewritten(path: Path) -> None:
             dtype, shape, first, size = part.where[entry.tensor]
             data = torch.frombuffer(bytearray(content[first : first + size]), dtype=dtype).view(shape)
             out.add(entry, layout_from_json(dict(part.index.layouts[entry.layout])), data)
-        write_part(path / "run-0000", out, False, lambda: None)
+        write_part(path / "run-0000", out, False, lambda: None).commit()
 
 
 KINDS: dict[str, Callable[[Path], None]] = {

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor
 import megatron_flex as mf
 from megatron_flex.dump import host_memory
 from megatron_flex.dump.host_memory import ReusedMemory, allocate_on_host
-from megatron_flex.dump.reader.read_ahead import read_ahead
+from megatron_flex.dump.reader import array_sources, read_threads
+from megatron_flex.dump.reader.read_threads import read_ahead, read_pieces
+from megatron_flex.dump.reader.tensor_assembly import AssembledTensor
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -665,6 +668,105 @@ def test_small_blocks_are_read_by_the_caller(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     found = dict(read_ahead(range(5), lambda _: threading.current_thread(), lambda number: number != 3))
     assert [thread is threading.current_thread() for thread in found.values()] == [True] * 3 + [False, True]
+
+
+# --- reading in pieces
+
+
+def test_pieces_are_read_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many as the array is large; the caller is one of them."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    together = threading.Barrier(3)
+    threads: list[threading.Thread] = []
+
+    def piece() -> None:
+        if threading.current_thread() not in threads:
+            threads.append(threading.current_thread())
+            together.wait(30)
+
+    read_pieces([piece] * 20, 3 * read_threads.THREAD_BYTES)
+    assert len(threads) == 3
+    assert threading.current_thread() in threads
+    assert not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
+    for nbytes, cores in ((2 * read_threads.THREAD_BYTES - 1, 3), (3 * read_threads.THREAD_BYTES, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        used: list[threading.Thread] = []
+        read_pieces([lambda used=used: used.append(threading.current_thread())] * 5, nbytes)  # type: ignore[misc]
+        assert used == [threading.current_thread()] * 5
+
+
+def test_a_thread_that_reads_ahead_reads_pieces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    used: dict[int, set[threading.Thread]] = {0: set(), 1: set()}
+
+    def read(number: int) -> None:
+        together = threading.Barrier(1 if number else 2)
+
+        def piece() -> None:
+            if threading.current_thread() not in used[number]:
+                used[number].add(threading.current_thread())
+                together.wait(30)
+
+        read_pieces([piece] * 8, 2 * read_threads.THREAD_BYTES)
+
+    assert len(list(read_ahead(range(2), read))) == 2
+    assert [len(threads) for threads in used.values()] == [2, 1]
+    assert threading.current_thread() not in used[1]
+
+
+def test_the_first_piece_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    both = threading.Barrier(2)
+    called: list[int] = []
+
+    def piece(number: int) -> None:
+        called.append(number)
+        both.wait(30)
+        raise DumpError(f"piece {number}")
+
+    with pytest.raises(DumpError, match="piece 0"):
+        read_pieces([partial(piece, n) for n in range(6)], 2 * read_threads.THREAD_BYTES)
+    assert sorted(called) == [0, 1], "those that follow are not read"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        (),
+        (0,),
+        (slice(None), slice(1, 7), slice(3, 14, 2)),
+        (slice(None), [6, 1, 2], slice(None), slice(2, 7)),
+        (1, 3),
+        (slice(None), slice(None), 5),
+        (slice(None), slice(None), [9, 0, 4]),
+    ],
+)
+def test_an_array_in_pieces_is_the_same_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[Any, ...]
+) -> None:
+    """Of every kind of layout; with pieces of a few tokens or rows, in several threads."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    given = sites()
+    parameter = {"w": Given(random(2, 16, 24, seed=3), WEIGHT)}
+    dumps.write(tmp_path / "d", given, parameters=parameter, mesh=MESHES[3], microbatches=2)
+    with mf.open_dump(tmp_path / "d") as dump:
+        expected = {name: dump[name][key].torch() for name in given}
+        rows = dump.parameter("w")[:, 3:].torch()
+    monkeypatch.setattr(read_threads, "THREAD_BYTES", 1)
+    monkeypatch.setattr(array_sources, "PIECE_BYTES", 256)
+    pieces: list[int] = []
+    region = AssembledTensor.region
+
+    def counted(self: AssembledTensor, *args: Any) -> Tensor:
+        pieces.append(1)
+        return region(self, *args)
+
+    monkeypatch.setattr(AssembledTensor, "region", counted)
+    with mf.open_dump(tmp_path / "d") as dump:
+        for name, tensor in expected.items():
+            assert torch.equal(dump[name][key].torch(), tensor)
+        assert torch.equal(dump.parameter("w")[:, 3:].torch(), rows)
+    assert len(pieces) > 2 * len(given) + 2
 
 
 def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from megatron_flex.config import flex_config
 from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
 from megatron_flex.dump.checksums import CHECKSUM_BLOCK, combine_block_checksums, compute_block_checksums
 from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
-from megatron_flex.dump.writer import part_writer, writer_thread
-from megatron_flex.dump.writer.writer_thread import SLAB_BYTES, CopyStream, HostBuffers
+from megatron_flex.dump.writer import part_writer, writer_threads
+from megatron_flex.dump.writer.writer_threads import SLAB_BYTES, CopyStream, HostBuffers
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import replicated
 
@@ -108,76 +109,183 @@ def test_checksums_release_the_gil() -> None:
     assert CHECKSUM_BLOCK > 1 << 16
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_a_large_part_is_written_by_two_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
-    """Each writes its tensors where they belong, replicas among them, with their checksums."""
-    by: dict[str, int] = {}
-    write = os.pwritev
-
-    def counted(file: int, pieces: list[memoryview], at: int) -> int:
-        name = threading.current_thread().name
-        by[name] = by.get(name, 0) + sum(map(len, pieces))
-        return write(file, pieces, at)
-
-    monkeypatch.setattr(part_writer.os, "pwritev", counted)
-    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: cores)
-    rows = [3, 500_000, 1, 0, 700_001, 70_000, 8]
+def test_replicas_take_no_room_in_a_part(tmp_path: Path) -> None:
+    """Tensors of all sizes are where they belong, with their checksums, after one that is not written."""
+    rows = [3, 500_000, 1, 0, 1_700_001, 70_000, 8]
     given = {f"site {n}": torch.rand(count, 2) for n, count in enumerate(rows)}
     at = writer(tmp_path)
     at.begin(0, 0, True, 1)
     for number, (site, tensor) in enumerate(given.items()):
-        kind = REPLICA if number == 2 else VALUE
+        kind = REPLICA if number in (2, 4) else VALUE
         at.put(ShardEntry(site, kind, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor)
     at.finish()
     at.close()
     found = of(tmp_path, 0)
-    del given["site 2"]
+    del given["site 2"], given["site 4"]
     assert list(found) == list(given)
     assert all(torch.equal(found[s], t) for s, t in given.items())
-    assert len(by) == cores
-    assert min(by.values()) > sum(by.values()) / cores * 0.8
 
 
-@pytest.mark.parametrize("thread", ["megatron_flex dump", "megatron_flex dump part"])
-def test_what_one_of_two_threads_cannot_write_costs_the_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+class Meeting:
+    """`os.pwritev` of two threads, each of which waits for the other one before its first call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+        self.met = threading.Barrier(2)
+        self.threads: set[int] = set()
+        self.write = os.pwritev
+        monkeypatch.setattr(part_writer.os, "pwritev", self)
+        monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: cores)
+
+    def __call__(self, file: int, pieces: list[memoryview], at: int) -> int:
+        if threading.get_ident() not in self.threads:
+            self.threads.add(threading.get_ident())
+            self.met.wait(60)
+        return self.write(file, pieces, at)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_two_parts_are_written_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 ) -> None:
-    write = os.pwritev
+    """Of one iteration, and of two."""
+    meeting = Meeting(monkeypatch, 2)
+    at = writer(tmp_path, part_bytes=1600 * iterations)
+    for number in range(iterations):
+        step(at, number, tensors(number, 2))
+    at.close()
+    assert len(meeting.threads) == 2
+    assert whole(tmp_path) == list(range(iterations))
+    for number in range(iterations):
+        assert all(torch.equal(of(tmp_path, number)[s], t) for s, t in tensors(number, 2).items())
+
+
+def test_one_core_has_one_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(monkeypatch, 1)
+    meeting.met = threading.Barrier(1)
+    at = writer(tmp_path, part_bytes=1600)
+    for number in range(3):
+        step(at, number)
+    at.close()
+    assert len(meeting.threads) == 1
+    assert whole(tmp_path) == [0, 1, 2]
+
+
+def test_parts_are_committed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part is written last, and gets its name first: the last part completes an iteration."""
+    monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: 2)
+    close, rename = os.close, os.rename
+    written, renamed = threading.Event(), []
+
+    def closed(file: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{file}")).name
+        if name == ".00000-000.safetensors.tmp":
+            assert written.wait(60)
+            time.sleep(0.1)  # for a second part that does not wait
+        close(file)
+        if name == ".00000-001-of-002.safetensors.tmp":
+            written.set()
+
+    def noted(old: Path, new: Path) -> None:
+        renamed.append(new.name)
+        rename(old, new)
+
+    monkeypatch.setattr(part_writer.os, "close", closed)
+    monkeypatch.setattr(part_writer.os, "rename", noted)
+    at = writer(tmp_path, part_bytes=1600)
+    step(at, 0, tensors(0, 2))
+    at.close()
+    assert renamed == ["00000-000.safetensors", "00000-001-of-002.safetensors"]
+    assert whole(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_what_one_of_two_threads_cannot_write_costs_the_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Nothing is left of it, whichever of its parts it was; the next iteration is written."""
+    monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: 2)
+    write, met = os.pwritev, threading.Barrier(2)
+    begun: list[Path] = []
 
     def broken(file: int, pieces: list[memoryview], at: int) -> int:
-        if threading.current_thread().name == thread:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if path.parent.name == "0000000000" and path not in begun:
+            begun.append(path)
+            met.wait(60)
+        if path.parent.name == "0000000000" and ("-of-" in path.name) == (which == "last"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(file, pieces, at)
 
     monkeypatch.setattr(part_writer.os, "pwritev", broken)
-    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: 2)
-    at = writer(tmp_path, on_error="raise")
-    step(at, 0, {"large": torch.rand(3 << 20)})
+    at = writer(tmp_path, part_bytes=1600, on_error="raise")
+    for number in range(2):
+        step(at, number, tensors(number, 2))
     at.close()
     assert not list((tmp_path / "0000000000").iterdir())
+    assert whole(tmp_path) == [1]
+    assert (at.tally.written, at.tally.failed, at.held) == (1, 1, 0)
     error = at.trouble()
     assert error is not None
     assert "Input/output error" in str(error)
 
 
-def test_a_part_is_written_where_the_system_gives_no_second_thread(
+def test_an_iteration_that_is_written_again_waits_for_its_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try's part is under way when it is abandoned; what it leaves must not be the second try's."""
+    monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: 2)
+    gate, write, rename = threading.Event(), os.pwritev, os.rename
+    begun = threading.Event()
+    calls: list[str] = []
+
+    def held(file: int, pieces: list[memoryview], at: int) -> int:
+        calls.append("write")
+        begun.set()
+        assert gate.wait(60)
+        return write(file, pieces, at)
+
+    def noted(old: Path, new: Path) -> None:
+        calls.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(part_writer.os, "pwritev", held)
+    monkeypatch.setattr(part_writer.os, "rename", noted)
+    at = writer(tmp_path, part_bytes=1600)
+    at.begin(0, 0, True, 1)
+    for site, tensor in tensors(1, 2).items():
+        at.put(ShardEntry(site, VALUE, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor)
+    assert begun.wait(60)
+    at.abandon()
+    step(at, 0)
+    time.sleep(0.1)  # for a second thread that does not wait
+    assert calls == ["write"]
+    gate.set()
+    at.close()
+    assert calls.count("rename") == 3
+    assert whole(tmp_path) == [0]
+    assert not list((tmp_path / "0000000000").glob(".*"))
+    assert all(torch.equal(of(tmp_path, 0)[s], t) for s, t in tensors(0).items())
+
+
+def test_parts_are_written_where_the_system_gives_no_second_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = threading.Thread.start
+    begun: list[str] = []
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name == "megatron_flex dump part":
+        if begun:
             raise RuntimeError("can't start new thread")
+        begun.append(thread.name)
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    monkeypatch.setattr(part_writer.os, "cpu_count", lambda: 2)
-    at, large = writer(tmp_path), torch.rand(3 << 20)
-    step(at, 0, {"large": large})
+    monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: 2)
+    at = writer(tmp_path, part_bytes=1600)
+    for number in range(3):
+        step(at, number)
     at.close()
-    assert torch.equal(of(tmp_path, 0)["large"], large)
+    assert whole(tmp_path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -459,7 +567,7 @@ def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
 def test_progress_and_bytes_are_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer_thread, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(writer_threads, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "megatron_flex.dump")
     first, second = writer(tmp_path), writer(tmp_path, rank=1)
     for at in (first, second):
@@ -523,7 +631,7 @@ def test_a_full_disk_costs_iterations_and_nothing_else(
 
 def _drain(at: DumpWriter) -> None:
     """Wait until the thread has nothing to do."""
-    assert at._back._until(lambda: not at._back._queue and not at._back._busy)
+    assert at._back._until(lambda: not at._back._queue and not at._back._active)
 
 
 def test_a_failing_later_part_takes_the_earlier_ones_with_it(

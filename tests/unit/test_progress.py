@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from megatron_flex import cli, progress
 from megatron_flex.config import flex_config
-from megatron_flex.dump.writer import writer_thread
+from megatron_flex.dump.writer import writer_threads
+from megatron_flex.dump.writer.part_writer import PartDraft
 from megatron_flex.progress import BYTES, ProgressBar, track
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, Given, random
@@ -350,7 +351,7 @@ def test_making_a_page_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, fold
 def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[tuple[float, float | None]] = []
     asked = threading.Event()
-    write = writer_thread.write_part
+    write = writer_threads.write_part
 
     class Asked(ProgressBar):
         def to(self, done: float, total: float | None = None, more: str | None = None) -> None:
@@ -361,12 +362,12 @@ def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatc
     def watching(what: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
         yield Asked(what, total, unit)
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> PartDraft:
         assert asked.wait(60)
-        write(*args)
+        return write(*args)
 
-    monkeypatch.setattr(writer_thread, "write_part", slow)
-    monkeypatch.setattr(writer_thread, "progress", watching)
+    monkeypatch.setattr(writer_threads, "write_part", slow)
+    monkeypatch.setattr(writer_threads, "progress", watching)
     dumps.write(tmp_path / "dump", {"decoder.layers.0:output": Given(random(1, 2, 4, 8))})
     assert told[0][0] == 0
     assert told[0][1]

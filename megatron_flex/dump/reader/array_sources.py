@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
 
 MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
+PIECE_BYTES = 16 << 20  # of an array, which one thread reads at a time; each takes about 1 ms more
 
 
 class StoredSequence(NamedTuple):
@@ -186,8 +187,10 @@ class ActivationSource:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
-        """Read the entries wanted of one iteration.
+    def list_reads(
+        self, which: IterationKey, where: RegionIndex, out: Tensor
+    ) -> Iterator[Callable[[], object]]:
+        """Functions that read the entries wanted of one iteration, each a piece of them.
 
         Args:
             which: the iteration.
@@ -204,12 +207,16 @@ class ActivationSource:
             for group in [[place] for place in places] if plan.drawn else [places]:
                 at = compact_index([a for a, _ in group])
                 items = [item for _, item in group]
-                if isinstance(at, range):
-                    self._read_block(plan, one, block, items, where[1:], out[at.start : at.stop : at.step])
-                else:
-                    found = out.new_empty(len(items), *out.shape[1:])
-                    self._read_block(plan, one, block, items, where[1:], found)
-                    out[torch.tensor(at)] = found
+                if not isinstance(at, range):
+                    yield partial(self._read_scattered, plan, one, block, items, where[1:], out, at)
+                    continue
+                into = out[at.start : at.stop : at.step]
+                if plan.token is None:
+                    yield partial(self._read_block, plan, one, block, items, where[1:], into)
+                    continue
+                for tokens in _split_range(len(where[1]), into.nbytes):
+                    wanted = (where[1][tokens], *where[2:])
+                    yield partial(self._read_block, plan, one, block, items, wanted, into[:, tokens])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
         """Return the entries wanted of one iteration without a copy, if one shard has all of them.
@@ -259,12 +266,38 @@ class ActivationSource:
         where: RegionIndex,
         out: Tensor,
     ) -> None:
-        """Samples of a block, counted among those that are kept."""
+        """Read samples of a block, counted among those that are kept."""
         wanted, order = _locate_block(plan, len(one.shape), block, items, where)
         if isinstance(one, AssembledTensor) and plan.sample is not None:
             one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
         else:
             out.copy_(one.region(wanted).permute(order))
+
+    def _read_scattered(
+        self,
+        plan: SamplePlan,
+        one: StoredTensor,
+        block: MicrobatchSamples,
+        items: list[int],
+        where: RegionIndex,
+        out: Tensor,
+        at: Sequence[int],
+    ) -> None:
+        """Read samples of a block whose places in `out` are not evenly spaced."""
+        found = out.new_empty(len(items), *out.shape[1:])
+        self._read_block(plan, one, block, items, where, found)
+        out[torch.tensor(at)] = found
+
+
+def _split_range(length: int, nbytes: int) -> list[slice]:
+    """Split a dim so that the pieces of a tensor have about `PIECE_BYTES` each.
+
+    Args:
+        length: of the dim.
+        nbytes: of the tensor.
+    """
+    pieces = max(1, min(length, nbytes // PIECE_BYTES))
+    return [slice(length * n // pieces, length * (n + 1) // pieces) for n in range(pieces)]
 
 
 def _locate_block(
@@ -372,9 +405,16 @@ class ParameterSource:
         for which in self.iteration_keys:
             yield which, 0, 0, self.among([which])
 
-    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
-        """Read the entries wanted of one iteration into `out`."""
-        self._assembled_like_first(which).region(where, out)
+    def list_reads(
+        self, which: IterationKey, where: RegionIndex, out: Tensor
+    ) -> Iterator[Callable[[], object]]:
+        """Functions that read the entries wanted of one iteration into `out`, each a piece of them."""
+        one = self._assembled_like_first(which)
+        if not where:
+            yield partial(one.region, where, out)
+            return
+        for rows in _split_range(len(where[0]), out.nbytes):
+            yield partial(one.region, (where[0][rows], *where[1:]), out[rows])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
         """The entries wanted of one iteration without a copy, as in `ActivationSource.find`."""

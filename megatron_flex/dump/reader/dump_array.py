@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from megatron_flex.dump.host_memory import allocate_on_host
+from megatron_flex.dump.reader.read_threads import read_pieces
 from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
@@ -128,8 +129,10 @@ class ArraySource(Protocol):
         """How ranks held it, in the first iteration, and the mesh."""
         ...
 
-    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
-        """Read the entries wanted of one iteration into `out`, in its dtype."""
+    def list_reads(
+        self, which: IterationKey, where: RegionIndex, out: Tensor
+    ) -> Iterator[Callable[[], object]]:
+        """Functions that read the entries wanted of one iteration into `out`, in its dtype, in pieces."""
         ...
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
@@ -473,8 +476,8 @@ class DumpArray:
         else:
             _check_receiver(self, out, dtype, device)
             read = out.view(len(passes), *lengths)
-        for row, which in enumerate(passes):
-            source.read(which, where[1:], read[row])
+        pieces = (p for row, key in enumerate(passes) for p in source.list_reads(key, where[1:], read[row]))
+        read_pieces(pieces, read.nbytes)
         if out is None:
             live = [n for n, v in zip(read.shape, self.view, strict=True) if not isinstance(v, int)]
             out = read.reshape(live)

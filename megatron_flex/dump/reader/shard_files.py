@@ -86,7 +86,8 @@ class ChecksumRecord:
         else:
             found = [compute_checksum(data[first:last]) for first, last in borders]
             expected = [get_block_checksum(entry.blocks, n) for n in numbers]
-        self.bytes_checked += sum(last - first for first, last in borders)
+        nbytes = sum(last - first for first, last in borders)
+        self.bytes_checked += nbytes  # without a call: other threads add too
         for number, one, other, border in zip(numbers, found, expected, borders, strict=True):
             if one != other:
                 raise DumpError(_describe_damage(part, entry, number, *border))
@@ -326,7 +327,8 @@ class PartFiles:
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
         tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
         out = take_entries(tensor, where)
-        self.bytes_read += out.nbytes
+        nbytes = out.nbytes
+        self.bytes_read += nbytes  # without a call: other threads add too
         return out.view(dtype) if small else out
 
     def _map(self, part: StoredPart, start: int, size: int) -> mmap.mmap:

@@ -306,7 +306,7 @@ def _is_uneven(layout: Layout) -> bool:
 
 def _check_inside(part: StoredPart, shape: Sequence[int], where: RegionIndex) -> None:
     for length, index in zip(shape, where, strict=True):
-        if len(index) and max(index) >= length:
+        if len(index) and (index[-1] if isinstance(index, range) else max(index)) >= length:
             raise DumpError(f"{part.path}: ranks hold shards of different shapes, here {tuple(shape)}")
 
 

@@ -16,7 +16,7 @@ from megatron_flex.dump.dump_settings import Dump
 from megatron_flex.dump.part_format import DTYPE_NAMES
 from megatron_flex.dump.schema import PartIndex, ShardEntry
 from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart
-from megatron_flex.dump.writer.writer_thread import LOG, LOG_SECONDS, CopyStream, WriterThread
+from megatron_flex.dump.writer.writer_threads import LOG, LOG_SECONDS, CopyStream, WriterThreads
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import Layout
 
@@ -33,7 +33,9 @@ class DumpWriter:
 
     def __init__(self, folder: Path, rank: int, coords: Mapping[str, int], dump: Dump) -> None:
         self.folder, self.rank, self.coords, self.dump = folder, rank, dict(coords), dump
-        self._back = WriterThread(folder, dump.queue_bytes, dump.durable, rank == 0, dump.on_error == "raise")
+        self._back = WriterThreads(
+            folder, dump.queue_bytes, dump.durable, rank == 0, dump.on_error == "raise"
+        )
         self.tally = self._back.tally
         self._part: PendingPart | None = None
         self._largest_iteration = 0  # bytes of the largest iteration so far

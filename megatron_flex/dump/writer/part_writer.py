@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,10 @@ from megatron_flex.dump.part_format import (
 from megatron_flex.dump.schema import REPLICA, PartIndex, ShardEntry, layout_to_json
 from megatron_flex.layout import Layout
 
-# Bytes in one call to the system, a multiple of what has one checksum: few, so that the CPU's cache has them
-# when the system copies them, as their checksums were computed just before.
-WRITE_BYTES = 4 * CHECKSUM_BLOCK
+# Bytes in one call to the system, a multiple of what has one checksum. Their checksums are computed just
+# before, while the CPU's cache has them; with fewer bytes, threads wait for the GIL more often.
+WRITE_BYTES = 32 * CHECKSUM_BLOCK
 MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
-MOST_THREADS = 2  # that write one part: the system copies to its cache in each, and the model needs cores too
-THREAD_BYTES = 4 << 20  # of a part, for each thread: less is written before a thread has begun
 
 # Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,6 +42,7 @@ class PendingIteration:
         submitted: parts that went to the thread.
         names: tensors that it has.
         nbytes: of buffers that it took.
+        committed: parts that are on disk under their names.
         files: what is on disk.
     """
 
@@ -55,6 +52,7 @@ class PendingIteration:
     submitted: int = 0
     names: set[str] = field(default_factory=set)
     nbytes: int = 0
+    committed: int = 0
     files: list[Path] = field(default_factory=list)
 
     @property
@@ -64,9 +62,11 @@ class PendingIteration:
 
     def remove(self) -> None:
         """Remove its files from disk; errors of the file system are ignored."""
-        while self.files:
-            with suppress(OSError):
-                self.files.pop().unlink()
+        with suppress(IndexError):  # of no file, also if another thread removes them at the same time
+            while True:
+                file = self.files.pop()
+                with suppress(OSError):
+                    file.unlink()
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +113,38 @@ class PendingPart:
         return rest[:nbytes]
 
 
-def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Callable[[], None]) -> Path:
-    """Write a part atomically.
+@dataclass(slots=True, frozen=True)
+class PartDraft:
+    """A part whose bytes are with the operating system, under a name that readers ignore.
+
+    Attributes:
+        draft: the file.
+        path: the name that it gets.
+    """
+
+    draft: Path
+    path: Path
+
+    def commit(self) -> None:
+        """Give the file its name.
+
+        Raises:
+            OSError: it cannot be done; the draft is removed, if that could be done.
+        """
+        try:
+            os.rename(self.draft, self.path)
+        except OSError:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove the file; errors of the file system are ignored."""
+        with suppress(OSError):
+            self.draft.unlink()
+
+
+def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Callable[[], None]) -> PartDraft:
+    """Write a part to a draft, which `PartDraft.commit` makes visible.
 
     Args:
         folder: of the run.
@@ -130,14 +160,13 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
     shapes = [tuple(t.shape) for t, e in zip(part.tensors, part.entries, strict=True) if e.kind != REPLICA]
     header = PartHeader(index, shapes, [len(view) for view in views])
     where = folder / part.running.folder
-    if not index.part:
-        _make_folder(where, durable)
+    _make_folder(where, durable and not index.part)  # earlier parts are committed earlier
     name = format_part_name(index.rank, index.part, index.parts)
-    rough, path = where / f".{name}.tmp", where / name
+    draft = PartDraft(where / f".{name}.tmp", where / name)
     try:
         with suppress(FileNotFoundError):  # what a writer left that was killed
-            rough.unlink()
-        file = os.open(rough, NEW_FILE_FLAGS, 0o666)
+            draft.draft.unlink()
+        file = os.open(draft.draft, NEW_FILE_FLAGS, 0o666)
         try:
             _write_tensors(views, part.entries, header, file, on_progress)
             _write_all([memoryview(header.encode())], file, 0, on_progress)
@@ -146,15 +175,10 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
         finally:
             os.close(file)
         on_progress()
-        os.rename(rough, path)
     except OSError:
-        with suppress(OSError):
-            rough.unlink()
+        draft.discard()
         raise
-    part.running.files.append(path)
-    if durable:
-        sync_folder(where)
-    return path
+    return draft
 
 
 def sync_folder(folder: Path) -> None:
@@ -177,23 +201,6 @@ def _make_folder(folder: Path, durable: bool) -> None:
         sync_folder(folder.parent)
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """Some bytes of a tensor, which are written by one call.
-
-    Attributes:
-        entry: the number of the tensor's entry.
-        view: the bytes.
-        at: where they are in the file; None for a replica, of which only the checksums are needed.
-        checksums: those of its blocks.
-    """
-
-    entry: int
-    view: memoryview
-    at: int | None
-    checksums: str = ""
-
-
 def _write_tensors(
     views: Sequence[memoryview],
     entries: Sequence[ShardEntry],
@@ -202,81 +209,22 @@ def _write_tensors(
     on_progress: Callable[[], None],
 ) -> None:
     """Write tensors one after the other, and set their checksums in the header; replicas are not written."""
-    chunks: list[_Chunk] = []
-    end = header.nbytes
-    for number, (view, entry) in enumerate(zip(views, entries, strict=True)):
-        written = entry.kind != REPLICA
-        chunks += [
-            _Chunk(number, view[at : at + WRITE_BYTES], end + at if written else None)
-            for at in range(0, len(view), WRITE_BYTES)
-        ]
-        end += len(view) * written
-    _run_side_by_side([partial(_write_chunks, lane, file, on_progress) for lane in _share_out(chunks)])
-    found: list[list[str]] = [[] for _ in views]
-    for chunk in chunks:
-        found[chunk.entry].append(chunk.checksums)
-    for number, checksums in enumerate(found):
-        header.set_checksums(number, "".join(checksums))
-
-
-def _share_out(chunks: Sequence[_Chunk]) -> list[Sequence[_Chunk]]:
-    """Share chunks out to threads, each of which gets neighbours of about as many bytes."""
-    nbytes = sum(len(c.view) for c in chunks)
-    threads = min(MOST_THREADS, nbytes // THREAD_BYTES, os.cpu_count() or 1)
-    out: list[Sequence[_Chunk]] = []
-    first = before = 0
-    for number, chunk in enumerate(chunks):
-        if threads > 1 and before >= (len(out) + 1) * nbytes / threads:
-            out.append(chunks[first:number])
-            first = number
-        before += len(chunk.view)
-    return [*out, chunks[first:]]
-
-
-def _run_side_by_side(functions: Sequence[Callable[[], None]]) -> None:
-    """Call functions at once, the first in this thread, and return when all have; raise what one of them did.
-
-    The threads are daemons, as that of the writer is: a process may end while the disk is stalled.
-    """
-    errors: list[BaseException] = []
-
-    def call(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    started, left = [], list(functions)
-    with suppress(RuntimeError):  # the system gives no more threads: this one does the rest
-        while len(left) > 1:
-            thread = threading.Thread(
-                target=call, args=(left[-1],), name="megatron_flex dump part", daemon=True
-            )
-            thread.start()
-            started.append(thread)
-            left.pop()
-    for function in left:
-        call(function)
-    for thread in started:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _write_chunks(chunks: Sequence[_Chunk], file: int, on_progress: Callable[[], None]) -> None:
-    """Write chunks that are in order, and compute their checksums just before."""
     batch: list[memoryview] = []
-    start = nbytes = 0
-    for chunk in chunks:
-        chunk.checksums = compute_block_checksums(chunk.view)
-        if chunk.at is None:
-            continue
-        if batch and (nbytes + len(chunk.view) > WRITE_BYTES or len(batch) == MOST_VECTORS):
-            _write_all(batch, file, start, on_progress)
-            batch, nbytes = [], 0
-        start = start if batch else chunk.at
-        batch.append(chunk.view)
-        nbytes += len(chunk.view)
+    start = header.nbytes
+    nbytes = 0
+    for number, (view, entry) in enumerate(zip(views, entries, strict=True)):
+        checksums = []
+        for at in range(0, len(view), WRITE_BYTES):
+            chunk = view[at : at + WRITE_BYTES]
+            checksums.append(compute_block_checksums(chunk))
+            if entry.kind == REPLICA:
+                continue
+            if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MOST_VECTORS):
+                _write_all(batch, file, start, on_progress)
+                start, batch, nbytes = start + nbytes, [], 0
+            batch.append(chunk)
+            nbytes += len(chunk)
+        header.set_checksums(number, "".join(checksums))
     if batch:
         _write_all(batch, file, start, on_progress)
 

@@ -20,6 +20,7 @@ from megatron_flex.adapters import ParameterSite
 from megatron_flex.adapters.megatron_core.moe_layers import ExpertRows
 from megatron_flex.collectives import gather_objects
 from megatron_flex.dump import Dump
+from megatron_flex.dump.part_format import PART_BYTES
 from megatron_flex.dump.size_estimate import (
     DumpEstimate,
     EstimatedTensor,
@@ -75,7 +76,7 @@ def estimate_dump(
     every: int = 1,
     iterations: int | None = None,
     disk_bytes_per_second: float | None = None,
-    part_bytes: int = 256 << 20,
+    part_bytes: int = PART_BYTES,
 ) -> DumpEstimate:
     """Return the estimated size of a dump of a Megatron run.
 
