@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -706,6 +707,7 @@ def test_a_thread_that_reads_ahead_reads_pieces_alone(monkeypatch: pytest.Monkey
             if threading.current_thread() not in used[number]:
                 used[number].add(threading.current_thread())
                 together.wait(30)
+            time.sleep(0.01)  # for another thread that might begin
 
         read_pieces([piece] * 8, 2 * read_threads.THREAD_BYTES)
 
