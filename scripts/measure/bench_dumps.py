@@ -193,12 +193,15 @@ def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[f
     """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping.
 
     Also what the writer does besides plain writes: copies, into memory that is there already, and checksums.
+    Memory is touched before each measurement, as a virtual machine may have given it back to its host, which
+    then hands it out more slowly than anything here writes to it.
     """
     tensors = [torch.randn(512, 4, 1024) for _ in range(mib // 8)]
     rooms = [torch.zeros_like(t) for t in tensors]
     out: dict[str, list[float]] = {}
 
     def note(name: str, amount: int, write: Callable[[], None]) -> None:
+        touch_memory(mib)
         start = perf_counter()
         write()
         out.setdefault(name, []).append(amount / (perf_counter() - start))
@@ -211,17 +214,26 @@ def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[f
                 note("copy", mib, partial(copy_all, tensors, rooms))
                 note("copies in two threads", mib, partial(copy_in_two_threads, tensors, rooms))
                 note("checksums", mib, partial(compute_all_checksums, rooms))
-                start = perf_counter()
-                mapped = torch.from_file(str(folder / "raw0"), size=mib << 18, dtype=torch.float32)
-                mapped.clone()
-                out.setdefault("raw read", []).append(mib / (perf_counter() - start))
-                del mapped
+                note("raw read", mib, partial(read_raw, folder / "raw0", mib))
             shutil.rmtree(folder)
             folder = Path(tempfile.mkdtemp(dir=place))
             note(f"writer{suffix}", mib * iterations, partial(write_dump, folder, tensors, iterations))
             shutil.rmtree(folder)
         out.setdefault("reader", []).append(mib / read_back(place, tensors))
     return out
+
+
+def touch_memory(mib: int) -> None:
+    """Write to twice as much new memory, on small and on huge pages, and release it."""
+    from megatron_flex.dump.host_memory import allocate_on_host
+
+    for memory in (torch.empty(mib << 19), allocate_on_host([mib << 19], torch.float32)):
+        memory.zero_()
+
+
+def read_raw(path: Path, mib: int) -> None:
+    """Copy a file out of a mapping."""
+    torch.from_file(str(path), size=mib << 18, dtype=torch.float32).clone()
 
 
 def copy_all(tensors: list[Tensor], rooms: list[Tensor]) -> None:
@@ -278,7 +290,9 @@ def read_back(place: Path, tensors: list[Tensor]) -> float:
     whole = torch.stack([t.transpose(0, 1) for t in tensors], 1).flatten(1, 2)[None]
     given = dumps.Given(whole.reshape(1, -1, *tensors[0].shape[::2]), dumps.COLUMN)
     dumps.write(folder / "dump", {"x": given}, mesh={"tp": 4}, microbatches=len(tensors))
+    del whole, given
     with mf.open_dump(folder / "dump") as dump:
+        touch_memory(sum(t.nbytes for t in tensors) >> 20)
         start = perf_counter()
         got = dump["x"].torch()
         took = perf_counter() - start
