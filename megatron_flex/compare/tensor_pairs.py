@@ -25,7 +25,7 @@ from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TO
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.dump.host_memory import ReusedMemory
 from megatron_flex.dump.reader import DumpArray
-from megatron_flex.dump.reader.read_threads import read_ahead
+from megatron_flex.dump.reader.read_ahead import read_ahead
 
 MOST_THREADS = 8  # that read and sum blocks
 FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread

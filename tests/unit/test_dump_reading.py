@@ -25,8 +25,8 @@ from torch import Tensor
 import megatron_flex as mf
 from megatron_flex.dump import host_memory
 from megatron_flex.dump.host_memory import ReusedMemory, allocate_on_host
-from megatron_flex.dump.reader import array_sources, read_threads
-from megatron_flex.dump.reader.read_threads import read_ahead, read_pieces
+from megatron_flex.dump.reader import array_sources
+from megatron_flex.dump.reader.read_ahead import THREAD_BYTES, read_ahead, read_pieces
 from megatron_flex.dump.reader.tensor_assembly import AssembledTensor
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
@@ -685,11 +685,11 @@ def test_pieces_are_read_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> 
             threads.append(threading.current_thread())
             together.wait(30)
 
-    read_pieces([piece] * 20, 3 * read_threads.THREAD_BYTES)
+    read_pieces([piece] * 20, 3 * THREAD_BYTES)
     assert len(threads) == 3
     assert threading.current_thread() in threads
     assert not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
-    for nbytes, cores in ((2 * read_threads.THREAD_BYTES - 1, 3), (3 * read_threads.THREAD_BYTES, 1)):
+    for nbytes, cores in ((2 * THREAD_BYTES - 1, 3), (3 * THREAD_BYTES, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         used: list[threading.Thread] = []
         read_pieces([lambda used=used: used.append(threading.current_thread())] * 5, nbytes)  # type: ignore[misc]
@@ -709,7 +709,7 @@ def test_a_thread_that_reads_ahead_reads_pieces_alone(monkeypatch: pytest.Monkey
                 together.wait(30)
             time.sleep(0.01)  # for another thread that might begin
 
-        read_pieces([piece] * 8, 2 * read_threads.THREAD_BYTES)
+        read_pieces([piece] * 8, 2 * THREAD_BYTES)
 
     assert len(list(read_ahead(range(2), read))) == 2
     assert [len(threads) for threads in used.values()] == [2, 1]
@@ -727,7 +727,7 @@ def test_the_first_piece_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -
         raise DumpError(f"piece {number}")
 
     with pytest.raises(DumpError, match="piece 0"):
-        read_pieces([partial(piece, n) for n in range(6)], 2 * read_threads.THREAD_BYTES)
+        read_pieces([partial(piece, n) for n in range(6)], 2 * THREAD_BYTES)
     assert sorted(called) == [0, 1], "those that follow are not read"
 
 
@@ -754,7 +754,7 @@ def test_an_array_in_pieces_is_the_same_array(
     with mf.open_dump(tmp_path / "d") as dump:
         expected = {name: dump[name][key].torch() for name in given}
         rows = dump.parameter("w")[:, 3:].torch()
-    monkeypatch.setattr(read_threads, "THREAD_BYTES", 1)
+    monkeypatch.setattr("megatron_flex.dump.reader.read_ahead.THREAD_BYTES", 1)
     monkeypatch.setattr(array_sources, "PIECE_BYTES", 256)
     pieces: list[int] = []
     region = AssembledTensor.region

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.dump.host_memory import allocate_on_host
-from megatron_flex.dump.reader.read_threads import read_pieces
+from megatron_flex.dump.reader.read_ahead import read_pieces
 from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
