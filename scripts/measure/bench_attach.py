@@ -148,6 +148,8 @@ def measure(name: str, rank: int, repeats: int, folder: str) -> dict[str, Any]:
         times.append(process_time() - began)
         found = len(flex.sites())
         flex.session.close(failed=True)  # without a meeting of the ranks
+        del flex
+        gc.collect()  # the next call has its memory, and needs no new one
     memory = _peak() - before
     calls = count_calls(lambda: mf.attach(model).session.close(failed=True))
     return {
