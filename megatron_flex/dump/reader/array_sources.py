@@ -207,16 +207,16 @@ class ActivationSource:
             for group in [[place] for place in places] if plan.drawn else [places]:
                 at = compact_index([a for a, _ in group])
                 items = [item for _, item in group]
+                read = partial(self._read_block, plan, one, block, items)
                 if not isinstance(at, range):
-                    yield partial(self._read_scattered, plan, one, block, items, where[1:], out, at)
+                    yield partial(_read_scattered, partial(read, where[1:]), out, at)
                     continue
                 into = out[at.start : at.stop : at.step]
                 if plan.token is None:
-                    yield partial(self._read_block, plan, one, block, items, where[1:], into)
+                    yield partial(read, where[1:], into)
                     continue
                 for tokens in _split_range(len(where[1]), into.nbytes):
-                    wanted = (where[1][tokens], *where[2:])
-                    yield partial(self._read_block, plan, one, block, items, wanted, into[:, tokens])
+                    yield partial(read, (where[1][tokens], *where[2:]), into[:, tokens])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
         """Return the entries wanted of one iteration without a copy, if one shard has all of them.
@@ -273,20 +273,12 @@ class ActivationSource:
         else:
             out.copy_(one.region(wanted).permute(order))
 
-    def _read_scattered(
-        self,
-        plan: SamplePlan,
-        one: StoredTensor,
-        block: MicrobatchSamples,
-        items: list[int],
-        where: RegionIndex,
-        out: Tensor,
-        at: Sequence[int],
-    ) -> None:
-        """Read samples of a block whose places in `out` are not evenly spaced."""
-        found = out.new_empty(len(items), *out.shape[1:])
-        self._read_block(plan, one, block, items, where, found)
-        out[torch.tensor(at)] = found
+
+def _read_scattered(read: Callable[[Tensor], None], out: Tensor, at: Sequence[int]) -> None:
+    """Read samples whose places in `out` are not evenly spaced."""
+    found = out.new_empty(len(at), *out.shape[1:])
+    read(found)
+    out[torch.tensor(at)] = found
 
 
 def _split_range(length: int, nbytes: int) -> list[slice]:

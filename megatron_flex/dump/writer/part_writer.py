@@ -118,11 +118,11 @@ class PartDraft:
     """A part whose bytes are with the operating system, under a name that readers ignore.
 
     Attributes:
-        draft: the file.
-        path: the name that it gets.
+        file: its name now.
+        path: its name after `commit`.
     """
 
-    draft: Path
+    file: Path
     path: Path
 
     def commit(self) -> None:
@@ -132,7 +132,7 @@ class PartDraft:
             OSError: it cannot be done; the draft is removed, if that could be done.
         """
         try:
-            os.rename(self.draft, self.path)
+            os.rename(self.file, self.path)
         except OSError:
             self.discard()
             raise
@@ -140,7 +140,7 @@ class PartDraft:
     def discard(self) -> None:
         """Remove the file; errors of the file system are ignored."""
         with suppress(OSError):
-            self.draft.unlink()
+            self.file.unlink()
 
 
 def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Callable[[], None]) -> PartDraft:
@@ -165,15 +165,15 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
     draft = PartDraft(where / f".{name}.tmp", where / name)
     try:
         with suppress(FileNotFoundError):  # what a writer left that was killed
-            draft.draft.unlink()
-        file = os.open(draft.draft, NEW_FILE_FLAGS, 0o666)
+            draft.file.unlink()
+        descriptor = os.open(draft.file, NEW_FILE_FLAGS, 0o666)
         try:
-            _write_tensors(views, part.entries, header, file, on_progress)
-            _write_all([memoryview(header.encode())], file, 0, on_progress)
+            _write_tensors(views, part.entries, header, descriptor, on_progress)
+            _write_all([memoryview(header.encode())], descriptor, 0, on_progress)
             if durable:
-                os.fsync(file)
+                os.fsync(descriptor)
         finally:
-            os.close(file)
+            os.close(descriptor)
         on_progress()
     except OSError:
         draft.discard()

@@ -183,10 +183,10 @@ class WriteTally:
 
 
 class WriterThreads:
-    """The threads and their queue. They are daemons: at the end of the process, they have as long as they
-    make progress.
+    """The threads of a writer, which are daemons, and their queue.
 
-    A disk that has taken nothing for `flex_config.dump_seconds` counts as stalled; then no rank waits for it.
+    At the end of the process, they have as long as they make progress. A disk that has taken nothing for
+    `flex_config.dump_seconds` counts as stalled; then no rank waits for it.
 
     Attributes:
         folder: of the run.
