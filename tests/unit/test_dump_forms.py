@@ -452,6 +452,18 @@ def test_a_dump_of_version_2_is_read_by_its_blocks(tmp_path: Path, at: int) -> N
         assert dump.files.integrity.bytes_checked == 2 << 16
 
 
+@pytest.mark.parametrize("damaged", ["manifest.json", "*.safetensors"])
+def test_a_changed_text_of_version_2_is_damage(tmp_path: Path, damaged: str) -> None:
+    """In the manifest, and in the header of a part."""
+    path = tmp_path / "d"
+    shutil.copytree(dump_roads.OLD.parent / "dump_v2", path)
+    file = next(path.rglob(damaged))
+    file.write_bytes(file.read_bytes().replace(b"4h", b"5h", 1))
+    with pytest.raises(DumpError, match=rf"{file.name}: .*checksum.* is wrong: it is damaged"):
+        mf.open_dump(path)["a"].torch()
+    assert not verify_dump(path).good
+
+
 def test_runs_of_both_versions_are_one_dump(tmp_path: Path) -> None:
     path = tmp_path / "d"
     dump_roads.old(path)
