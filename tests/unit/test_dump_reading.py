@@ -689,11 +689,21 @@ def test_pieces_are_read_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(threads) == 3
     assert threading.current_thread() in threads
     assert not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
-    for nbytes, cores in ((2 * THREAD_BYTES - 1, 3), (3 * THREAD_BYTES, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        used: list[threading.Thread] = []
-        read_pieces([lambda used=used: used.append(threading.current_thread())] * 5, nbytes)  # type: ignore[misc]
-        assert used == [threading.current_thread()] * 5
+
+
+@pytest.mark.parametrize(("nbytes", "cores"), [(2 * THREAD_BYTES - 1, 3), (3 * THREAD_BYTES, 1)])
+def test_the_caller_reads_small_arrays_and_on_one_core(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, cores: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    used: list[threading.Thread] = []
+
+    def piece() -> None:
+        used.append(threading.current_thread())
+        time.sleep(0.01)  # for another thread that might begin
+
+    read_pieces([piece] * 5, nbytes)
+    assert used == [threading.current_thread()] * 5
 
 
 def test_a_thread_that_reads_ahead_reads_pieces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
