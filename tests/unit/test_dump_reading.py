@@ -706,6 +706,17 @@ def test_the_caller_reads_small_arrays_and_on_one_core(
     assert used == [threading.current_thread()] * 5
 
 
+def test_the_caller_reads_where_the_system_gives_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    used: list[threading.Thread] = []
+    read_pieces([lambda: used.append(threading.current_thread())] * 5, 2 * THREAD_BYTES)
+    assert used == [threading.current_thread()] * 5
+
+
 def test_a_thread_that_reads_ahead_reads_pieces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     used: dict[int, set[threading.Thread]] = {0: set(), 1: set()}

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -97,10 +98,10 @@ def read_pieces(pieces: Iterable[Callable[[], object]], nbytes: int) -> None:
                 failed.append((number, error))
 
     with ThreadPoolExecutor(threads - 1, "megatron_flex reader", _become_reader) as pool:
-        others = [pool.submit(read) for _ in range(min(threads, len(left)) - 1)]
+        with suppress(RuntimeError):  # the system gives no more threads: those that there are read all
+            for _ in range(min(threads, len(left)) - 1):
+                pool.submit(read)
         read()
-    for other in others:
-        other.result()
     if failed:
         raise min(failed, key=lambda found: found[0])[1]
 
