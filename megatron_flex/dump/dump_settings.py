@@ -144,7 +144,8 @@ class Dump:
         on_error: if writing fails: `warn`, and the iteration is absent; or `raise`, on all ranks, at the end
             of the step.
         queue_bytes: the maximum number of bytes that are copied and not yet written.
-        part_bytes: the approximate size in bytes at which a rank starts another file of the iteration.
+        part_bytes: the approximate size in bytes at which a rank starts another file of the iteration; the
+            first file has half of it, but 8 MiB or more if `part_bytes` allows, so that writing begins early.
         durable: whether a commit waits until the data are on the disk itself, which protects against power
             loss; a killed process loses nothing that was committed either way.
         replicas: whether the ranks that do not write a replicated tensor write its checksum, so that a reader

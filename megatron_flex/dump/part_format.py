@@ -55,6 +55,7 @@ from megatron_flex.errors import DumpError
 METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 PART_BYTES = 32 << 20  # about the bytes of one part by default: while it is written, the next one fills
+MIN_FIRST_PART_BYTES = 8 << 20  # unless parts are smaller; less is copied before a thread has begun
 MOST_HEADER_BYTES = 100 << 20  # bytes, as safetensors has it
 MOST_TOKENS = 1 << 23  # of a tensor of which only some are written; nobody has more in a microbatch
 MOST_CLAIMED = 1 << 24  # rows of all such tensors of a part, of each shape once; and CLAIMED for each byte
@@ -103,6 +104,16 @@ def parse_iteration_folder(folder: str) -> tuple[int, int] | None:
         return None
     out = int(found[1]), int(found[2] or 0)
     return out if format_iteration_folder(*out) == folder else None
+
+
+def compute_part_limit(part: int, part_bytes: int) -> int:
+    """About the bytes of a part: half of `part_bytes` for the first one, so that writing begins early.
+
+    Args:
+        part: its number.
+        part_bytes: as for `Dump`.
+    """
+    return part_bytes if part else min(part_bytes, max(part_bytes // 2, MIN_FIRST_PART_BYTES))
 
 
 def format_part_name(rank: int, part: int, parts: int = 0) -> str:

@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 from math import prod
 from typing import Any
 
-from megatron_flex.dump.part_format import PART_BYTES
+from megatron_flex.dump.part_format import PART_BYTES, compute_part_limit
 from megatron_flex.dump.token_selection import (
     TOKEN_DIM,
     RandomTokens,
@@ -395,12 +395,18 @@ def estimate_dump_size(
         total / loads.size,
         tuple(int(s.bytes.sum()) for s in stages),
         total,
-        int(np.maximum(1, -(-loads // part_bytes)).sum()),
+        int(_count_files(loads, part_bytes).sum()),
         iterations,
         every,
         dict(hidden or {}),
         None if disk is None else total / disk,
     )
+
+
+def _count_files(loads: RankArray, part_bytes: int) -> RankArray:
+    """The files of each rank, by the bytes that it writes."""
+    later = np.maximum(0, loads - compute_part_limit(0, part_bytes))
+    return 1 - -later // part_bytes
 
 
 def _assign_tensors(

@@ -170,6 +170,21 @@ def test_one_core_has_one_thread_that_writes(tmp_path: Path, monkeypatch: pytest
     assert whole(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("part_bytes", "parts"), [(32 << 20, [4, 8, 8]), (8 << 20, [2] * 10), (12 << 20, [2] + [3] * 6)]
+)
+def test_the_first_part_is_smaller_where_parts_are_large(
+    tmp_path: Path, part_bytes: int, parts: list[int]
+) -> None:
+    """Of twenty tensors of 4 MiB; a first part of less than 8 MiB would not be worth a file."""
+    at = writer(tmp_path, part_bytes=part_bytes)
+    step(at, 0, tensors(0, 20, 1 << 18))
+    at.close()
+    found = list_complete_parts(tmp_path / f"{0:010d}", [0])
+    assert found is not None
+    assert [len(contents(file)) for file in found[0]] == parts
+
+
 def test_parts_are_committed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part is written last, and gets its name first: the last part completes an iteration."""
     monkeypatch.setattr(writer_threads.os, "cpu_count", lambda: 2)

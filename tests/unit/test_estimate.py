@@ -109,6 +109,12 @@ def test_least_most_and_files() -> None:
     assert (estimate.total_bytes, estimate.bytes_per_iteration, estimate.seconds) == (6144, 307.2, 2.0)
 
 
+@pytest.mark.parametrize(("mib", "files"), [(16, 1), (17, 2), (48, 2), (49, 3), (96, 4)])
+def test_the_first_file_is_half_as_large_where_files_are_large(mib: int, files: int) -> None:
+    tensor = held(STREAM, (mib, 1 << 10, 1 << 8), shape=(mib, 1 << 10, 1 << 8))
+    assert estimate_dump_size(mesh_at({}, {}), [tensor], part_bytes=32 << 20).files == files
+
+
 # -- what is kept --------------------------------------------------------------------------------------
 
 

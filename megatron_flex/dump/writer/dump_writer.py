@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_flex.config import flex_config
 from megatron_flex.dump.dump_settings import Dump
-from megatron_flex.dump.part_format import DTYPE_NAMES
+from megatron_flex.dump.part_format import DTYPE_NAMES, compute_part_limit
 from megatron_flex.dump.schema import PartIndex, ShardEntry
 from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart
 from megatron_flex.dump.writer.writer_threads import LOG, LOG_SECONDS, CopyStream, WriterThreads
@@ -166,7 +166,8 @@ class DumpWriter:
         if entry.tensor in running.names:
             raise DumpError(f"{entry.tensor} passed twice")
         running.names.add(entry.tensor)
-        if part.nbytes and part.nbytes + nbytes > self.dump.part_bytes:
+        most = compute_part_limit(part.index.part, self.dump.part_bytes)
+        if part.nbytes and part.nbytes + nbytes > most:
             part = self._next(part)
         on_host = tensor.device.type == "cpu"
         if on_host and owned and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == nbytes:
