@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice, product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,13 +20,15 @@ from megatron_flex.layout.spans import coordinates, spans
 
 DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
 RegionIndex = tuple[DimIndex, ...]  # for each dim
+MOST_KEPT_RANKS = 256  # of a layout whose plans are kept; 64 plans are
 
 
 class BlockRead(NamedTuple):
     """A block of one shard, and its position in the region; dims in the shard's order.
 
     Attributes:
-        coords: the rank of the shard; where several ranks hold copies, the first of them.
+        coords: the rank of the shard, on the layout's axes in their order; the first of several ranks that
+            hold copies.
         source: the block's entries in the shard.
         target: the block's entries in the region.
     """
@@ -50,9 +54,28 @@ def plan_reads(
         wanted: for each dim, in the shards' order, the requested entries.
         lengths: the lengths of the shards of uneven dims.
     """
+    axes = tuple((axis, sizes.get(axis, 1)) for axis in layout.axes)
+    ranges = tuple(index for index in wanted if isinstance(index, range))
+    if lengths or len(ranges) < len(wanted) or prod(n for _, n in axes) > MOST_KEPT_RANKS:
+        return _iterate_reads(layout, full, sizes, wanted, lengths)
+    return iter(_list_reads(layout, tuple(full), axes, ranges))
+
+
+@lru_cache(64)
+def _list_reads(
+    layout: Layout, full: tuple[int, ...], axes: tuple[tuple[str, int], ...], wanted: tuple[range, ...]
+) -> tuple[BlockRead, ...]:
+    """The plan of a region of ranges: microbatches, and most sites of a model, have the same one."""
+    return tuple(_iterate_reads(layout, full, dict(axes), wanted, None))
+
+
+def _iterate_reads(
+    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None
+) -> Iterator[BlockRead]:
     rows_of: list[dict[tuple[int, ...], list[tuple[DimIndex, DimIndex]]]] = [{} for _ in layout.dims]
+    copies = list_copies(layout)
     for coords in coordinates(layout, sizes):
-        if first_copy(layout, coords, sizes) != coords:
+        if find_first_copy(copies, coords, sizes) != coords:
             continue
         rows = []
         for index, dim in enumerate(layout.dims):
@@ -168,9 +191,8 @@ def _order_by_shard(
 
 def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
     """The entries of a tensor, indexed dim by dim; a view if all indices are ranges."""
-    for dim, index in enumerate(where):
-        if isinstance(index, range) and index != range(tensor.shape[dim]):
-            tensor = tensor[(slice(None),) * dim + (slice(index.start, index.stop, index.step),)]
+    cut = [slice(i.start, i.stop, i.step) if isinstance(i, range) else slice(None) for i in where]
+    tensor = tensor[tuple(cut)]
     for dim, index in enumerate(where):
         if not isinstance(index, range):
             tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
@@ -179,8 +201,9 @@ def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
 
 def write_entries(out: Tensor, where: RegionIndex, block: Tensor, add: bool = False) -> None:
     """Write a block to the entries of a tensor, or add it to their values."""
-    if all(isinstance(index, range) for index in where):
-        target = take_entries(out, where)
+    cut = [slice(i.start, i.stop, i.step) for i in where if isinstance(i, range)]
+    if len(cut) == len(where):
+        target = out[tuple(cut)]
         _ = target.add_(block) if add else target.copy_(block)
         return
     at = []
@@ -199,11 +222,21 @@ def is_partial(layout: Layout, sizes: Sizes) -> bool:
 
 def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
     """The first of the ranks that hold the same values as the one at `coords`, on the layout's axes."""
+    return find_first_copy(list_copies(layout), coords, sizes)
+
+
+def list_copies(layout: Layout) -> list[tuple[str, int]]:
+    """Each of the layout's axes, and how many neighbouring coordinates on it hold the same values."""
     copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
+    return [(axis, copies.get(axis, 1)) for axis in layout.axes]
+
+
+def find_first_copy(copies: Sequence[tuple[str, int]], coords: Coords, sizes: Sizes) -> dict[str, int]:
+    """`first_copy`, for a caller that has `list_copies` of the layout already."""
     out = {}
-    for axis in layout.axes:
+    for axis, count in copies:
         at = coords.get(axis, 0) if sizes.get(axis, 1) > 1 else 0
-        out[axis] = at - at % copies.get(axis, 1)
+        out[axis] = at - at % count
     return out
 
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -506,6 +507,51 @@ def test_a_checksum_is_compared_once(tmp_path: Path) -> None:
     dump["a"].torch()
     with pytest.raises(DumpError, match="none of blocks, first, never"):
         mf.open_dump(tmp_path / "d", check="sometimes")  # type: ignore[arg-type]
+
+
+def test_reading_many_small_shards_takes_few_calls(tmp_path: Path) -> None:
+    """Of 64 shards, of 8 microbatches on 2 replicas: what they have in common is worked out once."""
+    package = str(Path(mf.__file__).parent)
+    layouts = {f"x{n}": Given(random(1, 16, 16, 8, seed=n), SEQUENCE) for n in range(2)}
+    dumps.write(tmp_path, layouts, mesh={"dp": 2, "tp": 4}, microbatches=8)
+    with mf.open_dump(tmp_path) as dump:
+        dump["x0"].torch()  # reads the headers
+        calls, before = 0, sys.getprofile()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+        sys.setprofile(note)
+        try:
+            found = dump["x1"].torch()
+        finally:
+            sys.setprofile(before)
+    assert torch.equal(found, layouts["x1"].value)
+    assert calls <= 3800
+
+
+def test_files_are_asked_once_for_the_shards_of_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of two replicas, for all of eight microbatches; and once for the calls of the hook point."""
+    asked: list[int] = []
+    entries = mf.OpenDump.entries
+
+    def noted(dump: mf.OpenDump, *args: Any) -> Any:
+        asked.append(args[-1])
+        return entries(dump, *args)
+
+    monkeypatch.setattr(mf.OpenDump, "entries", noted)
+    with small(tmp_path, microbatches=8, value=random(1, 16, 16, 8)) as dump:
+        array = dump["a"]
+        array.torch()
+        assert sorted(asked) == [0, 0, 1]
+        pieces = list(array.microbatch_arrays())
+        assert [piece.array.samples.tolist() for piece in pieces] == [
+            [2 * m + r] for r in range(2) for m in range(8)
+        ]
+        assert sorted(asked) == [0, 0, 1]
 
 
 def test_a_file_that_shrank_or_is_gone(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_flex.dump.reader.sample_plan import (
     SamplePlan,
     SamplePlanner,
     StoredTensorKey,
+    StoredTensorShards,
 )
 from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump, WeightedCache
 from megatron_flex.dump.reader.stored_runs import IterationKey
@@ -63,11 +64,19 @@ class ActivationSource:
         dump: that has them.
         which: the tensor.
         iteration_keys: the iterations.
+        shards: what ranks wrote of the tensor, if another source of it knows.
     """
 
-    def __init__(self, dump: StoredDump, which: StoredTensorKey, passes: list[IterationKey]) -> None:
+    def __init__(
+        self,
+        dump: StoredDump,
+        which: StoredTensorKey,
+        passes: list[IterationKey],
+        shards: StoredTensorShards | None = None,
+    ) -> None:
         self.dump, self.which, self.iteration_keys, self.name = dump, which, passes, which.name
-        self._planner = SamplePlanner(dump, which)
+        self._shards = shards or StoredTensorShards(dump, which)
+        self._planner = SamplePlanner(dump, which, self._shards)
         self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MOST_CACHED_SHARDS)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -121,7 +130,7 @@ class ActivationSource:
             return self
         for which in passes:
             self.dump.stored_iteration(which)
-        return ActivationSource(self.dump, self.which, passes)
+        return ActivationSource(self.dump, self.which, passes, self._shards)
 
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
         """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
@@ -137,7 +146,7 @@ class ActivationSource:
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """The request that a microbatch of a replica answered, if it did."""
-        found = self._planner.found(self.dump.stored_iteration(which), replica).get(microbatch, [])
+        found = self._shards.of(self.dump.stored_iteration(which), replica).get(microbatch, [])
         return next((entry.request for _, entry, _, _ in found if entry.request is not None), None)
 
     def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
@@ -145,13 +154,15 @@ class ActivationSource:
         for which in self.iteration_keys:
             written = self.dump.stored_iteration(which)
             for replica in written.run.replicas:
-                for microbatch in sorted(self._planner.found(written, replica)):
-                    source = ActivationSource(
-                        self.dump, replace(self.which, only=(microbatch, replica)), [which]
-                    )
-                    yield which, microbatch, replica, source
+                for microbatch in sorted(self._shards.of(written, replica)):
+                    yield which, microbatch, replica, self._only(which, microbatch, replica)
                 if self.plan(which).joined:
                     break
+
+    def _only(self, which: IterationKey, microbatch: int, replica: int) -> ActivationSource:
+        """A source of one microbatch of one replica."""
+        only = replace(self.which, only=(microbatch, replica))
+        return ActivationSource(self.dump, only, [which], self._shards)
 
     @property
     def packed(self) -> bool:
@@ -163,8 +174,7 @@ class ActivationSource:
         for which in self.iteration_keys:
             plan, number = self.plan(which), 0
             for block in plan.blocks:
-                only = replace(self.which, only=(block.microbatch, block.replica))
-                source = ActivationSource(self.dump, only, [which])
+                source = self._only(which, block.microbatch, block.replica)
                 layout, positions = source.like.first.layout, source.labels(which)[1]
                 if positions is None:
                     raise DumpError(f"{self.name} has no dim of tokens, and so no sequences")

@@ -565,9 +565,8 @@ def _check_receiver(array: DumpArray, out: Tensor, dtype: torch.dtype | None, de
 
 def _index_labels(labels: Tensor, own: list[DimIndex | int]) -> Tensor:
     for dim, index in reversed(list(enumerate(own[: labels.ndim]))):
-        labels = (
-            labels.select(dim, index)
-            if isinstance(index, int)
-            else labels.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
-        )
+        if isinstance(index, int):
+            labels = labels.select(dim, index)
+        elif index != range(labels.shape[dim]):
+            labels = labels.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
     return labels

@@ -9,8 +9,8 @@ from functools import cached_property
 from math import prod
 
 from megatron_flex.dump.reader.expert_tensors import ExpertTensorReader
-from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump
-from megatron_flex.dump.reader.stored_runs import REPLICA_AXIS, DumpRun, StoredIteration
+from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump, WeightedCache
+from megatron_flex.dump.reader.stored_runs import REPLICA_AXIS, DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.reader.tensor_assembly import (
     AssembledTensor,
     StoredShard,
@@ -34,6 +34,7 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import Coords, DimIndex, Layout
 
 MOST_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
+MOST_KNOWN_SHARDS = 1 << 15  # of a tensor whose places are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +158,53 @@ class SamplePlan:
         return (self.starts[-1], *tokens, *(self.first.shape[d] for d in self.rest))
 
 
-class SamplePlanner:
-    """Finds the blocks of iterations, and the tensors of blocks."""
+class StoredTensorShards:
+    """The shards of a tensor that ranks wrote, which all microbatches of an iteration ask for.
+
+    Args:
+        dump: that has them.
+        which: the tensor; `only` is not used.
+    """
 
     def __init__(self, dump: StoredDump, which: StoredTensorKey) -> None:
         self.dump, self.which = dump, which
+        self.expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
+        self._known: WeightedCache[tuple[IterationKey, int], dict[int, list[LocatedShard]]] = WeightedCache(
+            MOST_KNOWN_SHARDS
+        )
+
+    def of(self, written: StoredIteration, replica: int) -> Mapping[int, list[LocatedShard]]:
+        """The shards that the ranks of a replica wrote, by microbatch; of experts, those of all replicas."""
+        return self._known.get(
+            ((written.iteration, written.run_of), replica),
+            lambda: self._find(written, replica),
+            lambda found: sum(map(len, found.values())),
+        )
+
+    def _find(self, written: StoredIteration, replica: int) -> dict[int, list[LocatedShard]]:
+        out: dict[int, list[LocatedShard]] = {}
+        which = self.which
+        several = self.dump.entries(written, which.site, which.kind, which.stage, replica)
+        if not several or several[0][1].route is not None:
+            several = self.expert_reader.entries(written, which.kind)
+        for found in several:
+            if found[1].call == which.call:
+                out.setdefault(found[1].microbatch, []).append(found)
+        return out
+
+
+class SamplePlanner:
+    """Finds the blocks of iterations, and the tensors of blocks.
+
+    Args:
+        dump: that has them.
+        which: the tensor.
+        shards: what ranks wrote of it.
+    """
+
+    def __init__(self, dump: StoredDump, which: StoredTensorKey, shards: StoredTensorShards) -> None:
+        self.dump, self.which, self._shards = dump, which, shards
         self.selection = SelectionSettings.of(dump.manifest.settings)
-        self._expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
 
     def plan(self, written: StoredIteration) -> SamplePlan:
         """Return the samples of an iteration in blocks.
@@ -173,7 +214,7 @@ class SamplePlanner:
         """
         run, only = written.run, self.which.only
         replica = run.replicas[0] if only is None else only[1]
-        found = self.found(written, replica)
+        found = self._shards.of(written, replica)
         if only is not None:
             found = {m: several for m, several in found.items() if m == only[0]}
         if not found:
@@ -206,7 +247,7 @@ class SamplePlanner:
         """
         key = block.microbatch, block.replica
         if key not in plan.tensors:
-            found = self.found(plan.written, block.replica).get(block.microbatch, [])
+            found = self._shards.of(plan.written, block.replica).get(block.microbatch, [])
             plan.tensors[key] = self._tensor(plan.written, *key, found)
         one, like = plan.tensors[key], plan.first
         if _get_shape_without(one, SAMPLE_DIM) != _get_shape_without(like, SAMPLE_DIM):
@@ -221,18 +262,6 @@ class SamplePlanner:
                 "data parallel rank: they cannot be numbered; read them with .microbatch_arrays()"
             )
         return one
-
-    def found(self, written: StoredIteration, replica: int) -> dict[int, list[LocatedShard]]:
-        """What the ranks of a replica wrote of it, by microbatch."""
-        out: dict[int, list[LocatedShard]] = {}
-        which = self.which
-        several = self.dump.entries(written, which.site, which.kind, which.stage, replica)
-        if not several or several[0][1].route is not None:
-            several = self._expert_reader.entries(written, which.kind)
-        for found in several:
-            if found[1].call == which.call:
-                out.setdefault(found[1].microbatch, []).append(found)
-        return out
 
     def _block(
         self, one: StoredTensor, microbatch: int, replica: int, begin: int, count: int
@@ -272,7 +301,7 @@ class SamplePlanner:
         )
         if found is not None:
             return found
-        many = max(self.found(written, numbering_replica)) + 1
+        many = max(self._shards.of(written, numbering_replica)) + 1
         return (replica * many + microbatch) * count
 
     def _microbatches(self, written: StoredIteration, replica: int) -> int:
@@ -288,11 +317,11 @@ class SamplePlanner:
         run = written.run
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
         if found and REPLICA_AXIS in found[0][2].axes:
-            found = [f for r in run.replicas for f in self.found(written, r).get(microbatch, [])]
+            found = [f for r in run.replicas for f in self._shards.of(written, r).get(microbatch, [])]
         if not found:
             raise DumpError(f"{where}: nothing was recorded there, unlike on other ranks")
         if found[0][1].route is not None:
-            routed = self._expert_reader.tensor(written, microbatch, replica, found, where)
+            routed = self._shards.expert_reader.tensor(written, microbatch, replica, found, where)
             return (
                 self._average_tokens(routed, written, microbatch, replica) if self.selection.mean else routed
             )

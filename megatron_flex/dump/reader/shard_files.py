@@ -63,7 +63,9 @@ class ChecksumRecord:
             DumpError: a block differs from what was written.
         """
         key = part.path, entry.tensor
-        checked = self._seen.setdefault(key, bytearray(_count_blocks(part, len(data))))
+        if key not in self._seen:
+            self._seen.setdefault(key, bytearray(_count_blocks(part, len(data))))
+        checked = self._seen[key]
         if checked is None:
             return
         dtype, shape, _, _ = part.where[entry.tensor]
@@ -318,15 +320,16 @@ class PartFiles:
         if size == 0:
             return take_entries(torch.empty(shape, dtype=dtype), where)
         mapped = self._map(part, start, size)
-        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
         if self.check != "never":
             with memoryview(mapped) as content, content[start : start + size] as data:
                 self.integrity.check(part, entry, data, where if self.check == "blocks" else None)
-        if start % dtype.itemsize:
-            stored = stored.clone()
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
-        tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
-        out = take_entries(tensor, where)
+        own = torch.uint8 if small else dtype
+        if start % dtype.itemsize:
+            stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start).clone().view(own)
+        else:
+            stored = torch.frombuffer(mapped, dtype=own, count=size // dtype.itemsize, offset=start)
+        out = take_entries(stored.view(shape), where)
         nbytes = out.nbytes
         self.bytes_read += nbytes  # without a call: other threads add too
         return out.view(dtype) if small else out

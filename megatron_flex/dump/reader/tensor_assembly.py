@@ -24,9 +24,11 @@ from megatron_flex.layout import (
     assemble_region,
     compact_index,
     coordinates,
+    find_first_copy,
     find_region,
     first_copy,
     full_shape,
+    list_copies,
     padded_shape,
     uneven_lengths,
 )
@@ -171,7 +173,7 @@ class AssembledTensor:
         return found
 
     def _read(self, coords: Coords, where: RegionIndex) -> Tensor:
-        shard = self._shard(coords)
+        shard = self._shards.get(tuple(coords.values())) or self._shard(coords)
         part, entry = shard.pieces[0]
         if entry.picked:
             return self._read_picked(shard, coords, where)
@@ -276,17 +278,17 @@ def group_shards(
     """
     layout: Layout | None = None
     shards: dict[tuple[int, ...], StoredShard] = {}
-    dtype = ""
+    dtype, copies = "", list[tuple[str, int]]()
     for part, entry, entry_layout, coords in found:
         if layout is None:
-            layout, dtype = entry_layout, entry.dtype
+            layout, dtype, copies = entry_layout, entry.dtype, list_copies(entry_layout)
         if entry_layout != layout or entry.dtype != dtype:
             raise DumpError(
                 f"{where}: {part.path.name} has {entry.dtype} in layout {entry_layout.describe()}, and "
                 "another rank "
                 f"{dtype} in {layout.describe()}"
             )
-        place = first_copy(layout, coords, sizes)
+        place = find_first_copy(copies, coords, sizes)
         shard = shards.setdefault(tuple(place.values()), StoredShard(place))
         if entry.span is not None or not shard.pieces:
             shard.pieces.append((part, entry))
