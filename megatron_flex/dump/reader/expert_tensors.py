@@ -11,7 +11,13 @@ from torch import Tensor
 
 from megatron_flex.dump.expert_routing import ExpertRouting, choice_from_json, scatter_rows_to_tokens
 from megatron_flex.dump.json_form import pick_known
-from megatron_flex.dump.reader.shard_files import LocatedShard, PartFiles, StoredDump, parse_layout_text
+from megatron_flex.dump.reader.shard_files import (
+    LocatedShard,
+    PartFiles,
+    StoredDump,
+    WeightedCache,
+    parse_layout_text,
+)
 from megatron_flex.dump.reader.stored_runs import StoredIteration
 from megatron_flex.dump.reader.tensor_assembly import AssembledTensor, group_shards
 from megatron_flex.dump.schema import ROUTING, RowsRoute
@@ -121,7 +127,7 @@ class ExpertTensorReader:
 
     def __init__(self, dump: StoredDump, site: str, stage: int, call: int) -> None:
         self.dump, self.site, self.stage, self.call = dump, site, stage, call
-        self._known: dict[tuple[int, int, int], ExpertRouting] = {}
+        self._known: WeightedCache[tuple[int, int, int], ExpertRouting] = WeightedCache(MOST_ROUTINGS)
 
     def entries(self, written: StoredIteration, kind: str, site: str = "") -> list[LocatedShard]:
         """What ranks of all replicas wrote: rows of any replica's tokens are on any."""
@@ -154,10 +160,7 @@ class ExpertTensorReader:
         return ExpertTensor(self.dump.files, found, routing, home, replica, written.run.sizes, where)
 
     def _routing(self, written: StoredIteration, microbatch: int, layer: str) -> ExpertRouting:
-        key = written.iteration, written.run_of, microbatch
-        if key not in self._known:
-            if len(self._known) > MOST_ROUTINGS:
-                self._known.clear()
+        def make() -> ExpertRouting:
             choices = []
             for part, entry, _, coords in self.entries(written, ROUTING, layer):
                 if entry.microbatch == microbatch:
@@ -165,8 +168,9 @@ class ExpertTensorReader:
                     choices.append(
                         (coords, choice_from_json(entry.route, self.dump.files.read(part, entry, every)))
                     )
-            self._known[key] = ExpertRouting(choices, written.run.sizes)
-        return self._known[key]
+            return ExpertRouting(choices, written.run.sizes)
+
+        return self._known.get((written.iteration, written.run_of, microbatch), make)
 
 
 def _assemble_by_rank(
