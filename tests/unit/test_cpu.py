@@ -250,7 +250,9 @@ def test_every_function_that_takes_a_device_is_replaced_and_no_other():
     more = {f"torch.Tensor.{n}" for n in ("cuda", "new", "new_tensor", "type", "pin_memory", "record_stream")}
     more |= {"torch.asarray", "torch.nested.nested_tensor", "torch.nested.as_nested_tensor"}
     assert replaced - with_device == more - with_device
-    assert {id(f) for f in _device_constructors()} <= {id(before[name]) for name in replaced}
+    # Not the copy that torch keeps: `from_pretrained` of transformers may have it made without linspace.
+    constructors = _device_constructors.__wrapped__()
+    assert {id(f) for f in constructors} <= {id(before[name]) for name in replaced}
 
 
 def test_scripts_compile_with_the_functions_that_are_replaced():
