@@ -161,11 +161,12 @@ def test_what_cannot_be_named(said: str, message: str, hooks: Path) -> None:
 def test_errors_in_a_file_are_told_with_its_line(source: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(source)
+    loaded = {name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)}  # by other tests
     for _ in range(2):  # not half imported the second time
         with pytest.raises(FlexError) as raised:
             load_function("broken.py:f")
         assert str(raised.value) == f"broken.py cannot be imported: {said.format(file=file)}"
-    assert not any(name.startswith(FILE_MODULE_PREFIX) for name in sys.modules)
+    assert {name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)} == loaded
 
 
 def test_errors_in_a_module_are_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
