@@ -1,4 +1,4 @@
-"""What belongs to a whole run: its tier, the order of tests, what its processes share, and its summary."""
+"""What belongs to a whole run: its tier, the order of files, what its processes share, and its summary."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import gc
 import importlib.metadata
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,9 @@ for _variable in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE
 CELLS = pytest.StashKey[list[Any]]()
 FINDINGS = pytest.StashKey[list[Any]]()
 STARTED = pytest.StashKey[float]()
+COLLECTION_S = pytest.StashKey[list[float]]()  # of each process that collects
+ORDER_SEED = "FLEX_ORDER_SEED"  # the variable by which the processes of a run share the seed
+BEGUN = "FLEX_TEST_BEGUN"  # the variable in which scripts/test says when it began, in seconds since 1970
 RECORDER = pytest.StashKey[Any]()
 SKIPPED: dict[str, str] = {}  # file of a test to why it was skipped
 PACKAGES = (
@@ -57,6 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_true", help="the selection of scripts/test (tests/support/tiers.py)"
     )
     parser.addoption(
+        "--order-seed",
+        type=int,
+        metavar="N",
+        help="the seed of the random order of files; the summary names it",
+    )
+    parser.addoption(
         "--every-module", action="store_true", help="fail if a module of the package is not executed"
     )
 
@@ -65,9 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
     config.stash[FINDINGS] = []
     config.stash[STARTED] = time.monotonic()
+    config.stash[COLLECTION_S] = []
     if config.getoption("--product"):
         os.environ[design.PRODUCT] = "1"
     if not _is_worker(config):  # what processes of the run share, by variables that they inherit
+        seed = config.getoption("--order-seed")
+        os.environ[ORDER_SEED] = str(random.randrange(10_000) if seed is None else seed)
         for variable in (truths.FOLDER, execution.FOLDER):
             os.environ[variable] = tempfile.mkdtemp(prefix="flex-tests-")
     config.stash[RECORDER] = execution.start()
@@ -120,12 +134,24 @@ def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
     return not config.getoption("--product") and item.get_closest_marker("product") is not None
 
 
-def _order(item: pytest.Item) -> tuple[int, str, str]:
-    """Files that take long first, so that no process ends up with one alone; in a file by topology."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    session.config.stash[COLLECTION_S].append(time.monotonic() - began)
+
+
+def _order(item: pytest.Item) -> tuple[bool, float, str, str]:
+    """Files at random, so that none comes to need another before it; in a file by topology.
+
+    Files that take long come first, at random too, so that no process ends up with one alone.
+    """
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec is not None else ()
     topology = next((v.topology for v in values if isinstance(v, Case)), "")
-    return tiers.place(item.path), str(item.path), topology
+    path = str(item.path)
+    rank = random.Random(f"{os.environ[ORDER_SEED]}/{item.path.parent.name}/{item.path.name}").random()
+    return item.path.name not in tiers.LONG, rank, path, topology
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -135,6 +161,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if _is_worker(config):  # to the process that prints and writes them
         config.workeroutput["cells"] = [asdict(c) for c in config.stash[CELLS]]  # type: ignore[attr-defined]
         config.workeroutput["findings"] = config.stash[FINDINGS]  # type: ignore[attr-defined]
+        config.workeroutput["collection_s"] = config.stash[COLLECTION_S]  # type: ignore[attr-defined]
         return
     if config.getoption("--every-module") and exitstatus == pytest.ExitCode.OK and _not_executed():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -146,6 +173,7 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
     output = getattr(node, "workeroutput", {})
     node.config.stash[CELLS] += [SimpleNamespace(**c, good=_good(c)) for c in output.get("cells", ())]
     node.config.stash[FINDINGS] += output.get("findings", ())
+    node.config.stash[COLLECTION_S] += output.get("collection_s", ())
 
 
 def _good(cell: dict[str, Any]) -> bool:
@@ -208,6 +236,7 @@ def _version(package: str) -> str | None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if _is_worker(config):
         return
+    _report_times(terminalreporter, config)
     if config.getoption("--every-module"):
         found = _not_executed()
         terminalreporter.section("modules of the package")
@@ -242,6 +271,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             "cells": [{n: getattr(c, n) for n in names} for c in all_found],
         }
         Path(path).write_text(json.dumps(run, indent=1))
+
+
+def _report_times(terminalreporter: Any, config: pytest.Config) -> None:
+    begun = float(os.environ.get(BEGUN, 0))
+    total = time.monotonic() - config.stash[STARTED]
+    start_up = f"start-up {time.time() - total - begun:.0f} s, " if begun else ""
+    collection = max(config.stash[COLLECTION_S], default=0.0)  # processes collect at the same time
+    terminalreporter.write_line(
+        f"{start_up}collection {collection:.0f} s, in all {total:.0f} s; "
+        f"--order-seed {os.environ[ORDER_SEED]} repeats the order of files"
+    )
 
 
 def _told_of_bugs(terminalreporter: Any, findings: list[dict[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """Assertions on errors, warnings and texts: by class, attributes and the values that a message names.
 
-A test never repeats a sentence: a message can be reworded without an edit of a test. What it must keep are the
-values: names of hook points and files, ranks, shapes, arguments, flags, and the call that mends the error.
+A test never repeats a sentence, so a message can be reworded without an edit of a test. What a message
+must keep are the values: names of hook points and files, ranks, shapes, arguments, flags, and the call that
+is the remedy.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ def assert_names(text: object, *values: object) -> None:
 
 
 @contextmanager
-def raises(kind: type[BaseException], *values: object, **attributes: Any) -> Iterator[pytest.ExceptionInfo[Any]]:
+def raises(
+    kind: type[BaseException], *values: object, **attributes: Any
+) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Assert that the block raises `kind`, naming each value, in one line of at most 500 characters.
 
     Args:
         kind: the class of the error.
-        values: what the message names: a hook point, a rank, an argument, a shape, the call that is the remedy.
+        values: what the message names: a hook point, a rank, an argument, a shape, the remedy's call.
         attributes: attributes of the error and their values, such as `site="decoder.layers.0:output"`.
     """
     with pytest.raises(kind) as raised:
         yield raised
     text = str(raised.value)
     assert_names(text, *values)
-    assert "\n" not in text and len(text) <= MAX_ERROR_LENGTH, f"{len(text)} characters: {text}"
+    assert "\n" not in text, text
+    assert len(text) <= MAX_ERROR_LENGTH, f"{len(text)} characters: {text}"
     for name, value in attributes.items():
         assert getattr(raised.value, name) == value, f"{name} is {getattr(raised.value, name)!r}: {text}"
 

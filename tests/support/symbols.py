@@ -41,6 +41,7 @@ OURS = {
 }
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     """The package's files, parsed."""
     return {

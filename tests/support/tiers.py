@@ -228,7 +228,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_pages.py": ("test_a_page_opens_quietly_and_can_be_read[quick-light]",),
 }
 
-# Files that take more than a minute, longest first: they begin first. Then by folder.
+# Files that take more than a minute: they begin first.
 LONG: tuple[str, ...] = (
     *(
         "test_compare_bugs.py",
@@ -239,7 +239,6 @@ LONG: tuple[str, ...] = (
     ),
     *("test_models.py", "test_trainable.py", "test_moe.py", "test_gpu_command.py", "test_cpu_megatron.py"),
 )
-FOLDERS = ("launch", "distributed", "browser", "contract", "unit")
 
 
 def is_product(file: str, name: str) -> bool:
@@ -274,11 +273,3 @@ def unknown(items: Iterable[Any]) -> list[str]:
         if collected and siblings <= collected:
             unknown += [f"{file}: {name}" for name in set(quick) - names[file]]
     return unknown
-
-
-def place(path: Path) -> int:
-    """Where a file comes in a run."""
-    if path.name in LONG:
-        return LONG.index(path.name)
-    folder = path.parent.name
-    return len(LONG) + (FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS))

@@ -13,18 +13,18 @@ from tests.support.symbols import UpstreamSymbol
 
 pytestmark = pytest.mark.versions
 
-FILES = symbols.sources()
 PACKAGES = tuple(dict.fromkeys(s.package for s in UPSTREAM_SYMBOLS))
 
 
 def test_every_private_name_that_is_used_is_in_the_table() -> None:
     listed = {part for s in UPSTREAM_SYMBOLS for part in s.path.replace(":", ".").split(".")}
-    missing = {name: paths for name, paths in symbols.private_names(FILES).items() if name not in listed}
+    used = symbols.private_names(symbols.sources())
+    missing = {name: paths for name, paths in used.items() if name not in listed}
     assert not missing, "add them to megatron_flex/adapters/upstream_symbols.py"
 
 
 def test_every_name_in_the_table_is_used() -> None:
-    unused = [s.path for s in UPSTREAM_SYMBOLS if not symbols.users(s, FILES)]
+    unused = [s.path for s in UPSTREAM_SYMBOLS if not symbols.users(s, symbols.sources())]
     assert not unused, "take them out of megatron_flex/adapters/upstream_symbols.py"
 
 
@@ -49,7 +49,7 @@ def test_the_installed_version_has_the_names_that_the_table_gives_it(package: st
 
 def test_the_page_lists_the_table() -> None:
     text = symbols.PAGE.read_text(encoding="utf-8")
-    assert symbols.page(text, FILES) == text, "run python -m tests.support.symbols"
+    assert symbols.page(text, symbols.sources()) == text, "run python -m tests.support.symbols"
 
 
 # -- each check can fail ---------------------------------------------------------------------------------
