@@ -30,7 +30,7 @@ IterationsOption = Annotated[
         show_default=False,
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file or folder if it exists.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an earlier export, and nothing else.")]
 
 
 def select_iterations(text: str | None, there: list[int], where: str = "the dump") -> list[int]:

@@ -33,14 +33,12 @@ from megatron_flex.cli.dump_tables import (
     print_verification,
 )
 from megatron_flex.dump.export import (
-    EXPORT_FORMATS,
     ExportColumn,
-    ExportFormat,
     ExportRows,
-    check_export_target,
     read_blocks,
 )
 from megatron_flex.dump.export import export_arrays as write
+from megatron_flex.dump.export_target import EXPORT_FORMATS, ExportFormat, check_export_target
 from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
 from megatron_flex.dump.tools.dump_cleanup import list_removals
 from megatron_flex.dump.tools.dump_cleanup import prune_dump as remove

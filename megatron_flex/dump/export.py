@@ -7,7 +7,6 @@ import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_flex.dump.export_target import EXPORT_MARK, ExportFormat, check_export_target, replace_target
 from megatron_flex.dump.part_format import DTYPE_NAMES
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.errors import DumpError, FlexError
@@ -335,8 +335,6 @@ def _nest_rows(pa: Any, block: Tensor) -> Any:
     return out
 
 
-ExportFormat = Literal["safetensors", "zarr", "datasets"]
-EXPORT_FORMATS: tuple[ExportFormat, ...] = ("safetensors", "zarr", "datasets")
 EXPORT_ROWS: tuple[ExportRows, ...] = ("token", "sample")
 
 
@@ -374,7 +372,7 @@ def export_arrays(
         to: the format.
         rows: of `datasets`: one for each token, or for each sample.
         per_iteration: write an array for each iteration, `NAME/100`; their shapes may differ.
-        force: replace an existing target.
+        force: replace an existing target that an earlier export wrote; anything else is refused.
 
     Raises:
         DumpError: the target exists, a package is missing, the format lacks a shape or dtype, the dump is
@@ -393,7 +391,7 @@ def export_arrays(
             column.check_same_shapes()
     metadata = {
         "format": "pt",
-        "megatron_flex": __version__,
+        EXPORT_MARK: __version__,
         "arrays": json.dumps(_describe_columns(chosen), allow_nan=False),
     }
     folder: Path | None = None
@@ -408,30 +406,13 @@ def export_arrays(
                 write_zarr(temporary, chosen, metadata, bar)
             else:
                 write_datasets(temporary, chosen, rows, metadata, bar)
-        if force:
-            _remove_path(out)
-        temporary.rename(out)
+        replace_target(temporary, out, to, force)
     except OSError as error:
         raise DumpError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
         if folder is not None:
-            _remove_path(folder)
+            shutil.rmtree(folder)
     return ExportResult(out, _count_file_bytes(out), [c.name for c in chosen], _list_export_notes(chosen, to))
-
-
-def check_export_target(out: Path, to: str, force: bool) -> None:
-    """Check that an export to the target is possible, before anything is read.
-
-    Raises:
-        FlexError: the format is unknown.
-        DumpError: the target exists, or a package is missing.
-    """
-    if to not in EXPORT_FORMATS:
-        raise FlexError(f"format {to!r} is none of {', '.join(EXPORT_FORMATS)}")
-    if to != "safetensors" and find_spec(to) is None:
-        raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
-    if (out.exists() or out.is_symlink()) and not force:
-        raise DumpError(f"{out} exists already; name another, or pass --force to replace it")
 
 
 def _describe_columns(columns: Sequence[ExportColumn]) -> dict[str, dict[str, object]]:
@@ -447,14 +428,6 @@ def _list_export_notes(columns: Sequence[ExportColumn], to: ExportFormat) -> lis
         return []
     wider = sorted({str(c.array.dtype).removeprefix("torch.") for c in columns if c.dtype != c.array.dtype})
     return [f"{name} is float32 there, which holds the same values: {to} has no {name}" for name in wider]
-
-
-def _remove_path(path: Path) -> None:
-    """Remove a file or a folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _count_file_bytes(path: Path) -> int:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,14 +32,9 @@ def carry(folder: Path) -> None:
         SystemExit: pip fails, or they are too large to be carried.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.whl"):
-        old.unlink()  # of two versions of one package pip would have to choose
-    target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-    target += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    # pydantic works with one pydantic-core alone, which pip finds; torch must not be found with Megatron.
-    _pip(sys.executable, ["download", "--dest", str(folder), *target, "--no-deps", MEGATRON])
-    constraints = ["--constraint", str(ROOT / "scripts" / "constraints.txt")]
-    _pip(sys.executable, ["download", "--dest", str(folder), *target, *constraints, *PACKAGES])
+    with tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder) as downloaded:
+        _download(Path(downloaded))
+        replace_wheels(Path(downloaded), folder)
     wheels = sorted(folder.glob("*.whl"))
     nbytes = sum(wheel.stat().st_size for wheel in wheels)
     for wheel in wheels:
@@ -48,6 +44,25 @@ def carry(folder: Path) -> None:
             f"error: {folder} holds {nbytes / 2**20:.1f} MiB, at most {MOST_BYTES >> 20}: name fewer packages"
         )
     print(f"{nbytes / 2**20:7.1f} MiB in {folder}; there: scripts/gpu --wheels {folder}")
+
+
+def replace_wheels(downloaded: Path, folder: Path) -> None:
+    """Move wheels to a folder, and remove other versions of the same packages there, and nothing else."""
+    packages = {wheel.name.partition("-")[0] for wheel in downloaded.glob("*.whl")}
+    for old in folder.glob("*.whl"):
+        if old.name.partition("-")[0] in packages:
+            old.unlink()  # of two versions of one package pip would have to choose
+    for wheel in downloaded.glob("*.whl"):
+        wheel.rename(folder / wheel.name)
+
+
+def _download(folder: Path) -> None:
+    target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    target += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    # pydantic works with one pydantic-core alone, which pip finds; torch must not be found with Megatron.
+    _pip(sys.executable, ["download", "--dest", str(folder), *target, "--no-deps", MEGATRON])
+    constraints = ["--constraint", str(ROOT / "scripts" / "constraints.txt")]
+    _pip(sys.executable, ["download", "--dest", str(folder), *target, *constraints, *PACKAGES])
 
 
 def environment(venv: Path, wheels: Path | None) -> str:

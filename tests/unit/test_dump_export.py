@@ -13,6 +13,7 @@ from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
+from tests.support.messages import assert_names
 
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 FC1, OUT, LAST = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0", "decoder.layers.1"
@@ -180,35 +181,111 @@ def test_what_has_no_tokens_is_refused_for_rows_of_tokens(command, tmp_path):
     assert command("dump", "export", "dump", "out", "-f", "datasets", "--rows", "sample").status == 0
 
 
-@pytest.mark.parametrize("to", ["safetensors", "zarr", "datasets"])
-def test_nothing_is_overwritten_unless_told_and_nothing_half_is_left(command, tmp_path, monkeypatch, to):
+FORMATS = ["safetensors", "zarr", "datasets"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_export_replaces_an_earlier_one_if_told(command, tmp_path, to):
     pytest.importorskip(to)
     write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
     words = ["dump", "export", "dump", "out", "-f", to]
-    (tmp_path / "out").write_text("mine")
+    assert command(*words, "-i", "10").status == 0
+
+    def digest() -> dict[str, bytes]:
+        files = [f for f in [tmp_path / "out", *(tmp_path / "out").rglob("*")] if f.is_file()]
+        return {str(f): f.read_bytes() for f in files}
+
+    before = digest()
     done = command(*words)
     assert done.status == 2
-    assert "out exists already" in done.err
-    assert (tmp_path / "out").read_text() == "mine"
-
+    assert_names(done.err, "out", "--force")
     (victim, *_) = (tmp_path / "dump" / "run-0000" / f"{20:010d}").glob("00001-*")
     data = bytearray(victim.read_bytes())
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    done = command(*words, "--force")
-    assert done.status == 2
-    assert (tmp_path / "out").read_text() == "mine"
+    assert command(*words, "--force").status == 2
+    assert digest() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "out"]
 
     victim.write_bytes(data)
     assert command(*words, "--force").status == 0
-    assert (tmp_path / "out").is_file() is (to == "safetensors")
+    assert digest() != before
+    for other in FORMATS:  # an export in one format replaces one in another
+        pytest.importorskip(other)
+        assert command("dump", "export", "dump", "out", "-f", other, "--force").status == 0
+        assert (tmp_path / "out").is_file() is (other == "safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "out"]
+
+
+def _fill(kind: str, out: Path) -> None:
+    """Something that is not an export as a whole."""
+    (out.parent / "kept").mkdir()
+    (out.parent / "kept" / "thesis.txt").write_text("mine")
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file({"w": torch.ones(2)}, out)
+    elif kind == "link":
+        out.symlink_to("kept")
+    elif kind == "no header":
+        out.write_bytes(b"\xff" * 64)
+    else:
+        out.mkdir()
+        name = {"zarr": "zarr.json", "dataset": "dataset_info.json", "folder": "sub/thesis.txt"}[kind]
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text('{"attributes": {"megatron_flex": 1}, "description": "[1]"}')
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "link", "no header", "zarr", "dataset", "folder"])
+def test_force_refuses_what_no_export_wrote_before_anything_is_read(command, tmp_path, kind):
+    """The dump does not exist: the target is refused before it is opened."""
+    _fill(kind, tmp_path / "out")
+    there = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    done = command("dump", "export", "dump", "out", "--force")
+    assert done.status == 2
+    assert_names(done.err, "out", "--force")
+    assert done.err.count("\n") == 1
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == there
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_force_refuses_an_export_with_a_file_of_someone_else(command, tmp_path, to):
+    pytest.importorskip(to)
+    write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
+    words = ["dump", "export", "dump", "out", "-f", to, "--force"]
+    (tmp_path / "out").mkdir()  # an empty folder is replaced
+    assert command(*words).status == 0
+    if to == "safetensors":
+        return
+    (tmp_path / "out" / OUT).mkdir(exist_ok=True)
+    (tmp_path / "out" / OUT / "thesis.txt").write_text("mine")
+    done = command(*words)
+    assert done.status == 2
+    assert_names(done.err, "out", f"{OUT}/thesis.txt", "--force")
+    assert (tmp_path / "out" / OUT / "thesis.txt").read_text() == "mine"
+
+
+def test_what_gets_the_name_during_the_export_is_not_replaced(command, tmp_path, monkeypatch):
+    write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
+    writing = walking.write_safetensors
+
+    def meanwhile(*args) -> None:
+        writing(*args)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("mine")
+
+    monkeypatch.setattr(walking, "write_safetensors", meanwhile)
+    done = command("dump", "export", "dump", "out", "--force")
+    assert done.status == 2
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "out"]
 
 
 @pytest.mark.parametrize("to", ["zarr", "datasets"])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, tmp_path, monkeypatch, to):
     write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
-    monkeypatch.setattr("megatron_flex.dump.export.find_spec", lambda _: None)
+    monkeypatch.setattr("megatron_flex.dump.export_target.find_spec", lambda _: None)
     done = command("dump", "export", "dump", "out", "-f", to)
     assert done.err == f"megatron-flex: the package {to} is not installed: pip install megatron-flex[{to}]\n"
 

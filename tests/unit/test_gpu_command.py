@@ -222,6 +222,15 @@ def test_an_environment_that_cannot_be(script: Load, tmp_path: Path) -> None:
         wheels.environment(tmp_path / "venv", tmp_path)
 
 
+def test_carried_wheels_replace_other_versions_of_themselves_alone(script: Load, tmp_path: Path) -> None:
+    downloaded, folder = tmp_path / "downloaded", tmp_path / "folder"
+    for name in ("downloaded/numpy-2.0-cp312.whl", "folder/numpy-1.0-cp312.whl", "folder/mine-1.0-cp312.whl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    script("gpu_wheels").replace_wheels(downloaded, folder)
+    assert sorted(f.name for f in folder.iterdir()) == ["mine-1.0-cp312.whl", "numpy-2.0-cp312.whl"]
+
+
 def test_an_environment_sees_the_torch_of_the_one_that_makes_it(
     script: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
