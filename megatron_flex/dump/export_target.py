@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
