@@ -1,8 +1,7 @@
 """The schema of a dump: each document is a dataclass here, and its forms on disk are derived from the fields.
 
 A new field is one line in its class. `stored` declares exceptions: a default that is left out, a version
-that lacks the field. A changed form needs another `DUMP_VERSION`; a test freezes the forms of all versions,
-and tests/surface/schema.txt lists them.
+that lacks the field. A changed form needs another `DUMP_VERSION`.
 """
 
 from __future__ import annotations

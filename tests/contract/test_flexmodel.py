@@ -18,8 +18,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.compat_calls import INTERNALS, LEFT_OUT
-
 CHECKOUT = os.environ.get("FLEX_FLEXMODEL", "")
 if not CHECKOUT:
     pytest.skip("FlexModel is not on this machine: run scripts/flexmodel PATH", allow_module_level=True)
@@ -38,6 +36,42 @@ RANKS = {
     "distributed.test_mappings": 2,
     "core.test_dp_wrappers_vs_single_gpu": 4,
     "core.test_fairscale_mpu_vs_ddp": 4,
+}
+
+# The tests that cannot pass, and why.
+INTERNALS = {
+    "core/test_hook_function_group_manager.py": "calls the private _HookFunctionGroupManager",
+    "distributed/test_initialize.py": "calls the private _BaseGPUDeviceMesh",
+    "core/test_wrapper.py::test_FlexModel_group_creation": (
+        "compares lists by torch.allclose, which raises as soon as a hook is created; in FlexModel none was"
+    ),
+    **dict.fromkeys(
+        (
+            "multi_gpu/core/test_fairscale_mpu_vs_ddp.py::test_full_backward_hooks_fairscale",
+            "multi_gpu/core/test_fairscale_mpu_vs_ddp.py::test_full_backward_pre_hooks_fairscale",
+        ),
+        "expects the output's shape of the input's gradient, gathered as if it were sharded: an error here",
+    ),
+    "multi_gpu/distributed/test_initialize.py": "imports the private _global_state_is_initialized",
+}
+# Public names of its modules that the package leaves out, and why.
+LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "distributed.strategies.BaseRoutingStrategy",
+            "distributed.strategies.ParameterTensorParallelRoutingStrategy",
+            "distributed.strategies.ActivationTensorAllToAllRoutingStrategy",
+        ),
+        "how a hook gathers follows from the layout of its tensor",
+    ),
+    **dict.fromkeys(
+        (
+            "distributed.strategies.BaseFunctionStrategy",
+            "distributed.strategies.NonValidatedFunctionStrategy",
+        ),
+        "an editing function is called by the session",
+    ),
+    "package_info": "it describes the package flex-model",
 }
 
 

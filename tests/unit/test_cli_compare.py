@@ -8,7 +8,7 @@ from megatron_flex.dump import sampled
 from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError
 from tests.support import dumps
-from tests.support.commands import Command, kept
+from tests.support.commands import Command
 from tests.support.dumps import SEQUENCE, Given, random
 
 pytest.importorskip("megatron_flex.cli", exc_type=ImportError)
@@ -55,7 +55,6 @@ def test_the_first_that_diverges_is_named(command, three, width):
     table = done.out.partition("\n\n")[0]
     assert max(map(len, table.splitlines())) <= width
     assert [line.split()[1] for line in table.splitlines() if line.startswith("→")] == ["decoder.layers.2"]
-    kept(f"compare-{width}", table)
 
 
 @pytest.mark.parametrize(

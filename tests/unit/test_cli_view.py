@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import dumps, measured
-from tests.support.commands import Command, kept
+from tests.support.commands import Command
 from tests.support.dumps import COLUMN, Given, random
 from tests.unit.test_page import Elements
 
@@ -38,10 +38,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 def read(path: Path) -> dict:
     return json.loads(Elements(path.read_text(encoding="utf-8")).scripts[0])
-
-
-def test_help_as_it_is_kept(command: Command) -> None:
-    kept("help-view", command("view", "--help").out)
 
 
 def test_a_dump(command: Command) -> None:

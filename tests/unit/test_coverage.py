@@ -1,13 +1,10 @@
-"""The page and the file of compared cells: which figure a check counts for, which rows a model has."""
+"""scripts/coverage_matrix: which cells the page and the file of compared cells have."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,87 +74,6 @@ def rows_of(page: Any) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(
-    ("check", "figure"),
-    [
-        ("value", "value"),
-        ("computed value", "value"),
-        ("trained gradient", "gradient"),
-        ("edited loss", "edited"),
-        ("edited parameter gradients", "edited"),
-        ("edited logits", "edited"),
-        ("dump", "dump"),
-        ("dump of gradients", "dump"),
-        ("unedited parameter gradients", None),
-        ("hidden", None),
-    ],
-)
-def test_each_check_counts_for_a_figure(page: Any, check: str, figure: str | None) -> None:
-    assert page.group_of(check) == figure
-
-
-def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp_path: Path) -> None:
-    trained = "GPT, modules trained in hooks"
-    cells = [
-        cell(trained, "lens.weight", "trained value", 3e-5, 1e-4),
-        cell(trained, "lens.weight", "trained gradient", 2e-5, 1e-4),
-        cell("BERT", "blocks.3.hook_k", "value", 2e-6),
-        cell("BERT", "blocks.4.hook_k", "value", 1e-6),
-        cell("GPT", "(none)", "unedited loss", 0.0),
-        cell("GPT", "decoder.layers.1:mid", "value", 3e-5),
-    ]
-    found, summary = written(page, tmp_path, cells)
-    assert "never by hand:\ncommit 0123456789ab; torch 0; 1 minutes of tests on 2 cores." in "\n".join(found)
-    assert f"- {trained}: parameters of the modules, in several steps" in found
-    rows = rows_of(page)
-    assert [row["model"] for row in rows] == ["GPT", "GPT", "BERT", trained]
-    assert [row["site"] for row in rows] == [
-        page.UNHOOKED,
-        "decoder.layers.N:mid",
-        "blocks.N.hook_k",
-        "lens.weight",
-    ], "no hook: only where there are such cells"
-    figures = [(row["value"], row["gradient"], row["edit"], row["note"]) for row in rows]
-    assert figures == [
-        ("0", "", "", ""),
-        ("3e-5", "", "", "beyond the bound"),
-        ("2e-6", "", "", ""),
-        ("3e-5", "2e-5", "", "bound 1e-4"),
-    ]
-    assert "| trained value | 1 | 1 | 1e-4 | 3.0e-05 | `lens.weight`, tp2 |" in found
-    assert summary[0] == "above"
-    assert summary[-1] == "below"
-    assert "6 comparisons, 5 in agreement. By hook point: [coverage](coverage.md)." in summary
-    assert f"| {trained} (bound 1e-4) | 1 | 1 | 2 | 3e-5 | 2e-5 | - | - |" in summary
-    assert "old" not in summary
-
-
-def test_a_framework_that_was_not_run_is_named_with_the_reason(page: Any, tmp_path: Path) -> None:
-    packages = {
-        "fairscale": "0.4.13",
-        "torch": "2",
-        "transformers": "5",
-        "accelerate": "1",
-        "deepspeed": "0.19",
-    }
-    skipped = {
-        "tests/distributed/test_deepspeed_zero.py": "it wants a compiler",
-        "tests/unit/test_te.py": "no",
-    }
-    cells = [cell("GPT", "decoder:output", "value", 0.0), cell("fairscale", "output:output", "value", 1e-7)]
-    found, summary = written(page, tmp_path, cells, packages=packages, skipped=skipped)
-    why = [line for line in found if line.startswith("**Not run**")]
-    assert why == [
-        "**Not run**: apex, because apex is not installed.",
-        "**Not run**: PyTorch, because no test of it was chosen.",
-        "**Not run**: Hugging Face, because no test of it was chosen.",
-        "**Not run**: DeepSpeed, because it wants a compiler.",
-    ]
-    assert [row["model"] for row in rows_of(page)] == ["GPT", "fairscale"]
-    assert "| apex | not run: apex is not installed | | | | | | |" in summary
-    assert sum("not run" in line for line in summary) == 4
-
-
 def test_hidden_hook_points_and_upstreams_errors_have_reasons(page: Any, tmp_path: Path) -> None:
     cells = [
         cell("GPT", "decoder.layers.1:scores", "hidden", 0.0, hidden="a kernel keeps them"),
@@ -171,33 +87,3 @@ def test_hidden_hook_points_and_upstreams_errors_have_reasons(page: Any, tmp_pat
         ("decoder.layers.N:scores", "", "hidden: 1"),
         ("decoder.layers.N:k", "2e-3", "upstream differs"),
     ], "what dumps alone have compared has no row"
-
-
-def test_the_page_has_one_screen_and_the_file_has_its_columns(page: Any) -> None:
-    text = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 80
-    with (ROOT / "docs" / "coverage.csv").open(newline="", encoding="utf-8") as file:
-        head, *rows = csv.reader(file)
-    assert tuple(head) == page.COLUMNS
-    assert f"{len(rows):,} rows" in text
-    assert {len(row) for row in rows} == {len(head)}
-
-
-def test_the_features_are_those_of_the_tests(page: Any) -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
-    features = [name for name in page.FEATURES if name not in page.FRAMEWORKS]
-    assert [name for name in features if f'"{name}"' not in tests] == []
-    assert set(page.FRAMEWORKS) < set(page.FEATURES), "these say for themselves that they were not run"
-
-
-def test_the_script_selects_the_tests_that_compare_cells() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_ran", "--co", "-q", "--product", "-m", "matrix"]
-    done = subprocess.run(
-        [*command, "tests/distributed/test_fairscale.py"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "::test_matrix[" in done.stdout, done.stdout + done.stderr

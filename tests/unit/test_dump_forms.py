@@ -1,4 +1,4 @@
-"""The form of a dump's files is frozen, and nothing that does not have it is taken for a dump."""
+"""Dumps have the form of their schema, and nothing that does not have it is taken for a dump."""
 
 from __future__ import annotations
 
@@ -30,13 +30,8 @@ from megatron_flex.dump.schema import DUMP_VERSION, PartIndex
 from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
-from tests.support import dump_roads, dumps, surface
+from tests.support import dump_roads, dumps
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
-
-
-def test_the_form_is_frozen() -> None:
-    """Another form needs another version: then write the file anew, and say what reads the old one."""
-    assert json.loads(surface.FROZEN_FORMS.read_text()) == surface.forms_of_dumps()
 
 
 @pytest.mark.parametrize(

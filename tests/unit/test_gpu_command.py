@@ -123,12 +123,6 @@ def test_no_part_stops_the_next_and_the_exit_status_says_so(
     assert "- **Failed:** another thing: 2, at most 1" in page
 
 
-def test_every_part_ends_well_under_eight_minutes(script: Load) -> None:
-    gpu = script("gpu")
-    assert max(part.limit for part in gpu.PARTS.values()) <= 420
-    assert list(gpu.PARTS) == list(script("gpu_part").MODULES)
-
-
 # --- checks
 
 
@@ -177,27 +171,7 @@ def test_a_wrong_value_of_a_site_fails_and_is_named(script: Load) -> None:
     assert [c.good for c in empty.checks] == [False]
 
 
-# --- the page
-
-
-def test_the_page_of_this_repository_is_that_of_its_figures(script: Load) -> None:
-    gpu = script("gpu")
-    result = json.loads((ROOT / "docs" / "gpu.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == gpu.text(result)
-    assert result["machine"] is None or result["machine"]["device"] == "cuda"
-
-
-def test_what_the_page_says_first(script: Load) -> None:
-    gpu = script("gpu")
-    one = {"values": {"status": "passed", "error": "", "seconds": 1.0, **found(GOOD)}}
-
-    def top(machine: dict[str, Any] | None, parts: dict[str, Any]) -> str:
-        return gpu.text({"machine": machine, "parts": parts}).splitlines()[2]
-
-    assert top(None, {}).startswith("**No GPU has run this yet.**")
-    assert top(HERE, {}).startswith("**No GPU has run this yet.**")
-    assert top(HERE | {"device": "cpu"}, one).startswith("**These figures are of a CPU.**")
-    assert top(HERE, one) == "Run on one A GPU."
+# --- files
 
 
 def test_figures_of_a_cpu_do_not_go_among_the_documents(

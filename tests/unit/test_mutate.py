@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,42 +112,6 @@ def test_each_outcome_has_its_name(tool: Any, checkout: Path, tmp_path: Path) ->
     assert {r["name"]: r["outcome"] for r in json.loads(record.path.read_text())["results"]} == outcomes
 
 
-def test_a_fault_whose_test_is_gone_does_not_hide_the_others(tool: Any, checkout: Path) -> None:
-    faults = [
-        fault_of(tool, "no such test", "2 * n", "3 * n", "test_gone"),
-        fault_of(tool, "noticed", "2 * n", "3 * n"),
-    ]
-    gone, other = tool.mutate(checkout, faults, tool.Record(None, "digest"), package="tiny", say=str)
-    assert (gone.outcome, other.outcome) == ("broken", "noticed")
-    assert "no test of test_tiny.py::test_gone runs" in gone.why
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "name"),
-    [("2 * n", "2 * n.size", "size"), ("2 * n", "2 * gone", "gone"), ("return 2 * n", "n += later", "later")],
-)
-def test_a_fault_that_uses_a_name_which_is_not_there(
-    tool: Any, checkout: Path, before: str, after: str, name: str
-) -> None:
-    """Its test fails, but would fail with any fault in that place."""
-    (result,) = tool.mutate(
-        checkout, [fault_of(tool, "stale", before, after)], tool.Record(None, ""), package="tiny"
-    )
-    assert (result.outcome, result.by) == ("anchor", "")
-    assert f"{name!r}, which is not there" in result.why
-
-
-def test_a_wider_selection_tells_who_would_notice(tool: Any, checkout: Path) -> None:
-    fault = fault_of(tool, "wrong tests", "n / 2\n\n\ndef half_again", "n / 3\n\n\ndef half_again")
-    (checkout / "test_half.py").write_text(
-        "import tiny\n\n\ndef test_half():\n    assert tiny.half(4) == 2\n"
-    )
-    record = tool.Record(None, "digest")
-    (result,) = tool.mutate(checkout, [fault], record, wide=["test_half.py"], package="tiny", say=str)
-    assert result.outcome == "survived"
-    assert "noticed by test_half.py::test_half" in result.why
-
-
 def test_a_test_that_hangs_is_ended(tool: Any, checkout: Path) -> None:
     fault = fault_of(tool, "hangs", "return 2 * n", "while n:\n        pass")
     record = tool.Record(None, "digest", {fault.tests[0]: ""})
@@ -174,34 +137,6 @@ def test_results_are_used_again_only_of_the_same_state(tool: Any, checkout: Path
     assert not other.has(fault)
 
 
-def test_another_package_than_the_copys_is_refused(tool: Any, checkout: Path) -> None:
-    record = tool.Record(None, "digest")
-    with pytest.raises(tool.FaultError, match=r"json is imported from .*, not from"):
-        tool.mutate(checkout, [fault_of(tool, "any", "2 * n", "3 * n")], record, package="json", say=str)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no \\[\\[fault\\]\\]"),
-        ('[[fault]]\nname = "a"\n', "has the fields"),
-        (
-            '[[fault]]\nname = "a"\nfault = "b"\nfile = "c"\nbefore = "d"\nafter = "e"\ntests = []\n',
-            "at least one",
-        ),
-        (
-            2 * '[[fault]]\nname = "a"\nfault = "b"\nfile = "c"\nbefore = "d"\nafter = "e"\ntests = ["f"]\n',
-            "occurs twice",
-        ),
-    ],
-)
-def test_a_list_that_cannot_be_read(tool: Any, tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "faults.toml"
-    path.write_text(text)
-    with pytest.raises(tool.FaultError, match=words):
-        tool.read_faults(path)
-
-
 def test_the_committed_list_can_be_applied(tool: Any) -> None:
     wrong = []
     for fault in tool.read_faults(ROOT / tool.FAULTS):
@@ -217,14 +152,3 @@ def test_the_committed_list_can_be_applied(tool: Any) -> None:
             elif function and f"def {function.partition('[')[0]}(" not in path.read_text():
                 wrong.append(f"{fault.name}: {file} has no {function}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_the_command_lists_faults_and_refuses_names_that_there_are_not() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--list", "--only"]
-    listed = subprocess.run([*command, "layout-*"], capture_output=True, text=True)
-    assert listed.returncode == 0
-    assert "layout-zigzag-contiguous" in listed.stdout
-    assert "gather-sum-dropped" not in listed.stdout
-    refused = subprocess.run([*command, "nothing-*"], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "no fault has such a name" in refused.stderr

@@ -1,18 +1,17 @@
-"""No block of a page is there that nothing answers for; links lead somewhere."""
+"""Each fenced block of a page is run or compared by a test, or can be typed as it stands."""
 
 from __future__ import annotations
 
-import posixpath
 import re
 
 import pytest
 
 from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout, PackedSequences
 from tests.support import pages, typed
 from tests.support.pages import ROOT, Block
 
 BLOCKS = [block for page in pages.pages() for block in pages.blocks_of(page)]
-LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 @pytest.fixture(autouse=True)
@@ -25,36 +24,6 @@ def test_something_answers_for_a_block(block: Block) -> None:
     pytest.importorskip("pydantic")
     pytest.importorskip("typer")
     pages.account(block)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("```\nls\n```", "no language"),
-        ("```py\n1\n```", "a block of py"),
-        ("```python\n1\n```", "say which test runs it"),
-        ("<!-- checked: tests/unit/test_pages.py::test_a -->\n```python\n1\n```", "has no test_a"),
-        ("<!-- runs: tests/unit/test_pages.py -->\n```python\n1\n```", "has no test that is named"),
-        ("<!-- runs: tests/unit/test_nothing.py::test_a -->\n```python\n1\n```", "there is no tests/unit"),
-        (
-            "<!-- runs: tests/unit/test_idle.py::test_a -->\n\n```python\n1\n```",
-            "say which test runs it",
-        ),  # the comment is not beside it
-        ("```text\n1\n```", "say what it is"),
-        ("<!-- output -->\n```text\n1\n```", "say what it is"),
-        ("  ```text\n  1\n  ```", "say what it is"),
-        ("```bash\n# only words\n```", "no command"),
-        ("```bash\nscripts/tset\n```", "there is no scripts/tset"),
-        ("```bash\nscripts/test --nolint\n```", "has no --nolint"),
-        ("```bash\nscripts/test tests/nothing\n```", "there is no tests/nothing"),
-        ("```bash\npython -m pip install '.[clii]'\n```", "no extra {'clii'}"),
-        ("```bash\npython -m megatron_flex.launch a.py $FLAGS\n```", "wants nothing"),
-    ],
-)
-def test_a_block_that_nothing_answers_for(text: str, said: str) -> None:
-    (block,) = pages.blocks_in(text, "docs/new.md")
-    with pytest.raises(AssertionError, match=re.escape(said)):
-        pages.account(block)
 
 
 @pytest.mark.parametrize(
@@ -101,26 +70,39 @@ def test_the_commands_are_found() -> None:
     assert typed.commands("$ a\nb\n$ c  words\n", console=True) == ["a", "c"]
 
 
-# --- what pages show of errors and files
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nls\n```",
+        "```python\n1\n```",
+        "<!-- runs: tests/unit/test_pages.py::test_gone -->\n```python\n1\n```",
+        "```text\n1\n```",
+    ],
+)
+def test_a_block_that_nothing_answers_for(text: str) -> None:
+    (block,) = pages.blocks_in(text, "docs/new.md")
+    with pytest.raises(AssertionError, match=r"docs/new.md:\d"):
+        pages.account(block)
 
 
-def test_the_error_of_the_launchers() -> None:
-    pytest.importorskip("pydantic")
-    from megatron_flex.launch.flags import settings_from_argv
-
-    (shown,) = pages.mine(ROOT / "docs" / "launch.md", "text")
-    with pytest.raises(FlexError) as raised:
-        settings_from_argv([], {"MEGATRON_FLEX_FLAGS": "--flex-site a"})
-    assert shown == f"megatron-flex: {raised.value}\n"
+# --- what pages show of layouts and files
 
 
-def test_blocks_of_yaml_name_their_file() -> None:
-    """A reader sees which file it is, and needs no other file that the page does not have."""
-    found = [block for block in BLOCKS if block.language == "yaml"]
-    assert found
-    for block in found:
-        assert re.match(r"# [\w/-]+\.yaml, for \S", block.text), f"{block}: name the file in its first line"
-        assert not re.search(r"\w\.(py|safetensors|pt)\b", block.text), f"{block} needs another file"
+def test_the_notation_of_layouts() -> None:
+    (shown,) = pages.mine(ROOT / "docs" / "glossary.md", "text")
+    printed = [re.split(r" {2,}", line)[0] for line in shown.splitlines()]
+    s, b, h, zigzag, tp = Dim("s"), Dim("b"), Dim("h"), Cut("cp", "zigzag"), Cut("tp")
+    layouts = (
+        Layout((s, b, h)),
+        Layout((Dim("s", (tp,)), b, h)),
+        Layout((Dim("s", (zigzag,)), b, h)),
+        Layout((Dim("s", (zigzag, tp)), b, h)),
+        PackedSequences.of([0, 8, 16]).layout_of(Layout((Dim("s", (zigzag,)), b, h))),
+        Layout((s, b, Dim("gate|up", (tp,), segments=(1, 1)))),
+        Layout((s, b, Dim("g", (Cut("tp", copies=2),)), Dim("d"))),
+        Layout((s, b, h), partial=("tp",)),
+    )
+    assert printed == [layout.describe() for layout in layouts]
 
 
 def test_the_words_of_a_control_file() -> None:
@@ -139,29 +121,3 @@ def test_the_file_of_the_slurm_example_is_good() -> None:
     assert not found.edits[0].enabled
     assert found.statistics
     assert found.dumps[0].every == 10
-
-
-# --- links, as GitHub follows them
-
-
-def prose(page: str) -> list[str]:
-    """The lines of a page that are in no fence."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.sub(r"^\s*```.*?^\s*```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
-
-
-def anchors(page: str) -> set[str]:
-    titles = [line.lstrip("# ") for line in prose(page) if line.startswith("#")]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", pages.pages())
-def test_links_lead_somewhere(page: str) -> None:
-    text = re.sub(r"`[^`\n]*`", "", "\n".join(prose(page)))
-    for target in LINK.findall(text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        there = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
-        assert (ROOT / there).is_file(), f"{page}: there is no {target}"
-        assert not anchor or anchor in anchors(there), f"{page}: {there} has no #{anchor}"

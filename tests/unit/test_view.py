@@ -23,7 +23,6 @@ from megatron_flex.view import (
     sites_of_stage,
 )
 from megatron_flex.view.tree_terminal import print_tree
-from tests.support.commands import kept
 
 SIZES = {"tp": 2, "cp": 2, "pp": 2, "dp": 1}
 STREAM = replicated("s", "b", "h")
@@ -117,10 +116,16 @@ def test_hooks_are_told_where_they_stand() -> None:
     assert "reads, off" in told
 
 
-def test_the_tree_as_it_is_printed() -> None:
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_printed_tree_fits_the_terminal(width: int) -> None:
     root = build_tree(model(4, 2, hidden="a fused kernel"), SIZES)
-    kept("sites-100", shown(fold_layers(root), width=100))
-    kept("sites-all-60", shown(root, width=60))
+    folded, full = shown(fold_layers(root), width=width), shown(root, width=width)
+    for text in (folded, full):
+        assert max(map(len, text.splitlines())) <= width
+        assert [
+            w for w in ("a fused kernel", "linear_fc1", "[s, b, f/tp in 2 segments]") if w not in text
+        ] == []
+    assert (folded.count("linear_fc1"), full.count("linear_fc1")) == (1, 4)
 
 
 def test_a_terminal_of_ascii_gets_ascii() -> None:
