@@ -34,8 +34,8 @@ NOT_QUICK = (
     "test_design.py",
 )
 
-# Of all folders but tests/unit, which is quick but for these files. A file with no names is quick as a whole
-# too; a name without brackets stands for all its parameters.
+# Of all folders but tests/unit and its internals, which are quick but for these files. A file with no names
+# is quick as a whole too; a name without brackets stands for all its parameters.
 QUICK: dict[str, tuple[str, ...]] = {
     # Facts about the frameworks.
     "test_flags.py": (),
@@ -82,7 +82,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_tap_order.py": (
         *("test_sites_of_a_dense_model[tp2 sp-backwards]", "test_a_tensor_counted_from_both_ends"),
     ),
-    "test_kept_errors.py": ("test_one_kind_on_some_ranks[a rule of one rank]",),
+    "internals/test_kept_errors.py": ("test_one_kind_on_some_ranks[a rule of one rank]",),
     "test_packed.py": (
         *("test_packed_sequences[packed mla tp2]", "test_sequences_one_by_one[packed cp2 tp2 sp]"),
         "test_a_packed_dump_reads_as_an_unpacked_one[packed pp2]",
@@ -94,7 +94,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_local.py": ("test_edits_on_parts_equal_their_formulas_on_one_process",),
     "test_linear_edits.py": ("test_as_on_one_process[tp2 sp]",),
     "test_function_agreement.py": ("test_which_ranks_differ",),
-    "test_connections.py": ("test_a_silent_connection_is_closed_in_time",),
+    "internals/test_connections.py": ("test_a_silent_connection_is_closed_in_time",),
     "test_run_once.py": ("test_an_edit_that_would_differ_between_ranks",),
     "test_context.py": (
         "test_shared_values_are_those_of_one_process[pp2]",
@@ -132,11 +132,11 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_what_is_sent_is_what_was_planned[tp2 sp-once-forward]",
         "test_a_line_for_each_firing_on_each_rank",
     ),
-    "test_collectives.py": (),
-    "test_routes.py": (),
-    "test_shards.py": ("test_on_shards_as_on_the_whole[2-2]",),
-    "test_coalescing.py": (),
-    "test_shared.py": ("test_every_layout_with_no_collective", "test_two_nodes_send_once"),
+    "internals/test_collectives.py": (),
+    "internals/test_routes.py": (),
+    "internals/test_shards.py": ("test_on_shards_as_on_the_whole[2-2]",),
+    "internals/test_coalescing.py": (),
+    "internals/test_shared.py": ("test_every_layout_with_no_collective", "test_two_nodes_send_once"),
     "test_data_parallel.py": ("test_replicas_may_have_different_numbers_of_samples",),
     "test_vocabulary.py": ("test_padding_is_kept_aside[the whole]",),
     # Dumps, comparison, statistics, figures, pages.
@@ -248,15 +248,20 @@ def is_product(file: str, name: str) -> bool:
 
 def is_quick(item: Any) -> bool:
     """Whether a test is in the selection of scripts/test."""
-    folder, file = item.path.parent.name, item.path.name
-    if folder == "unit":
-        return file not in NOT_QUICK
-    names = QUICK.get(file)
+    key = _key(item.path)
+    if item.path.parent.name in ("unit", "internals") and key not in QUICK:
+        return item.path.name not in NOT_QUICK
+    names = QUICK.get(key)
     return names is not None and (not names or item.name in names or item.name.partition("[")[0] in names)
 
 
+def _key(path: Path) -> str:
+    """The name of a file in `QUICK`: files of tests/unit/internals have the names of others."""
+    return f"internals/{path.name}" if path.parent.name == "internals" else path.name
+
+
 def unknown(items: Iterable[Any]) -> list[str]:
-    """What `QUICK` says of the files of these tests, and is no test of theirs.
+    """What `QUICK` says of the files of these tests, and is not a test of theirs.
 
     Files of tests/unit do not count; of files of one name in several folders all must be there.
     """
@@ -264,8 +269,8 @@ def unknown(items: Iterable[Any]) -> list[str]:
     paths: dict[str, set[Path]] = {}
     for item in items:
         if item.path.parent.name != "unit":
-            names.setdefault(item.path.name, set()).update((item.name, item.name.partition("[")[0]))
-            paths.setdefault(item.path.name, set()).add(item.path)
+            names.setdefault(_key(item.path), set()).update((item.name, item.name.partition("[")[0]))
+            paths.setdefault(_key(item.path), set()).add(item.path)
     unknown = []
     for file, quick in QUICK.items():
         collected = paths.get(file, set())

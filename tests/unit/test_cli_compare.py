@@ -114,7 +114,7 @@ def test_a_damaged_dump_cannot_be_compared(command, three, tmp_path):
 
 
 def test_statistics_have_the_same_statuses_in_terminal_json_and_page(command, tmp_path):
-    from tests.unit.test_compare_statistics import NAMES, measured, near, tensors
+    from tests.unit.internals.test_compare_statistics import NAMES, measured, near, tensors
 
     values = tensors()
     broken = {**values, NAMES[1]: values[NAMES[1]] * 1.01}

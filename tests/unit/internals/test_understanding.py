@@ -390,5 +390,5 @@ def test_a_line_in_a_file_elsewhere() -> None:
         elsewhere(None, torch.ones(2), None, None)
     assert find_user_line(told.value)[0] in (
         __file__,
-        __file__.replace("unit/test_understanding", "support/moe"),
+        __file__.replace("unit/internals/test_understanding", "support/moe"),
     )

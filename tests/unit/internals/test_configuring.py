@@ -12,7 +12,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.settings_file import read_settings_file
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def of(folder: Path, text: str | bytes) -> Settings:

@@ -19,7 +19,7 @@ from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
 from tests.support import dump_roads, dumps
 from tests.support.dumps import SEQUENCE, Given, random
-from tests.unit.test_dump_forms import little_memory, rewrite, seal
+from tests.unit.internals.test_dump_forms import little_memory, rewrite, seal
 
 Index, Header = dict[str, Any], dict[str, Any]
 PER_BYTE, AT_LEAST = 12, 400_000  # steps of Python code

@@ -35,7 +35,7 @@ from megatron_flex.launch.launch_settings import (
     merge_values,
 )
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 # What each flag is given here, and what its field is then.
 GIVEN: dict[str, tuple[list[str], Any]] = {

@@ -23,7 +23,7 @@ from megatron_flex.layout.gradient_layout import (
     layout_in_pass,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DECIDES = "megatron_flex/layout/gradient_layout.py"
 ALGEBRA = "megatron_flex/layout/algebra.py"
 

@@ -15,9 +15,9 @@ from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replicated
 from megatron_flex.runtime import Key
 from megatron_flex.runtime.recorder import Recorder
-from tests.distributed.test_collectives import _counted, make_mesh
 from tests.support.pool import run
 from tests.support.rank import changes
+from tests.unit.internals.test_collectives import _counted, make_mesh
 
 CP, TP = Cut("cp", "zigzag"), Cut("tp")
 SITES: list[tuple[Layout, torch.dtype]] = [

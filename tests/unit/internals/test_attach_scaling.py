@@ -23,7 +23,7 @@ from megatron_flex.adapters.module_names import all_modules, named_modules
 from megatron_flex.adapters.module_walk import ModuleWalk, shared_walk, walk_modules
 from megatron_flex.mesh import Axis, Mesh
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPTS, KEPT = ROOT / "scripts" / "measure", ROOT / "docs" / "attach.json"
 
 
