@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_flex.runtime.hooks import HookFunction
 
 
 class FlexError(ValueError):
     """An error that the caller can fix; the message says how.
+
+    Args:
+        args: the message.
+        site: see the attribute.
+        hook: see the attribute.
+        ranks: see the attribute.
+
+    Attributes:
+        site: the name of the hook point that the error concerns, or the pattern that was given; None if the
+            error concerns no hook point.
+        hook: the hook that the error concerns, as this rank registered it. A pickled error has None here,
+            because an editing function need not be picklable.
+        ranks: the global ranks that had the error; the same on every rank that raises it.
 
     Examples:
         >>> try:
@@ -18,9 +37,30 @@ class FlexError(ValueError):
         a Dump of nothing: name sites, such as 'decoder.layers.*', or parameters
     """
 
+    def __init__(
+        self,
+        *args: object,
+        site: str | None = None,
+        hook: HookFunction | None = None,
+        ranks: Iterable[int] = (),
+    ) -> None:
+        super().__init__(*args)
+        self.site, self.hook, self.ranks = site, hook, tuple(ranks)
+
+    @property
+    def rank(self) -> int | None:
+        """The first of the ranks that had the error; None if no rank is named."""
+        return self.ranks[0] if self.ranks else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {**self.__dict__, "hook": None}
+
 
 class LayoutError(FlexError):
     """A tensor does not fit its layout.
+
+    Attributes:
+        dim: the name of the dim that does not fit, its index if it has no name, or None.
 
     Examples:
         >>> from megatron_flex.layout import Cut, assemble
@@ -30,7 +70,13 @@ class LayoutError(FlexError):
         ... except LayoutError as error:
         ...     print(error)
         shards have [4, 5] entries in dim 's'; they must fit one length
+        >>> error.dim
+        's'
     """
+
+    def __init__(self, *args: object, dim: str | int | None = None, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.dim = dim
 
 
 class SiteError(FlexError):
@@ -42,11 +88,15 @@ class SiteError(FlexError):
         ... except SiteError as error:
         ...     print(error)
         pattern 'decoder.layers.7.mlp' matches no site...there are 0-3
+        >>> error.site
+        'decoder.layers.7.mlp'
     """
 
 
 class HookError(FlexError):
     """A hook failed, never fired, or differs between ranks.
+
+    All ranks raise the error of a step, with the hook point, the hook and the ranks on which it failed.
 
     Examples:
         >>> hook = HookFunction("decoder.layers.3", expected_shape=(16, 2, 64))
@@ -56,6 +106,8 @@ class HookError(FlexError):
         ... except HookError as error:
         ...     print(str(error).partition(": ")[2])
         the tensor has shape (16, 2, 32), not the expected (16, 2, 64); drop expected_shape
+        >>> error.site, error.hook is hook, error.rank
+        ('decoder.layers.3:output', True, 0)
     """
 
 
@@ -82,13 +134,22 @@ class VerifyError(FlexError):
 class DumpError(FlexError):
     """A dump that cannot be written, is damaged, or does not contain the requested entry.
 
+    Attributes:
+        path: the folder of the dump, or the file in it that is damaged; None if the error concerns no file.
+
     Examples:
         >>> try:
         ...     open_dump("dumps/nothing")
         ... except DumpError as error:
         ...     print(error)
         dumps/nothing: cannot be read: No such file or directory
+        >>> error.path
+        'dumps/nothing'
     """
+
+    def __init__(self, *args: object, path: str | PathLike[str] | None = None, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.path = None if path is None else fspath(path)
 
 
 class FlexWarning(UserWarning):
@@ -100,6 +161,21 @@ class FlexWarning(UserWarning):
         ...     warnings.simplefilter("error", FlexWarning)  # raise instead, in a test of your own
         ...     flex = FlexModel(chunks)
     """
+
+
+@contextmanager
+def error_attributes(**attributes: Any) -> Iterator[None]:
+    """Give a FlexError that is raised within these attributes, except those that it has already.
+
+    Attributes that the class of the error does not have, such as `path` on a HookError, are left out.
+    """
+    try:
+        yield
+    except FlexError as error:
+        for name, value in attributes.items():
+            if getattr(error, name, value) in (None, ()):
+                setattr(error, name, fspath(value) if isinstance(value, PathLike) else value)
+        raise
 
 
 MAX_NAMED_RANKS = 8  # ranks that an error names; others are only counted

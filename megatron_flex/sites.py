@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.errors import SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
 from megatron_flex.notebook_html import count_words, html_fragment, html_table
@@ -143,7 +143,8 @@ class Site:
         if not self.inferred and not 0 < index <= len(self.further_layouts):
             raise SiteError(
                 f"unpack_idx={index}: the layout of that tensor of {self.name} is not known; known are "
-                f"{', '.join(map(str, range(len(self.further_layouts) + 1)))}"
+                f"{', '.join(map(str, range(len(self.further_layouts) + 1)))}",
+                site=self.name,
             )
         layout = self.layout if self.inferred else self.further_layouts[index - 1]
         tap = None if self.tap is None else cast(LeafTap, self.tap).leaf(index)
@@ -243,15 +244,17 @@ def check_pattern(pattern: str) -> None:
     if wrong is not None:
         raise SiteError(
             f"pattern {pattern!r} has {wrong[0]!r}, which no name has; names are a module's path and perhaps "
-            "a colon and a point, patterns have *, **, ? and [0-3]; several patterns are given one by one"
+            "a colon and a point, patterns have *, **, ? and [0-3]; several patterns are given one by one",
+            site=pattern,
         )
     if re.search(r"[\[\]]", re.sub(r"\[!?[^\[\]]+\]", "", pattern)):
-        raise SiteError(f"pattern {pattern!r}: '[' and ']' do not match; write [0-3] or [14]")
+        raise SiteError(f"pattern {pattern!r}: '[' and ']' do not match; write [0-3] or [14]", site=pattern)
     path, colon, point = pattern.removeprefix(NAMESPACE).partition(":")
     if "" in path.split(".") or (colon and not point) or ":" in point:
         raise SiteError(
             f"pattern {pattern!r} has an empty part; write a path such as 'decoder.layers.*', with at most "
-            "one colon and a point after it"
+            "one colon and a point after it",
+            site=pattern,
         )
 
 
@@ -290,7 +293,9 @@ class SiteTable:
         self._sites: dict[str, Site] = {}
         for site in sites:
             if site.name in self._sites:
-                raise SiteError(f"site {site.name!r} was found twice; a name must identify one hook point")
+                raise SiteError(
+                    f"site {site.name!r} was found twice; a name must identify one hook point", site=site.name
+                )
             self._sites[site.name] = site
 
     def __iter__(self) -> Iterator[Site]:
@@ -317,7 +322,7 @@ class SiteTable:
 
     def __getitem__(self, name: str) -> Site:
         if name not in self._sites:
-            raise SiteError(f"no site {name!r}{suggest_nearest(name, self._sites)}")
+            raise SiteError(f"no site {name!r}{suggest_nearest(name, self._sites)}", site=name)
         return self._sites[name]
 
     def _repr_html_(self) -> str:
@@ -342,6 +347,10 @@ class SiteTable:
             SiteError: nothing matches; the message lists the nearest names. Or the model has no layers as a
                 GPTModel has them, and a name of a GPTModel is asked for.
         """
+        with error_attributes(site=describe_pattern(pattern)):
+            return self._match(pattern, point)
+
+    def _match(self, pattern: Pattern, point: str | None) -> SiteList:
         if not isinstance(pattern, str):
             return self._chosen(pattern, point)
         if self.has_gpt_prefix(pattern):
@@ -538,12 +547,14 @@ def _choose_point(text: str, found: dict[str, RecordedName], where: str) -> list
     """The names of one point of one module: of its output if there are several."""
     if len({one.module for one in found.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} is the end of {_list_names(list(found))}; name one, or a pattern"
+            f"{text!r} in {where} is the end of {_list_names(list(found))}; name one, or a pattern",
+            site=text,
         )
     outputs = [name for name, one in found.items() if one.point in ("", "output")]
     if not outputs and len({one.point for one in found.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} has several points ({_list_names(list(found))}); name one of them"
+            f"{text!r} in {where} has several points ({_list_names(list(found))}); name one of them",
+            site=text,
         )
     return outputs or list(found)
 

@@ -42,7 +42,9 @@ class Spread:
         at: dict[int, tuple[Cut, ...]] = {}
         for dim, axis in self.cuts:
             if not -dims <= dim < dims:
-                raise LayoutError(f"dim {dim} of a tensor of {dims} dims cannot be sharded over {axis}")
+                raise LayoutError(
+                    f"dim {dim} of a tensor of {dims} dims cannot be sharded over {axis}", dim=dim
+                )
             at[dim % dims] = (*at.get(dim % dims, ()), Cut(axis))
         return Layout(
             tuple(Dim("", at.get(i, ()), uneven=self.uneven and i in at) for i in range(dims)),

@@ -95,7 +95,8 @@ class _DumpAlignment:
         if not common:
             raise DumpError(
                 f"{self.theirs.path} has the iterations {self.theirs.iterations} and {self.ours.path} "
-                f"{self.ours.iterations}; dump one that both have"
+                f"{self.ours.iterations}; dump one that both have",
+                path=self.theirs.path,
             )
         parameters = frozenset(self._by_table_name(self.ours.parameters))
         self._own = self._by_table_name(self.ours.sites)
@@ -127,7 +128,10 @@ class _DumpAlignment:
                 )
             )
         if not verdicts:
-            raise DumpError(f"{self.theirs.path} and {self.ours.path} have no tensor in common: {uncompared}")
+            raise DumpError(
+                f"{self.theirs.path} and {self.ours.path} have no tensor in common: {uncompared}",
+                path=self.theirs.path,
+            )
         later = (
             (f"iteration {common[0]} was compared, of {len(common)} that both have",)
             if len(common) > 1

@@ -148,7 +148,8 @@ def _find_shown_names(dump: OpenDump, wanted: HookSpec, gradients: bool) -> dict
         for one in (name, *beside):
             if one not in names:
                 raise DumpError(
-                    f"{dump.path} has no {one!r}{suggest_nearest(one, names)}; `dump ls` lists what it has"
+                    f"{dump.path} has no {one!r}{suggest_nearest(one, names)}; `dump ls` lists what it has",
+                    path=dump.path,
                 )
         out |= {name: "values", **dict.fromkeys(beside, "grad")}
     return out

@@ -96,7 +96,7 @@ def _read_replica_checksums(source: ComparedDump, iteration: int) -> ReplicaChec
             try:
                 out.add(rank, source.dump.files.open(path).part)
             except OSError as error:
-                raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+                raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
     return out
 
 

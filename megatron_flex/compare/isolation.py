@@ -57,12 +57,14 @@ def load_parameters(
             return load_parameters(flex, found, iteration, optimizer=optimizer)
     names = dump.parameters
     if not names:
-        raise DumpError(f'{dump.path} has no parameters; dump them with parameters="**"')
+        raise DumpError(f'{dump.path} has no parameters; dump them with parameters="**"', path=dump.path)
     for number, name in enumerate(names):
         array = dump.parameter(name)
         if iteration not in array.iterations:
             known = f"{array.iterations[0]} to {array.iterations[-1]}" if array.iterations else "none"
-            raise DumpError(f"{dump.path} does not have {name} in iteration {iteration}; it has {known}")
+            raise DumpError(
+                f"{dump.path} does not have {name} in iteration {iteration}; it has {known}", path=dump.path
+            )
         last = number == len(names) - 1
         value = array.at(iteration)[0].torch()
         flex.set_module_parameter(name, value, optimizer=optimizer if last else None)

@@ -408,7 +408,7 @@ def export_arrays(
                 write_datasets(temporary, chosen, rows, metadata, bar)
         replace_target(temporary, out, to, force)
     except OSError as error:
-        raise DumpError(f"{out}: cannot be written: {error.strerror or error}") from error
+        raise DumpError(f"{out}: cannot be written: {error.strerror or error}", path=out) from error
     finally:
         if folder is not None:
             shutil.rmtree(folder)

@@ -234,16 +234,20 @@ def read_part(path: Path) -> StoredPart:
             front = file.read(8)
             length = struct.unpack("<Q", front)[0] if len(front) == 8 else -1
             if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
-                raise DumpError(f"{path}: a header of {length} bytes in a file of {size}: it is damaged")
+                raise DumpError(
+                    f"{path}: a header of {length} bytes in a file of {size}: it is damaged", path=path
+                )
             body = file.read(length)
     except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
     try:
         return _parse_header(path, body, size - 8 - length, 8 + length)
     except DumpError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise DumpError(f"{path}: its header is no dump's: {str(error)[:200]}; it is damaged") from error
+        raise DumpError(
+            f"{path}: its header is no dump's: {str(error)[:200]}; it is damaged", path=path
+        ) from error
 
 
 def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
@@ -256,7 +260,7 @@ def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
     check_form(found, forms["META"])
     meta = from_json(PartMetadata, found, version)
     if not _has_right_checksum(version, body, content, meta):
-        raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged")
+        raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged", path=path)
     where = _parse_spans(content, room, start)
     record = load_json(meta.index)
     check_form(record, forms["INDEX"])
@@ -281,7 +285,8 @@ def _parse_version(path: Path, stated: Any) -> int:
     raise DumpError(
         f"{path}: format {str(stated)[:60]!r}; this version reads {DUMP_FORMAT}/{READABLE_VERSIONS[0]} to "
         f"{READABLE_VERSIONS[-1]}: "
-        "read it with the megatron_flex that wrote it, or a newer one"
+        "read it with the megatron_flex that wrote it, or a newer one",
+        path=path,
     )
 
 

@@ -96,7 +96,7 @@ def list_run_folders(path: Path) -> list[RunFolder]:
         inside = RUN_NUMBER.fullmatch(path.resolve().name)
         fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
         fix = "".join(f"; {one.text}" for one in renamed_runs(path)) or fix
-        raise DumpError(f"{path} is no dump: no run-0000 is in it{fix}")
+        raise DumpError(f"{path} is no dump: no run-0000 is in it{fix}", path=path)
     return [_list_run_folder(number, folder) for number, folder in found]
 
 
@@ -109,7 +109,7 @@ def run_paths(path: Path) -> list[tuple[int, Path]]:
     try:
         return sorted((n, f) for f in path.iterdir() if (n := _number(f.name)) is not None and f.is_dir())
     except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
 
 
 def _number(name: str) -> int | None:
@@ -169,7 +169,7 @@ def has_parts(path: Path) -> bool:
         inside = [f for f in os.scandir(path) if parse_iteration_folder(f.name) is not None and f.is_dir()]
         return any(parse_part_name(name) is not None for f in inside for name in os.listdir(f))
     except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
 
 
 def _list_run_folder(number: int, path: Path) -> RunFolder:
@@ -208,7 +208,7 @@ def _list_files(path: Path) -> Iterator[tuple[Path, int]]:
     try:
         items = sorted(path.iterdir())
     except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
     for item in items:
         try:
             yield item, item.stat().st_size

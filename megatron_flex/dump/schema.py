@@ -165,16 +165,19 @@ class Manifest:
             record = load_json(text)
             front = pick_known(ManifestFront, record)
             if front.format != DUMP_FORMAT:
-                raise DumpError(f"{path}: no manifest of a dump")
+                raise DumpError(f"{path}: no manifest of a dump", path=path)
             version = front.version
             if type(version) is not int or version not in READABLE_VERSIONS:
                 raise DumpError(
                     f"{path}: version {str(version)[:20]}; this megatron_flex reads versions "
                     f"{READABLE_VERSIONS[0]} to "
-                    f"{READABLE_VERSIONS[-1]}: use the one that wrote it, or a newer one"
+                    f"{READABLE_VERSIONS[-1]}: use the one that wrote it, or a newer one",
+                    path=path,
                 )
             if version > 1 and not is_sealed(text):
-                raise DumpError(f"{path}: its checksum is wrong: it is damaged, or somebody changed it")
+                raise DumpError(
+                    f"{path}: its checksum is wrong: it is damaged, or somebody changed it", path=path
+                )
             check_form(record, FORMS[version]["MANIFEST"])
             manifest = from_json(Manifest, remove_fields(record, ManifestFront), version)
             manifest = replace(manifest, ranks=tuple(_parse_rank(one) for one in manifest.ranks))
@@ -183,9 +186,11 @@ class Manifest:
         except DumpError:
             raise
         except OSError as error:
-            raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
+            raise DumpError(
+                f"{path}: no manifest of a dump, or a damaged one: {error!r}", path=path
+            ) from error
 
 
 def _parse_rank(record: Any) -> tuple[int, dict[str, int]]:

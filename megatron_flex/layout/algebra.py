@@ -84,7 +84,9 @@ class Dim:
     def __post_init__(self) -> None:
         plain = self.segments == (1,) and all(is_plain(c) for c in self.cuts)
         if self.uneven and not plain:
-            raise LayoutError(f"dim {self.name!r} is uneven: it takes plain contiguous cuts only")
+            raise LayoutError(
+                f"dim {self.name!r} is uneven: it takes plain contiguous cuts only", dim=self.name
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ def infer_layout(local: Sequence[int], full: Sequence[int | None] | None, size: 
             raise LayoutError(
                 f"a tensor of shape {shape} is no part of the expected {expected}: dim {index} must have "
                 f"{expected[index]} entries, or a {size}th of them on each of {size} tensor parallel ranks; "
-                "give the shape of the full tensor"
+                "give the shape of the full tensor",
+                dim=index,
             )
     if len(cut) > 1:
         raise LayoutError(

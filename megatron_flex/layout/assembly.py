@@ -68,7 +68,8 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor
         found = {s.shape[index] for s in shards if s.ndim == len(layout.dims)}
         if not dim.uneven and len(found) > 1:
             raise LayoutError(
-                f"shards have {sorted(found)} entries in dim {dim.name!r}; they must fit one length"
+                f"shards have {sorted(found)} entries in dim {dim.name!r}; they must fit one length",
+                dim=dim.name,
             )
     lengths = uneven_lengths(layout, [s.shape for s in shards], sizes)
     first = shards[0]

@@ -108,7 +108,8 @@ class PackedSequences:
         if self.spans and length < self.spans[-1][1]:
             raise LayoutError(
                 f"a tensor of shape {tuple(tensor.shape)} has {length} entries in dim {dim}, and the pack "
-                f"has {self.spans[-1][1]} tokens; give the full tensor and its dim of tokens"
+                f"has {self.spans[-1][1]} tokens; give the full tensor and its dim of tokens",
+                dim=dim,
             )
         return [tensor.narrow(dim, start, stop - start) for start, stop in self.spans]
 

@@ -29,7 +29,8 @@ def spans(
     if dim.uneven:
         if lengths is None or len(lengths) != count_parts(dim, sizes) or sum(lengths) != length:
             raise LayoutError(
-                f"dim {dim.name!r} of {length} is uneven: its parts cannot have lengths {lengths}"
+                f"dim {dim.name!r} of {length} is uneven: its parts cannot have lengths {lengths}",
+                dim=dim.name,
             )
         at = 0
         for cut in dim.cuts:
@@ -37,7 +38,9 @@ def spans(
         return [(sum(lengths[:at]), sum(lengths[: at + 1]))]
     total = sum(dim.segments)
     if length % total:
-        raise LayoutError(f"dim {dim.name!r} of {length} does not divide into segments {dim.segments}")
+        raise LayoutError(
+            f"dim {dim.name!r} of {length} does not divide into segments {dim.segments}", dim=dim.name
+        )
     out: list[Span] = []
     start = 0
     for weight in dim.segments:
@@ -65,7 +68,9 @@ def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) ->
     chunks = count * (2 if cut.order == "zigzag" else 1)
     length = sum(stop - start for start, stop in piece)
     if length % chunks:
-        raise LayoutError(f"dim {name!r}: {length} entries do not divide by {chunks} over {cut.axis!r}")
+        raise LayoutError(
+            f"dim {name!r}: {length} entries do not divide by {chunks} over {cut.axis!r}", dim=name
+        )
     step = length // chunks
     mine = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
     return [span for c in mine for span in _clip_window(piece, c * step, (c + 1) * step)]
@@ -77,7 +82,8 @@ def _list_segments(piece: list[Span], cut: Cut, name: str) -> Iterator[Span]:
     if length % total:
         raise LayoutError(
             f"dim {name!r} of {length} does not divide into the {len(cut.segments)} sequences that axis "
-            f"{cut.axis!r} shards, of {total} tokens in all"
+            f"{cut.axis!r} shards, of {total} tokens in all",
+            dim=name,
         )
     at = 0
     for weight in cut.segments:
@@ -140,7 +146,9 @@ def padded_shape(
     for index, dim in enumerate(layout.dims):
         if dim.uneven and count_parts(dim, sizes) > 1:
             if lengths is None or index not in lengths:
-                raise LayoutError(f"dim {dim.name!r} is uneven: its length follows from all shards")
+                raise LayoutError(
+                    f"dim {dim.name!r} is uneven: its length follows from all shards", dim=dim.name
+                )
             out.append(sum(lengths[index]))
         else:
             out.append(local[index] * count_parts(dim, sizes))

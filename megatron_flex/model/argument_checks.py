@@ -114,11 +114,13 @@ def explain_lens_names(session: Session, patterns: Callable[[], Sequence[Pattern
             if alias is not None:
                 raise SiteError(
                     f"{pattern!r} is a name of TransformerLens, which flex.interp takes (run_with_cache, "
-                    f"run_with_hooks); the site of this model is {alias.site!r}"
+                    f"run_with_hooks); the site of this model is {alias.site!r}",
+                    site=pattern,
                 ) from None
             if names.aliases and pattern.removeprefix(NAMESPACE).startswith(LENS_PREFIXES):
                 raise SiteError(
                     f"{pattern!r} is a name as TransformerLens has them, for flex.interp, and no site"
-                    f"{suggest_nearest(pattern, names.aliases)}"
+                    f"{suggest_nearest(pattern, names.aliases)}",
+                    site=pattern,
                 ) from None
         raise

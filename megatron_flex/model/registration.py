@@ -87,7 +87,9 @@ class HookRegistration:
         missing = check_groups(groups) - hook.groups
         if missing:
             names = ", ".join(sorted(missing))
-            raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.groups)}")
+            raise HookError(
+                f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.groups)}", hook=hook
+            )
         hook.groups -= set(groups)
         self._session.registry.groups_changed()
 
@@ -117,9 +119,9 @@ class HookRegistration:
         session.check_open()
         own = session.taps.own
         found = session.dry_run.all(session.registry.active, own, session.edit_runner.modules)
-        bad = [f.text for f, certain in found if certain]
+        bad = [f for f, certain in found if certain]
         if bad:
-            raise HookError("; ".join(bad))
+            raise HookError("; ".join(f.text for f in bad), site=bad[0].site)
         for failure, _ in found:
             warnings.warn_explicit(failure.text, FlexWarning, *failure.place)
 
@@ -168,7 +170,7 @@ def select_sink_sites(
         free = [s for s in found if not why[s.name]]
         if not free or (len(free) < len(found) and not _is_glob(name)):
             first = next(s for s in found if why[s.name])
-            raise HookError(f"no hook can be registered at {first.name}: {why[first.name]}")
+            raise HookError(f"no hook can be registered at {first.name}: {why[first.name]}", site=first.name)
         for site in free:
             wanted.setdefault(site.name, set()).add(index)
         exact |= set() if _is_glob(name) else {s.leaf(index).name for s in free}
@@ -319,7 +321,10 @@ class SinkRegistration:
             if not site.inferred and is_partial(layout, self._session.mesh.sizes):
                 why = f"it is partial ({layout.describe(self._session.mesh.sizes)})"
                 if site.name in exact:
-                    raise HookError(f"the gradient at {site.name} cannot be measured: {why}; measure another")
+                    raise HookError(
+                        f"the gradient at {site.name} cannot be measured: {why}; measure another",
+                        site=site.name,
+                    )
                 barred[site.name + GRADIENT_SUFFIX] = why
             else:
                 out.append(site)

@@ -51,6 +51,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.edit_failures import global_rank
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
@@ -142,15 +143,16 @@ class DumpSink:
         axes = [a.name for a in self.mesh]
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         ranks = gather_objects((rank, dict(self.mesh.coords)), self.mesh, axes)
-        answer: Manifest | str | None = None
+        answer: Manifest | DumpError | None = None
         if rank == ranks[0][0]:
             try:
                 answer = create_run(Path(self.dump.path), replace(manifest, ranks=tuple(ranks)))
             except DumpError as error:
-                answer = str(error)
+                answer = error
         answer = gather_objects(answer, self.mesh, axes)[0]
         if not isinstance(answer, Manifest):
-            raise DumpError(str(answer))
+            assert answer is not None  # the first rank's
+            raise answer
         path = Path(self.dump.path)
         folder = path / format_run_folder(answer.run)
         report = gather_objects((rank, find_access_problem(path, answer)), self.mesh, axes)
@@ -159,7 +161,8 @@ class DumpSink:
             why = "; ".join(f"{name_ranks(who)} {why}" for why, who in blind.items())
             raise DumpError(
                 f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
-                "all ranks share and may write to"
+                "all ranks share and may write to",
+                path=folder,
             )
         self._skipped = frozenset(answer.skipped)
         self._taking = ShardRecorder(
@@ -278,8 +281,12 @@ class DumpSink:
             return
         failure = self._taking.writer.trouble()
         if max_over_ranks([int(failure is not None)], mesh)[0]:
-            report = gather_objects(failure and str(failure), mesh, [a.name for a in mesh])
-            raise DumpError("; ".join(dict.fromkeys(t for t in report if t)))
+            reports = gather_objects((global_rank(), failure), mesh, [a.name for a in mesh])
+            failed = [(rank, error) for rank, error in reports if error is not None]
+            texts = dict.fromkeys(str(error) for _, error in failed)
+            raise DumpError(
+                "; ".join(texts), path=failed[0][1].path, ranks=sorted(rank for rank, _ in failed)
+            ) from failure
 
     def close(self, failed: bool) -> None:
         """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
@@ -426,7 +433,9 @@ class SessionDumps:
         """
         self._agree(dump.describe())
         if any(realpath(d.dump.path) == realpath(dump.path) for d in self.dumps):
-            raise DumpError(f"{dump.path} is being written by another dump here; name another folder")
+            raise DumpError(
+                f"{dump.path} is being written by another dump here; name another folder", path=dump.path
+            )
         dumped = DumpSink(dump, chosen, self.mesh, self.clock)
         dumped.open(manifest)
         self.dumps.append(dumped)
@@ -440,7 +449,9 @@ class SessionDumps:
         """
         found = next((d for d in self.dumps if d.dump is dump), None)
         if found is None:
-            raise DumpError(f"the dump to {dump.path} is not registered here; nothing to remove")
+            raise DumpError(
+                f"the dump to {dump.path} is not registered here; nothing to remove", path=dump.path
+            )
         self.dumps.remove(found)
         found.close(False)
         return found

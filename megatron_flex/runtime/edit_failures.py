@@ -22,22 +22,56 @@ from megatron_flex.runtime.trainable_modules import TrainableModules
 MAX_ERRORS = 4  # errors to list; the others are counted
 
 
-def raise_on_all_ranks(failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """An error of this rank in a step, which all ranks raise at its end.
+
+    Attributes:
+        message: the message of the error that all ranks raise.
+        error: the exception.
+        site: the hook point at which it was raised, if at one.
+        hook: the hook whose function raised it, if one did.
+    """
+
+    message: str
+    error: BaseException
+    site: str | None = None
+    hook: HookFunction | None = None
+
+
+def raise_on_all_ranks(
+    failure: StepFailure | None, mesh: Mesh, hooks: Sequence[HookFunction] = ()
+) -> NoReturn:
     """Raise the errors of all ranks. Collective over the mesh, once some rank is known to have an error.
 
     Args:
-        failure: this rank's message and error; None without an error.
+        failure: this rank's error; None without an error.
         mesh: the axes.
+        hooks: the hooks that are active, in the same order on all ranks.
 
     Raises:
-        HookError: on every rank; the message names the ranks of each error.
+        HookError: on every rank; the message names the ranks of each error, the attributes the hook point
+            and hook of the first one.
     """
-    reports = gather_objects((global_rank(), failure and failure[0]), mesh, [a.name for a in mesh])
-    found = group_ranks((rank, message) for rank, message in reports if message)
-    messages = [f"{message}{format_on_ranks(ranks)}" for message, ranks in found.items()]
+    mine = None
+    if failure is not None:
+        number = hooks.index(failure.hook) if failure.hook in hooks else None
+        mine = failure.message, failure.site, number
+    reports = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
+    failed = [(rank, report) for rank, report in reports if report is not None]
+    ranks_by_message = group_ranks((rank, message) for rank, (message, _, _) in failed)
+    messages = [f"{message}{format_on_ranks(ranks)}" for message, ranks in ranks_by_message.items()]
     more = f"; and {len(messages) - MAX_ERRORS} more" if len(messages) > MAX_ERRORS else ""
-    kind = type(failure[1]) if failure and isinstance(failure[1], AbsentError) else HookError
-    raise kind("; ".join(messages[:MAX_ERRORS]) + more) from (failure and failure[1])
+    kind: type[HookError] = (
+        type(failure.error) if failure and isinstance(failure.error, AbsentError) else HookError
+    )
+    _, (_, site, number) = failed[0]
+    raise kind(
+        "; ".join(messages[:MAX_ERRORS]) + more,
+        site=site,
+        hook=None if number is None else hooks[number],
+        ranks=sorted(rank for rank, _ in failed),
+    ) from (failure and failure.error)
 
 
 def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives import from_edit_rank, is_leader_for, replica_mesh, to_edit_rank
 from megatron_flex.config import flex_config
-from megatron_flex.errors import BrokenError, FlexError, HookError, describe_error
+from megatron_flex.errors import BrokenError, FlexError, HookError, describe_error, error_attributes
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.autograd_graph import connect_output, enter_edit
@@ -33,7 +33,7 @@ from megatron_flex.runtime.context.save_context import Context
 from megatron_flex.runtime.debug.edit_debugger import CurrentEdit, track_edit
 from megatron_flex.runtime.debug.error_origin import format_user_line, guard_backward
 from megatron_flex.runtime.debug.purity import draws_random_numbers
-from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit
+from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit, StepFailure
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
 from megatron_flex.runtime.trainable_modules import TrainableModules
@@ -99,6 +99,8 @@ class PlannedEdit:
 
 Result = TypeVar("Result")
 SINGLE_RANK = Mesh()
+FORWARD_PASS, BACKWARD_PASS = "forward pass", "backward pass"  # places of errors that concern no site
+PASSES = (FORWARD_PASS, BACKWARD_PASS)
 MAX_EXAMINED = 4096  # functions of which it is known whether they draw random numbers
 TOO_LATE_TO_SKIP = "; on_error='skip' cannot leave out an edit whose result has been used"
 # Recent versions of torch raise this in checkpointing to end a replay that has recomputed all it needs.
@@ -114,7 +116,7 @@ class EditRunner:
         passing: sends the context from one pipeline stage to the next.
         modules: the trainable modules, the last argument of an editing function.
         fired: the hooks that have been called.
-        failure: the first error of this step: a message and the exception.
+        failure: the first error of this step.
         reasons: by site name, why no tensor could reach its hooks.
         skipping: counts the passes in which edits were skipped.
     """
@@ -128,7 +130,7 @@ class EditRunner:
         self.save_ctx = Context(self.scopes)
         self.modules = trainable.modules
         self.fired: set[HookFunction] = set()
-        self.failure: tuple[str, BaseException] | None = None
+        self.failure: StepFailure | None = None
         self.reasons: dict[str, str] = {}
         self.skipping = EditSkips(mesh, trainable)
         self._drawing: dict[int, tuple[EditingFunction, bool]] = {}  # by identity, which the entry keeps
@@ -309,14 +311,20 @@ class EditRunner:
             "stage "
             f"({describe_error(error)}); save tensors, numbers, strings or what can be pickled",
             error,
+            key.site,
+            hook,
         )
 
-    def note(self, message: str, error: BaseException) -> None:
+    def note(
+        self, message: str, error: BaseException, site: str | None = None, hook: HookFunction | None = None
+    ) -> None:
         """Record an error for the end of the step, unless an earlier one is recorded."""
-        self.failure = self.failure or (message, error)
+        self.failure = self.failure or StepFailure(message, error, site, hook)
 
-    def caught(self, site: str, error: Exception) -> None:
+    def caught(self, place: str, error: Exception) -> None:
         """Record an error of the package's own code in a forward or backward pass, for the end of the step.
+
+        `place` is the site, or one of PASSES.
 
         Every entry point from the framework's passes calls this when it raises: the rank continues with the
         unedited tensor, because other ranks wait for the rank.
@@ -325,20 +333,22 @@ class EditRunner:
             Exception: the error, if it is not one of the package, or concerns a collective that other ranks
                 are in.
         """
+        site = None if place in PASSES else place
         if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError, torch.distributed.DistError)):
-            raise error
+            with error_attributes(site=site):
+                raise error
         line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
         when = f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}"
-        self.note(f"{site}, {when}: {describe_error(error)}{line}", error)
+        self.note(f"{place}, {when}: {describe_error(error)}{line}", error, site)
 
-    def apart(self, site: str, call: Callable[..., Any], *args: Any) -> None:
+    def apart(self, place: str, call: Callable[..., Any], *args: Any) -> None:
         """Call a function that does not change the tensor at the hook point; record an error instead of
         raising it.
         """
         try:
             call(*args)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self.caught(site, error)
+            self.caught(place, error)
 
     def guard(
         self, hook: HookFunction, key: Key, call: Callable[[], Result], late: bool = False
@@ -359,6 +369,8 @@ class EditRunner:
         self.note(
             self._describe_failure(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"),
             error,
+            key.site,
+            hook,
         )
 
     def _describe_failure(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:

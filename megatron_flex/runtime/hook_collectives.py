@@ -14,6 +14,7 @@ from megatron_flex.collectives import Route, gather_full, gather_rows, scatter_f
 from megatron_flex.errors import BrokenError, FlexError, describe_error
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.edit_failures import global_rank
 
 
 def gather_at_site(local: Tensor, layout: Layout, route: Route | None, mesh: Mesh) -> Tensor:
@@ -58,5 +59,6 @@ def raise_broken(error: Exception) -> NoReturn:
     if isinstance(error, FlexError):
         raise error
     raise BrokenError(
-        f"a collective of a hook failed, {describe_error(error)}; this rank cannot continue"
+        f"a collective of a hook failed, {describe_error(error)}; this rank cannot continue",
+        ranks=[global_rank()],
     ) from error

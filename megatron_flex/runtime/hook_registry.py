@@ -79,7 +79,8 @@ class HookRegistry:
             described = self._parameters[name]
             if described.hidden:
                 raise HookError(
-                    f"no hook can be registered at the gradient of {described.name}: {described.hidden}"
+                    f"no hook can be registered at the gradient of {described.name}: {described.hidden}",
+                    site=described.name,
                 )
             if hook.unpack_idx:
                 raise HookError(
@@ -91,10 +92,12 @@ class HookRegistry:
             entry.sites = [self._leaf(s, hook.unpack_idx) for s in found]
             for site in entry.sites:
                 if site.hidden:
-                    raise HookError(f"no hook can be registered at {site.name}: {site.hidden}")
+                    raise HookError(
+                        f"no hook can be registered at {site.name}: {site.hidden}", site=site.name
+                    )
                 if site.read_only_reason and (hook.backward or hook.editing_function is not None):
                     what = "has no gradient" if hook.backward else "can be read and not edited"
-                    raise HookError(f"{site.name} {what}: {site.read_only_reason}")
+                    raise HookError(f"{site.name} {what}: {site.read_only_reason}", site=site.name)
         self._check_scale(entry)
         self._check_kept(entry)
         hook.bind_sites([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
@@ -125,7 +128,8 @@ class HookRegistry:
             if len(other) != len(want) or any(None not in p and p[0] != p[1] for p in pairs):
                 raise HookError(
                     f"hook ({entry.hook.describe()}) at {site.name} contradicts another one there, which "
-                    f"expects {other}; a tensor has one shape: give both the same"
+                    f"expects {other}; a tensor has one shape: give both the same",
+                    site=site.name,
                 )
             out[site.name] = tuple(b if a is None else a for a, b in pairs)
         return out
@@ -181,7 +185,8 @@ class HookRegistry:
             if any(h.gradient_scale != scale for h in others):
                 raise HookError(
                     f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "
-                    "same gradient_scale"
+                    "same gradient_scale",
+                    site=name,
                 )
 
     def _check_kept(self, entry: HookEntry) -> None:
@@ -196,7 +201,8 @@ class HookRegistry:
             if shared:
                 raise HookError(
                     f"hook ({hook.describe()}) has the capture name of hook ({other.hook.describe()}), "
-                    f"{shared[0]}; give one of them another name with keep_as="
+                    f"{shared[0]}; give one of them another name with keep_as=",
+                    site=shared[0],
                 )
 
     def remove(self, hook: HookFunction) -> None:
@@ -207,7 +213,11 @@ class HookRegistry:
         """
         kept = [e for e in self.entries if e.hook is not hook]
         if len(kept) == len(self.entries):
-            raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to remove")
+            raise HookError(
+                f"this HookFunction on {hook.where!r} is not registered; nothing to remove",
+                site=hook.where,
+                hook=hook,
+            )
         self._expected = {}
         for entry in kept:
             self._expected |= self._shapes(entry)

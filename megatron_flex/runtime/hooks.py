@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.collectives import Route
-from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error
+from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error, error_attributes
 from megatron_flex.layout import Layout
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.hook_groups import check_groups
@@ -155,29 +155,36 @@ class HookFunction:
         reduce: Reduction | None = None,
         keep_as: str = "",
     ) -> None:
-        check_name(module_name, expected_shape)
-        if hook_type not in POINT_OF_TYPE:
-            raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINT_OF_TYPE)}")
-        if editing_function is not None and not callable(editing_function):
-            raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
-        if editing_function is not None:
-            check_signature(editing_function)
-        if gradient_scale not in ("raw", "loss"):
-            raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
-        if run not in ("replicated", "once"):
-            raise HookError(f"run {run!r} is none of replicated, once")
-        if on_error not in ("raise", "skip"):
-            raise HookError(f"on_error {on_error!r} is none of raise, skip")
-        if on_error == "skip" and editing_function is None:
-            raise HookError("on_error='skip' leaves an edit out, and there is none; give an editing_function")
-        if not isinstance(unpack_idx, int):
-            raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
-        if not save and editing_function is None:
-            raise HookError(
-                f"hook on {describe_pattern(module_name)!r} neither saves nor edits; give it an "
-                "editing_function"
-            )
-        check_capture(select, reduce, keep_as, save)
+        named = isinstance(module_name, (str, re.Pattern))
+        with error_attributes(site=describe_pattern(module_name) if named else None):
+            check_name(module_name, expected_shape)
+            if hook_type not in POINT_OF_TYPE:
+                raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINT_OF_TYPE)}")
+            if editing_function is not None and not callable(editing_function):
+                raise HookError(
+                    f"editing_function {editing_function!r} is not callable; pass a function or None"
+                )
+            if editing_function is not None:
+                check_signature(editing_function)
+            if gradient_scale not in ("raw", "loss"):
+                raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
+            if run not in ("replicated", "once"):
+                raise HookError(f"run {run!r} is none of replicated, once")
+            if on_error not in ("raise", "skip"):
+                raise HookError(f"on_error {on_error!r} is none of raise, skip")
+            if on_error == "skip" and editing_function is None:
+                raise HookError(
+                    "on_error='skip' leaves an edit out, and there is none; give an editing_function"
+                )
+            if not isinstance(unpack_idx, int):
+                raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
+            if not save and editing_function is None:
+                raise HookError(
+                    f"hook on {describe_pattern(module_name)!r} neither saves nor edits; give it an "
+                    "editing_function"
+                )
+            check_capture(select, reduce, keep_as, save)
+            selected_groups = check_groups(groups)
         self.module_name = module_name
         self.expected_shape = None if expected_shape is None else tuple(expected_shape)
         self.editing_function = editing_function
@@ -187,7 +194,7 @@ class HookFunction:
         self.gradient_scale: GradientScale = gradient_scale
         self.run: Run = run
         self.on_error: OnError = on_error
-        self.groups = check_groups(groups)
+        self.groups = selected_groups
         self.enabled = enabled
         self.captures_edited = self.records = False
         self.tensor_sink: TensorSink | None = None
@@ -310,7 +317,8 @@ def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
         raise
     except Exception as error:  # a user's code: the hook is not registered, whatever on_error
         raise HookError(
-            f"{describe_edit(edit)} cannot be used at {site.name}: for_site raised {describe_error(error)}"
+            f"{describe_edit(edit)} cannot be used at {site.name}: for_site raised {describe_error(error)}",
+            site=site.name,
         ) from error
 
 

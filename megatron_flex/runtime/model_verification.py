@@ -40,8 +40,22 @@ CopyChecksums = dict[
 ]  # a checksum for each axis along which this rank's copy must be equal to others
 
 
-def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[str]:
-    """The parameters and buffers whose copies differ, as text; the same list on all ranks.
+class Finding(NamedTuple):
+    """What the verification of a step found at one hook point or tensor.
+
+    Attributes:
+        text: the contradiction between ranks, which names the place.
+        site: the hook point, parameter or buffer.
+        ranks: the ranks that hold different values, where they are known.
+    """
+
+    text: str
+    site: str | None = None
+    ranks: tuple[int, ...] = ()
+
+
+def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[Finding]:
+    """The parameters and buffers whose copies differ; the same list on all ranks.
 
     Collective over the mesh.
     """
@@ -49,18 +63,18 @@ def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[str
         (name, _checksum_parameter(parameter_index, name, mesh))
         for name in _show_progress(parameter_index.sites)
     ]
-    found = [f"parameter {text}" for text in _describe_unequal(parameters, mesh)]
+    found = _describe_unequal("parameter", parameters, mesh)
     mine = parameter_index.adapter.buffers()
     names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
     buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
     return [
         *found,
-        *(f"buffer {text}" for text in _describe_unequal(buffers, mesh)),
+        *_describe_unequal("buffer", buffers, mesh),
         *_find_unequal_shards(parameter_index, mesh),
     ]
 
 
-def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[str]:
+def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Finding]:
     """Likewise for shards that several data parallel ranks hold, as where FSDP shards within a replica."""
     if mesh["dp"].size == 1:
         return []
@@ -74,13 +88,14 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[st
         for rank, held in gathered:
             part, total = held[name]
             parts.setdefault(part, {}).setdefault(total, []).append(rank)
-        texts = [
-            " and ".join(map(format_ranks, sides.values())) for sides in parts.values() if len(sides) > 1
-        ]
-        if texts:
-            here.append(f"parameter {name} is not the same on all ranks along dp ({'; '.join(texts)} differ)")
+        differ = [list(sides.values()) for sides in parts.values() if len(sides) > 1]
+        if differ:
+            texts = "; ".join(" and ".join(map(format_ranks, sides)) for sides in differ)
+            ranks = tuple(sorted(rank for sides in differ for side in sides for rank in side))
+            text = f"parameter {name} is not the same on all ranks along dp ({texts} differ)"
+            here.append(Finding(text, name, ranks))
     elsewhere = gather_objects(here, mesh, [a.name for a in mesh if a.name != "dp"])
-    return list(dict.fromkeys(text for texts in elsewhere for text in texts))
+    return list({one.text: one for several in elsewhere for one in several}.values())
 
 
 def _show_progress(names: Mapping[str, Any]) -> Any:
@@ -102,8 +117,8 @@ def _checksum_tensor(tensor: Tensor, axes: set[str], mesh: Mesh) -> CopyChecksum
     return dict.fromkeys(wanted, checksum(tensor)) if wanted else {}
 
 
-def _describe_unequal(copies: Sequence[tuple[str, CopyChecksums]], mesh: Mesh) -> list[str]:
-    """Describe the copies that differ, with the axes and the ranks."""
+def _describe_unequal(kind: str, copies: Sequence[tuple[str, CopyChecksums]], mesh: Mesh) -> list[Finding]:
+    """Describe the copies of parameters or buffers that differ, with the axes and the ranks."""
     axes = find_differing_axes([sums for _, sums in copies], mesh, COPY_AXES)
     wrong = [(name, sums, along) for (name, sums), along in zip(copies, axes, strict=True) if along]
     if not wrong:
@@ -111,18 +126,21 @@ def _describe_unequal(copies: Sequence[tuple[str, CopyChecksums]], mesh: Mesh) -
     # Which ranks: each line of ranks along the axis, and their checksums.
     mine = {n: {a: (mesh[a].ranks, s[a]) for a in along if a in s} for n, s, along in wrong[:MAX_COPIES]}
     gathered = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
-    sides = partial(_describe_sides, gathered)
-    return [
-        f"{name} is not the same on all ranks along {', '.join(along)}{sides(name, along)}"
-        for name, _, along in wrong
-    ]
+    found = []
+    for name, _, along in wrong:
+        sides, ranks = _describe_sides(gathered, name, along)
+        text = f"{kind} {name} is not the same on all ranks along {', '.join(along)}{sides}"
+        found.append(Finding(text, name, ranks))
+    return found
 
 
 GatheredChecksums = Sequence[tuple[int, Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]]]]
 
 
-def _describe_sides(gathered: GatheredChecksums, name: str, along: Sequence[str]) -> str:
-    """Describe which ranks hold different values, for each line of ranks that should be equal."""
+def _describe_sides(
+    gathered: GatheredChecksums, name: str, along: Sequence[str]
+) -> tuple[str, tuple[int, ...]]:
+    """Describe which ranks hold different values, for each line of ranks that should be equal; the ranks."""
     lines: dict[tuple[int, ...], dict[int, set[int]]] = {}
     for rank, found in gathered:
         for axis, (line, total) in found.get(name, {}).items():
@@ -130,7 +148,8 @@ def _describe_sides(gathered: GatheredChecksums, name: str, along: Sequence[str]
                 lines.setdefault(line, {}).setdefault(total, set()).add(rank)
     differ = [sides for sides in lines.values() if len(sides) > 1]
     texts = [" and ".join(format_ranks(sorted(ranks)) for ranks in sides.values()) for sides in differ]
-    return f" ({'; '.join(texts)} differ)" if texts else ""
+    differing = {rank for sides in differ for ranks in sides.values() for rank in ranks}
+    return f" ({'; '.join(texts)} differ)" if texts else "", tuple(sorted(differing))
 
 
 ROUNDING_BOUND = 1e-5  # relative to the largest entry: reductions over ranks add in another order
@@ -145,7 +164,7 @@ class LocalEditCheck:
 
     def __init__(self, firing: HookDispatcher) -> None:
         self._firing = firing
-        self.found: list[str] = []
+        self.found: list[Finding] = []
         firing.edits.compared = self.compare
         firing.registry.note_change()
 
@@ -195,7 +214,7 @@ class LocalEditCheck:
             )
 
     def _note(self, key: Key, text: str) -> None:
-        self.found.append(f"{key.site}, microbatch {key.microbatch}: {text}")
+        self.found.append(Finding(f"{key.site}, microbatch {key.microbatch}: {text}", key.site))
 
 
 def measure_difference(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -274,7 +293,7 @@ class VerificationRequest:
         if self._verifier is not None and self.on:
             self._verifier.compare_copies(mesh)
 
-    def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
+    def step_ends(self, failed: bool, mesh: Mesh) -> list[Finding]:
         """The findings of the step, the same list on all ranks; called while on. Collective over the mesh."""
         return [] if self._verifier is None else self._verifier.step_ends(failed, mesh)
 
@@ -297,7 +316,7 @@ class SiteVerifier:
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[SiteObservation] = []
-        self._before: list[str] = []  # findings at the beginning of the step
+        self._before: list[Finding] = []  # findings at the beginning of the step
         self._calls: Counter[tuple[str, int]] = Counter()
         self._last: dict[str, weakref.ref[Tensor]] = {}
         taps = ((s, s.tap) for s in self._sites.values())
@@ -319,7 +338,7 @@ class SiteVerifier:
         """
         self._before = find_unequal_copies(self.parameter_index, mesh)
 
-    def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
+    def step_ends(self, failed: bool, mesh: Mesh) -> list[Finding]:
         """The findings of the step, the same list on all ranks; empty if the step itself failed.
 
         Collective over `mesh`.
@@ -336,10 +355,10 @@ class SiteVerifier:
         answers = gather_objects((dict(mesh.coords), seen, edits), mesh, ["dp", "cp", "tp"])
         reports = [(coords, passes) for coords, passes, _ in answers]
         here = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
-        here += dict.fromkeys(text for _, _, found in answers for text in found)
+        here += dict.fromkeys(finding for _, _, found in answers for finding in found)
         stages = gather_objects(here, mesh, ["pp"])
         copies = dict.fromkeys([*before, *find_unequal_copies(self.parameter_index, mesh)])
-        return [*copies, *(text for stage in stages for text in stage)]
+        return [*copies, *(finding for stage in stages for finding in stage)]
 
     def _forget(self) -> None:
         self._seen, self._comparing.found = [], []
@@ -369,11 +388,12 @@ class SiteVerifier:
         self._seen.append(seen)
 
 
-def make_verify_error(found: Sequence[str], step: int) -> VerifyError:
-    """Make the error of the findings; the first findings usually cause the others."""
+def make_verify_error(found: Sequence[Finding], step: int) -> VerifyError:
+    """Make the error of the findings, with the attributes of the first; it usually causes the others."""
     more = f"; and {len(found) - MAX_FINDINGS} more" if len(found) > MAX_FINDINGS else ""
     count = count_words(len(found), "finding")
-    return VerifyError(f"step {step}: {count}: {'; '.join(found[:MAX_FINDINGS])}{more}")
+    texts = "; ".join(one.text for one in found[:MAX_FINDINGS])
+    return VerifyError(f"step {step}: {count}: {texts}{more}", site=found[0].site, ranks=found[0].ranks)
 
 
 def find_replicated_axes(layout: Layout, sizes: Sizes) -> set[str]:
@@ -389,7 +409,7 @@ StageObservations = Sequence[tuple[Coords, Sequence[SiteObservation]]]  # of all
 
 def find_violations(
     reports: StageObservations, shapes: Mapping[str, Sequence[int | str]], mesh: Mesh
-) -> list[str]:
+) -> list[Finding]:
     """The violations at one stage's sites; each site is reported once, in order of execution.
 
     A pure function of the observations of all ranks of the stage.
@@ -404,12 +424,12 @@ def find_violations(
         for one in seen:
             passes.setdefault((one.site, one.microbatch, one.call), []).append((coords, one))
     lengths = _count_lengths(passes.values(), shapes, mesh.sizes)
-    out: dict[str, str] = {}
+    out: dict[str, Finding] = {}
     several = track(passes.items(), "verifying sites", unit="passes")
     for (site, microbatch, _), at in several:
         problem = next(_find_problems(at, len(reports), shapes[site], lengths, mesh), "")
         if problem:
-            out.setdefault(site, f"{site}, microbatch {microbatch}: {problem}")
+            out.setdefault(site, Finding(f"{site}, microbatch {microbatch}: {problem}", site))
     return list(out.values())
 
 

@@ -17,7 +17,7 @@ from megatron_flex.adapters import Adapter, ParameterSite, Undo
 from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.collectives import Agreement, gather_objects, is_leader
 from megatron_flex.config import flex_config
-from megatron_flex.errors import HookError
+from megatron_flex.errors import HookError, error_attributes
 from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
@@ -25,14 +25,14 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
-from megatron_flex.runtime.edit_failures import SkipCount, raise_on_all_ranks
-from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, raise_on_all_ranks
+from megatron_flex.runtime.edit_runner import BACKWARD_PASS, FORWARD_PASS, EditRunner
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.model_verification import VerificationRequest, make_verify_error
+from megatron_flex.runtime.model_verification import Finding, VerificationRequest, make_verify_error
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
@@ -173,13 +173,14 @@ class Session:
                 model was restored.
         """
         self.check_open()
-        entry = self.registry.add(hook, always)
-        self._skips.expect(hook)
-        try:
-            self.dry_run.consider(entry)
-        except Exception:  # raised again
-            self.registry.remove(hook)
-            raise
+        with error_attributes(site=hook.where, hook=hook):
+            entry = self.registry.add(hook, always)
+            self._skips.expect(hook)
+            try:
+                self.dry_run.consider(entry)
+            except Exception:  # raised again
+                self.registry.remove(hook)
+                raise
         if any(e is entry for e in self.registry.active[-1:]):
             self.taps.tap(entry)
 
@@ -336,7 +337,7 @@ class Session:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.forward(microbatch, chunk)
         if self.registry.active:
-            self.edit_runner.apart("forward pass", self.context_relay.forward_begins)
+            self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
@@ -344,19 +345,19 @@ class Session:
         if tokens is not None:
             self.clock.count(tokens)
         if self.registry.active:
-            self.edit_runner.apart("forward pass", self.context_relay.forward_ends)
+            self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """Note that a microbatch's backward pass begins."""
         self.clock.backward(output)
         if self.registry.active:
-            self.edit_runner.apart("backward pass", self.context_relay.backward_begins)
+            self.edit_runner.apart(BACKWARD_PASS, self.context_relay.backward_begins)
 
     def backward_ends(self) -> None:
         """Note that the backward pass ends."""
         if self.registry.active:
-            self.edit_runner.apart("backward pass", self.context_relay.backward_ends)
+            self.edit_runner.apart(BACKWARD_PASS, self.context_relay.backward_ends)
 
     def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
@@ -370,7 +371,7 @@ class Session:
 
     def report_error(self, why: str) -> None:
         """Record that an edit returned something that the schedule cannot use."""
-        self.edit_runner.failure = self.edit_runner.failure or (why, HookError(why))
+        self.edit_runner.failure = self.edit_runner.failure or StepFailure(why, HookError(why))
 
     def hooked(self) -> bool:
         """Whether any hook is active."""
@@ -483,7 +484,7 @@ class Session:
         self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()
-            found += self.trainable.unequal() if watched else []
+            found += map(Finding, self.trainable.unequal()) if watched else []
         if found:
             raise make_verify_error(found, self.clock.step)
 
@@ -508,7 +509,7 @@ class Session:
         at = f"{STEP_END}, {self.agreement.now}"
         differ = self.dispatcher.inference.differ(at, self.agreement.check_waiting_ranks)
         if differ:
-            failure = failure or (differ, HookError(differ))
+            failure = failure or StepFailure(differ, HookError(differ))
         can_fail = self.registry.compares or any(h.can_fail for h in hooks)
         wrong = can_fail and self._skips.settle(
             failure is not None, mesh, at, self.agreement.check_waiting_ranks
@@ -517,7 +518,7 @@ class Session:
         self.sinks.ends(wrong, mesh, called)
         if wrong:
             self._recorder.drop()
-            raise_on_all_ranks(failure, mesh)
+            raise_on_all_ranks(failure, mesh, hooks)
         if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader
             self._recorder.forget()
             return

@@ -26,7 +26,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debug.error_origin import format_user_line
 from megatron_flex.runtime.dump_sink import collect_versions
-from megatron_flex.runtime.edit_failures import raise_on_all_ranks
+from megatron_flex.runtime.edit_failures import StepFailure, raise_on_all_ranks
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, explain_unmeasurable, make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
@@ -215,7 +215,7 @@ class StatisticsSink:
         self._sums: dict[int, MomentSums] = {}
         self._unknown: set[int] = set()
         self._posted: tuple[int, PendingReduction] | None = None
-        self._failure: tuple[str, BaseException] | None = None  # an error of this rank, sent with its sums
+        self._failure: StepFailure | None = None  # an error of this rank, sent with its sums
         self._step, self._number = -1, -1
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
         self._warned: set[str] = set()
@@ -301,7 +301,8 @@ class StatisticsSink:
             raise
         except Exception as error:  # sent with the sums, and raised on all ranks
             words = f"statistics in {self.statistics.path} could not measure iteration {self._number}"
-            self._failure = f"{words}: {describe_error(error)} in {format_user_line(error)}", error
+            message = f"{words}: {describe_error(error)} in {format_user_line(error)}"
+            self._failure = StepFailure(message, error)
             self._sums.clear()
             vector, maxima = self._packed(1.0)
         self._sums.clear()
@@ -336,9 +337,7 @@ class StatisticsSink:
         vector = self._table.pack(self._sums, self._unknown, head, self._rank)
         return vector, self._table.maxima(self._sums, vector)
 
-    def _deliver(
-        self, number: int, posted: PendingReduction, failure: tuple[str, BaseException] | None
-    ) -> None:
+    def _deliver(self, number: int, posted: PendingReduction, failure: StepFailure | None) -> None:
         vector, maxima = posted.wait()
         ranks = len(self._adding.axis.ranks)
         if vector[HEAD_RANKS] != ranks or vector[HEAD_ITERATION] != ranks * number:

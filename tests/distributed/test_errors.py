@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from megatron_flex.config import flex_config
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.versions
@@ -204,6 +206,47 @@ def test_what_goes_wrong_in_a_step_is_raised_by_all_ranks_at_its_end() -> None:
         for word in expected:
             assert word in answers[0][name], (name, answers[0][name])
     assert all(a["after"] for a in answers), "the model runs on afterwards"
+
+
+def raises_on_the_second(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("only here")
+    return inputs * 2
+
+
+def attributes(case: Case) -> list[dict[str, Any]]:
+    """The attributes of the error that each type of hook raises at the end of a step."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    changes.setattr(flex_config, "dry_run", False)
+    out = []
+    for kind in ("forward", "full_backward_pre"):
+        hooks = [
+            mf.HookFunction("decoder.layers.2"),
+            mf.HookFunction(LAYER, editing_function=raises_on_the_second, hook_type=kind),
+        ]
+        flex = mf.attach(chunks, hooks)
+        with pytest.raises(mf.HookError) as raised:
+            gpt.step(case, chunks, 0)
+        flex.session.close()
+        error = raised.value
+        out.append(
+            {
+                "site": error.site,
+                "rank": error.rank,
+                "ranks": error.ranks,
+                "hook": error.hook is hooks[1],
+                "pickled": pickle.loads(pickle.dumps(error)).ranks,
+            }
+        )
+    return out
+
+
+def test_an_error_of_one_rank_has_its_hook_point_hook_and_rank_on_all_ranks() -> None:
+    sites = (f"{LAYER}:output", f"{LAYER}:output.grad")
+    expected = [{"site": s, "rank": 1, "ranks": (1,), "hook": True, "pickled": (1,)} for s in sites]
+    assert run(2, attributes, TP2) == [expected, expected]
 
 
 # -- hooks on some ranks only --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -84,11 +85,16 @@ class ActivationSource:
 
     # -- what it is ------------------------------------------------------------------------------------
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the dump."""
+        return self.dump.path
+
     @cached_property
     def like(self) -> SamplePlan:
         """The first iteration, which the others must be like."""
         if not self.iteration_keys:
-            raise DumpError(f"{self.name}: no iteration of {self.dump.path} is complete")
+            raise DumpError(f"{self.name}: no iteration of {self.dump.path} is complete", path=self.dump.path)
         return self.plan(self.iteration_keys[0])
 
     @property
@@ -348,6 +354,11 @@ class ParameterSource:
 
     def __reduce__(self) -> tuple[object, ...]:
         return ParameterSource, (self.dump, self.name, self.kind, self.stage, self.iteration_keys)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the dump."""
+        return self.dump.path
 
     @cached_property
     def _like(self) -> AssembledTensor:

@@ -96,7 +96,7 @@ class DamagedDump(OpenDump):
         self.files = PartFiles(check)
         folders = [f for f in list_run_folders(self.path) if f.manifest is not None]
         if not folders:
-            raise DumpError(f"{self.path}: no run of it has a manifest that can be read")
+            raise DumpError(f"{self.path}: no run of it has a manifest that can be read", path=self.path)
         self.runs = [IncompleteRun(f.path, self.files) for f in folders]
         self._written = {}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.reader.read_ahead import read_pieces
 from megatron_flex.dump.reader.stored_runs import IterationKey
-from megatron_flex.errors import DumpError
+from megatron_flex.errors import DumpError, error_attributes
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
 
 
@@ -108,6 +110,11 @@ class ArraySource(Protocol):
 
     name: str
     iteration_keys: list[IterationKey]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the dump."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -347,9 +354,14 @@ class DumpArray:
 
     # -- slicing ---------------------------------------------------------------------------------------
 
+    def _name_in_errors(self) -> AbstractContextManager[None]:
+        """Name this hook point and the dump in errors that are raised within."""
+        return error_attributes(site=self.name, path=self._source.folder)
+
     def __getitem__(self, key: Any) -> DumpArray:
         live = [i for i, v in enumerate(self.view) if not isinstance(v, int)]
-        wanted = parse_index_key(key, self.shape, self.dims)
+        with self._name_in_errors():
+            wanted = parse_index_key(key, self.shape, self.dims)
         view = list(self.view)
         for axis, want in zip(live, wanted, strict=True):
             had = cast(DimIndex, view[axis])
@@ -371,12 +383,15 @@ class DumpArray:
             h])
         """
         wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
-        source = self._source.among(wanted)
-        if not self._sliced:
-            return DumpArray(source)
-        for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
-            if max(compact_index([own]) if isinstance(own, int) else own, default=-1) >= length:
-                raise DumpError(f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced")
+        with self._name_in_errors():
+            source = self._source.among(wanted)
+            if not self._sliced:
+                return DumpArray(source)
+            for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
+                if max(compact_index([own]) if isinstance(own, int) else own, default=-1) >= length:
+                    raise DumpError(
+                        f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced"
+                    )
         return DumpArray(source, [range(len(wanted)), *self.view[1:]])
 
     def microbatch_arrays(self) -> Iterator[MicrobatchArray]:
@@ -441,10 +456,28 @@ class DumpArray:
         """Refuse a slice, whose pieces would be other ones."""
         if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
             raise DumpError(
-                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
+                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece",
+                site=self.name,
+                path=self._source.folder,
             )
 
     # -- reading ---------------------------------------------------------------------------------------
+
+    def _read(self, dtype: torch.dtype | None, device: Any, out: Tensor | None) -> Tensor:
+        where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
+        source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
+        lengths = [len(i) for i in where[1:]]
+        if out is None:
+            read = allocate_on_host([len(passes), *lengths], dtype or source.dtype)
+        else:
+            _check_receiver(self, out, dtype, device)
+            read = out.view(len(passes), *lengths)
+        pieces = (p for row, key in enumerate(passes) for p in source.list_reads(key, where[1:], read[row]))
+        read_pieces(pieces, read.nbytes)
+        if out is None:
+            live = [n for n, v in zip(read.shape, self.view, strict=True) if not isinstance(v, int)]
+            out = read.reshape(live)
+        return out if device is None else out.to(device)
 
     def torch(
         self, dtype: torch.dtype | None = None, device: Any = None, *, out: Tensor | None = None
@@ -468,20 +501,8 @@ class DumpArray:
             >>> open_dump("dumps/run")["decoder.layers.3"][0].torch(torch.float64).shape
             torch.Size([4, 16, 32])
         """
-        where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
-        source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
-        lengths = [len(i) for i in where[1:]]
-        if out is None:
-            read = allocate_on_host([len(passes), *lengths], dtype or source.dtype)
-        else:
-            _check_receiver(self, out, dtype, device)
-            read = out.view(len(passes), *lengths)
-        pieces = (p for row, key in enumerate(passes) for p in source.list_reads(key, where[1:], read[row]))
-        read_pieces(pieces, read.nbytes)
-        if out is None:
-            live = [n for n, v in zip(read.shape, self.view, strict=True) if not isinstance(v, int)]
-            out = read.reshape(live)
-        return out if device is None else out.to(device)
+        with self._name_in_errors():
+            return self._read(dtype, device, out)
 
     def mapped(self) -> Tensor | None:
         """Return the selected entries as a view of the mapped file, without a copy, where that is possible.
@@ -506,7 +527,8 @@ class DumpArray:
         where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
         if len(where[0]) != 1:
             return None
-        found = self._source.find(self._source.iteration_keys[where[0][0]], where[1:])
+        with self._name_in_errors():
+            found = self._source.find(self._source.iteration_keys[where[0][0]], where[1:])
         if found is None:
             return None
         return found[None][tuple(0 if isinstance(v, int) else slice(None) for v in self.view)]
@@ -527,7 +549,9 @@ class DumpArray:
         try:
             import numpy  # noqa: F401
         except ImportError:
-            raise DumpError(f"{self.name}: numpy is not installed; .torch() needs none") from None
+            raise DumpError(
+                f"{self.name}: numpy is not installed; .torch() needs none", site=self.name
+            ) from None
         found = self.torch()
         lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
         return (found.float() if lacks else found).numpy()

@@ -19,7 +19,7 @@ from megatron_flex.dump.reader.shard_files import MOST_OPEN_FILES, ChecksumPolic
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
-from megatron_flex.errors import DumpError, FlexWarning, SiteError, suggest_nearest
+from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
@@ -208,7 +208,8 @@ class OpenDump:
             have = self.iterations
             available = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
             raise DumpError(
-                f"{self.path}: iteration {which} is not there, or incomplete; there are {available}"
+                f"{self.path}: iteration {which} is not there, or incomplete; there are {available}",
+                path=self.path,
             )
         return found
 
@@ -313,13 +314,14 @@ class OpenDump:
 
     def __getitem__(self, key: str | tuple[str, int]) -> DumpArray:
         name, call = key if isinstance(key, tuple) else (key, None)
-        site, kind = self._resolve_site(name) or self._find_site(name)
-        passes = [w for w in self._complete if w[1] == 0]
-        if kind == GRADIENT:
-            passes = [w for w in passes if self.has_gradients(w)]
-        stage = self.site_records[site].stage
-        if call is None and passes:
-            self._check_calls(name, site, kind, stage, passes[0])
+        with error_attributes(site=name, path=self.path):
+            site, kind = self._resolve_site(name) or self._find_site(name)
+            passes = [w for w in self._complete if w[1] == 0]
+            if kind == GRADIENT:
+                passes = [w for w in passes if self.has_gradients(w)]
+            stage = self.site_records[site].stage
+            if call is None and passes:
+                self._check_calls(name, site, kind, stage, passes[0])
         return DumpArray(ActivationSource(self, StoredTensorKey(name, site, kind, call or 0, stage), passes))
 
     def __contains__(self, name: object) -> bool:
@@ -371,10 +373,15 @@ class OpenDump:
             >>> open_dump("dumps/run").parameter("decoder.final_layernorm.weight")
             DumpArray(decoder.final_layernorm.weight: iteration 2, d0 32; float32, 256 bytes; [d0])
         """
-        name = self._own_name(name)
+        with error_attributes(site=name):
+            name = self._own_name(name)
         record = self._parameter_records.get(name)
         if record is None:
-            raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
+            raise DumpError(
+                f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}",
+                site=name,
+                path=self.path,
+            )
         passes = [w for w in self._complete if w[1] == 0]
         if gradient:
             passes = [w for w in passes if self.has_gradients(w)]
@@ -408,7 +415,8 @@ class OpenDump:
             (64, torch.Size([32]))
             >>> loader = torch.utils.data.DataLoader(rows, batch_size=16, shuffle=True)
         """
-        return TokenRows(self._arrays(sites, iterations, tokens), _is_single_site(sites), dtype)
+        with error_attributes(path=self.path):
+            return TokenRows(self._arrays(sites, iterations, tokens), _is_single_site(sites), dtype)
 
     def rows(
         self,
@@ -450,10 +458,11 @@ class OpenDump:
             >>> [tuple(batch.shape) for batch in batches]
             [(32, 32), (32, 32), (32, 32), (32, 32)]
         """
-        arrays = self._arrays(sites, iterations, tokens)
-        return ShuffledRows(
-            arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part
-        )
+        with error_attributes(path=self.path):
+            arrays = self._arrays(sites, iterations, tokens)
+            return ShuffledRows(
+                arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part
+            )
 
     def _arrays(
         self,
@@ -499,7 +508,7 @@ class OpenDump:
         try:
             return self.gpt_names.to_model(name.removeprefix(NAMESPACE))
         except SiteError as error:
-            raise DumpError(f"{self.path}: {error}") from None
+            raise DumpError(f"{self.path}: {error}", path=self.path) from None
 
     def _find_site(self, name: str) -> tuple[str, str]:
         """The same for the end of a module's name, or a pattern, that means one hook point."""
@@ -508,11 +517,14 @@ class OpenDump:
         except SiteError as error:
             raise DumpError(str(error)) from None
         if not found:
-            raise DumpError(f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}")
+            raise DumpError(
+                f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}", path=self.path
+            )
         if len(found) > 1:
             raise DumpError(
                 f"{self.path}: {name!r} means {', '.join(found[:4])}{' ...' * (len(found) > 4)}; "
-                "[...] takes one, and keys() lists them"
+                "[...] takes one, and keys() lists them",
+                path=self.path,
             )
         one = self._resolve_site(found[0])
         assert one is not None  # it is one of `sites`
@@ -560,7 +572,8 @@ class OpenDump:
                 part, several = self.files.open(path).by.get((site, kind), (None, ()))
                 if part is not None and dict(part.index.coords) != dict(coords):
                     raise DumpError(
-                        f"{path}: rank {rank} is at {part.index.coords}, by its manifest {coords}"
+                        f"{path}: rank {rank} is at {part.index.coords}, by its manifest {coords}",
+                        path=path,
                     )
                 if part is not None:
                     out += [(part, entry, layout, coords) for entry, layout in several]

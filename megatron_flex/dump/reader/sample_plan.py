@@ -366,7 +366,8 @@ class SamplePlanner:
             ):
                 raise DumpError(
                     f"{part.path}: {entry.tensor[:80]} has {stored[0]} picked rows, and claims to be of "
-                    f"shape {list(shape)}: the file is damaged ({where})"
+                    f"shape {list(shape)}: the file is damaged ({where})",
+                    path=part.path,
                 )
 
     def _average_tokens(

@@ -248,7 +248,9 @@ class IndexedPart:
                 if entry.kind != REPLICA:
                     cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
         except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DumpError(f"{path}: its index is no dump's: {error}; the file is damaged") from error
+            raise DumpError(
+                f"{path}: its index is no dump's: {error}; the file is damaged", path=path
+            ) from error
 
 
 @lru_cache(4096)
@@ -315,7 +317,7 @@ class PartFiles:
             DumpError: the file is gone or has shrunk, or the checksum of a block is wrong.
         """
         if entry.kind == REPLICA:
-            raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
+            raise DumpError(f"{part.path}: {entry.site} is there as a checksum only", path=part.path)
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
             return take_entries(torch.empty(shape, dtype=dtype), where)
@@ -338,7 +340,9 @@ class PartFiles:
         mapped = self._maps.get(part.path, lambda: _map_part_file(part.path))
         if mapped.size() < start + size or len(mapped) < start + size:
             # reading past a file's end kills the process
-            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
+            raise DumpError(
+                f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened", path=part.path
+            )
         return mapped
 
     def close(self) -> None:
@@ -353,7 +357,7 @@ def _index_part(path: Path) -> IndexedPart:
     index = opened.part.index
     stated = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
     if stated != named:
-        raise DumpError(f"{path} contains {stated}, but its name says {named}: it was moved")
+        raise DumpError(f"{path} contains {stated}, but its name says {named}: it was moved", path=path)
     return opened
 
 
@@ -364,7 +368,9 @@ def _map_part_file(path: Path) -> mmap.mmap:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
-        raise DumpError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DumpError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}", path=path
+        ) from error
 
 
 class StoredDump(Protocol):

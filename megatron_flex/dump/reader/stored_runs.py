@@ -67,7 +67,9 @@ class DumpRun:
                 parse_iteration_folder(entry.name) for entry in os.scandir(self.folder) if entry.is_dir()
             ]
         except OSError as error:
-            raise DumpError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
+            raise DumpError(
+                f"{self.folder}: cannot be read: {error.strerror or error}", path=self.folder
+            ) from error
         return sorted(f for f in found if f is not None)
 
     def stored_iteration(
@@ -86,7 +88,7 @@ class DumpRun:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise DumpError(f"{folder}: cannot be read: {error.strerror or error}") from error
+            raise DumpError(f"{folder}: cannot be read: {error.strerror or error}", path=folder) from error
         if parts is None:
             return None
         counts = {rank: len(paths) for rank, paths in parts.items()}
@@ -139,25 +141,31 @@ def read_runs(path: Path) -> list[DumpRun]:
     found = run_paths(path)
     for one in renamed_runs(path):
         if one.lost:
-            raise DumpError(f"{path}: {one.text}, or move it out of the dump")
+            raise DumpError(f"{path}: {one.text}, or move it out of the dump", path=path)
     runs = []
     for number, folder in found:
         if (folder / MANIFEST_NAME).exists():
             run = DumpRun(folder)
             if run.manifest.run != number:
                 fix = f"name it {format_run_folder(run.manifest.run)}, or move it out of the dump"
-                raise DumpError(f"{folder / MANIFEST_NAME}: it is of run {run.manifest.run}: {fix}")
+                raise DumpError(
+                    f"{folder / MANIFEST_NAME}: it is of run {run.manifest.run}: {fix}",
+                    path=folder / MANIFEST_NAME,
+                )
             runs.append(run)
         elif has_parts(folder):
             raise DumpError(
                 f"{folder / MANIFEST_NAME}: it is gone, and iterations of the run are there: put it back, "
                 "or move "
                 f"{folder.name} out of the dump; megatron_flex.dump.reader.open_damaged_dump reads the "
-                "other runs"
+                "other runs",
+                path=folder / MANIFEST_NAME,
             )
         else:
             text = f"{folder} is left out: it has neither a manifest nor a part of an iteration"
             warnings.warn(f"{text}; `megatron-flex dump prune` removes it", FlexWarning, 4)
     if not runs:
-        raise DumpError(f"{path} has no run of a dump in it; name the folder that mf.Dump was given")
+        raise DumpError(
+            f"{path} has no run of a dump in it; name the folder that mf.Dump was given", path=path
+        )
     return runs

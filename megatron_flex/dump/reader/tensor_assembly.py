@@ -180,7 +180,10 @@ class AssembledTensor:
         if entry.span is not None:
             return self._read_spans(shard, where)
         if part.where[entry.tensor][1] != entry.shape:
-            raise DumpError(f"{part.path}: {entry.tensor[:80]} differs from its index: the file is damaged")
+            raise DumpError(
+                f"{part.path}: {entry.tensor[:80]} differs from its index: the file is damaged",
+                path=part.path,
+            )
         _check_inside(part, entry.shape, where)
         return self.files.view(part, entry, where)
 
@@ -219,7 +222,9 @@ class AssembledTensor:
         front = [d for d in (sample, token) if d is not None]
         rest = [d for d in range(len(where)) if d not in front]
         if lookup is None or not front:
-            raise DumpError(f"{part.path}: {entry.tensor[:80]} was picked, and the settings pick nothing")
+            raise DumpError(
+                f"{part.path}: {entry.tensor[:80]} was picked, and the settings pick nothing", path=part.path
+            )
         _check_inside(part, entry.shape, where)
         at = [torch.tensor(list(where[d]), dtype=torch.int64) for d in front]
         rows = lookup.rows(at[0] if len(front) == 1 else at[0][:, None] * entry.shape[front[1]] + at[1])
@@ -245,7 +250,8 @@ class AssembledTensor:
         if stored != (len(indices[0]), *rest):
             raise DumpError(
                 f"{part.path}: {entry.tensor[:80]} has shape {list(stored)}, and the run's settings pick "
-                f"{[len(indices[0]), *rest]}: the file is damaged"
+                f"{[len(indices[0]), *rest]}: the file is damaged",
+                path=part.path,
             )
         return _RowLookup(indices[0] if len(dims) == 1 else indices[0] * entry.shape[dims[1]] + indices[1])
 
@@ -309,7 +315,9 @@ def _is_uneven(layout: Layout) -> bool:
 def _check_inside(part: StoredPart, shape: Sequence[int], where: RegionIndex) -> None:
     for length, index in zip(shape, where, strict=True):
         if len(index) and (index[-1] if isinstance(index, range) else max(index)) >= length:
-            raise DumpError(f"{part.path}: ranks hold shards of different shapes, here {tuple(shape)}")
+            raise DumpError(
+                f"{part.path}: ranks hold shards of different shapes, here {tuple(shape)}", path=part.path
+            )
 
 
 class TokenMean:

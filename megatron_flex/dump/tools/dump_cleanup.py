@@ -126,7 +126,10 @@ def prune_dump(path: Path, removals: Sequence[Removal]) -> int:
         if aside.is_dir():
             aside.rmdir()
     except OSError as error:
-        raise DumpError(f"{error.filename or path}: cannot be removed: {error.strerror or error}") from error
+        raise DumpError(
+            f"{error.filename or path}: cannot be removed: {error.strerror or error}",
+            path=error.filename or path,
+        ) from error
     return freed
 
 

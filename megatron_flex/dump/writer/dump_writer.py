@@ -148,7 +148,9 @@ class DumpWriter:
         self._closed = True
         began = time.monotonic()
         if not self._back.close():
-            lost = DumpError(f"{self.folder}: {_make_stall_error()}; what it has not is lost")
+            lost = DumpError(
+                f"{self.folder}: {_make_stall_error()}; what it has not is lost", path=self.folder
+            )
             self._back.failures.append(("stalled", lost))
         self.tally.waited += time.monotonic() - began
         self._warn()

@@ -51,7 +51,9 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
             if not (RUN_NAME.fullmatch(f.name) or TEMPORARY_RUN_NAME.fullmatch(f.name))
         ]
         if foreign and not earlier:
-            raise DumpError(f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder")
+            raise DumpError(
+                f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder", path=path
+            )
         skipped: set[str] = set()
         for folder in earlier:
             before = Manifest.read(folder)
@@ -59,9 +61,11 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
             skipped |= list_complete_iterations(folder, before)
         return _create_run_folder(path, replace(manifest, skipped=tuple(sorted(skipped))))
     except OSError as error:
-        raise DumpError(f"{path}: no dump can be written there: {error.strerror or error}") from error
+        raise DumpError(
+            f"{path}: no dump can be written there: {error.strerror or error}", path=path
+        ) from error
     except (ValueError, TypeError) as error:  # raised on one rank; other ranks must learn of it
-        raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}") from error
+        raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}", path=path) from error
 
 
 def find_access_problem(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
@@ -125,12 +129,15 @@ def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
         DumpError: the folder holds another model's dump, or one of other settings.
     """
     if before.identity != now.identity:
-        raise DumpError(f"{path} holds another model's dump ({before.framework}); name another folder")
+        raise DumpError(
+            f"{path} holds another model's dump ({before.framework}); name another folder", path=path
+        )
     for key, value in now.settings.items():
         if key not in CHANGEABLE_SETTINGS and before.settings.get(key) != value:
             raise DumpError(
                 f"{path} holds a dump with {key}={before.settings.get(key)!r}, and not {value!r}; name "
-                "another folder, or the same settings"
+                "another folder, or the same settings",
+                path=path,
             )
 
 

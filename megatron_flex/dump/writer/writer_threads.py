@@ -279,7 +279,8 @@ class WriterThreads:
             kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
         then = "the run stops" if self.stops else "those that follow are tried again"
         failure = DumpError(
-            f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and {then}"
+            f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and {then}",
+            path=self.folder / running.folder,
         )
         failure.__cause__ = error
         self.failures.append((kind, failure))

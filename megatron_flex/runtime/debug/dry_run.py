@@ -154,7 +154,7 @@ def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup
     if outcome is None:
         return
     if outcome.wrong or certain:
-        raise HookError(outcome.text)
+        raise HookError(outcome.text, site=outcome.site)
     if outcome.error is not None and not isinstance(
         outcome.error, IndexError
     ):  # which may be the error of a length
@@ -167,12 +167,14 @@ class TrialFailure(NamedTuple):
 
     Attributes:
         text: the message.
+        site: the name of the hook point.
         wrong: whether the function's result is invalid; otherwise the function raised `error`.
         error: the exception.
         place: the file and line of the user's code that raised, or those of the function.
     """
 
     text: str
+    site: str
     wrong: bool
     error: BaseException | None
     place: tuple[str, int]
@@ -230,4 +232,4 @@ def _describe_failure(
     what = describe_error(error)
     where = f"{describe_edit(edit)} ({place[0]}:{place[1]})"
     text = f"hook ({hook.describe()}) tried at {site.name} on {dtype} {tuple(shape)}: {what}, in {where}"
-    return TrialFailure(text, wrong, error, place)
+    return TrialFailure(text, site.name, wrong, error, place)
