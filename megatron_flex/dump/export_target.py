@@ -34,9 +34,13 @@ def check_export_target(out: Path, to: str, force: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not force:
-        raise DumpError(f"{out} exists already; name another, or pass --force to replace an earlier export")
+        raise DumpError(
+            f"{out} exists already; name another, or pass --force to replace an earlier export", path=out
+        )
     if reason := _find_foreign_content(out):
-        raise DumpError(f"{out}: {reason}; --force replaces only an earlier export: name another path")
+        raise DumpError(
+            f"{out}: {reason}; --force replaces only an earlier export: name another path", path=out
+        )
 
 
 def replace_target(complete: Path, out: Path, to: str, force: bool) -> None:
