@@ -22,6 +22,18 @@ from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
 
 
+def number_microbatch(
+    order: str, microbatch: int, replica: int, replicas: int, microbatches: int = 0
+) -> int | None:
+    """Return the number of a microbatch among those of all data parallel replicas.
+
+    The arguments are those of `number_first_sample`. None if the number cannot be known.
+    """
+    if order == "interleaved":
+        return microbatch * replicas + replica
+    return replica * microbatches + microbatch if microbatches or replicas == 1 else None
+
+
 def number_first_sample(
     order: str, microbatch: int, replica: int, replicas: int, microbatches: int, count: int
 ) -> int | None:
@@ -38,11 +50,8 @@ def number_first_sample(
     Returns:
         The number; None if it cannot be known.
     """
-    if order == "interleaved":
-        return (microbatch * replicas + replica) * count
-    if microbatches or replicas == 1:
-        return (replica * microbatches + microbatch) * count
-    return None
+    number = number_microbatch(order, microbatch, replica, replicas, microbatches)
+    return None if number is None else number * count
 
 
 TOKEN_DIM, SAMPLE_DIM = "s", "b"  # the names of the dims that tokens and samples are counted along

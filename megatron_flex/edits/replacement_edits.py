@@ -28,7 +28,7 @@ PatchSource = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
 class resample(Edit):
     """Replace each sample by another one, drawn at random; or each position, of any dim.
 
-    None keeps its own values. All ranks draw the same permutation, also in recomputation.
+    None keeps its own values. All ranks of a replica draw the same permutation, also in recomputation.
 
     Attributes:
         over: the name of the dim.

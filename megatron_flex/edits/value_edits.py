@@ -110,7 +110,7 @@ class clamp(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class noise(Edit):
-    """Add Gaussian noise; the same on all ranks, and again in recomputation.
+    """Add Gaussian noise: the same on all ranks of a replica, and again in recomputation.
 
     Attributes:
         std: the standard deviation of the noise.

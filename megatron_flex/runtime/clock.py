@@ -21,6 +21,8 @@ class Clock:
         step: the number of runs of a schedule, or calls of the model outside one, since attaching; from 0.
         iteration: the framework's iteration number, or `step` if the framework has none.
         given_iteration: the iteration number of a launcher, which replaces the framework's; or None.
+        seeds: the iteration that seeds the random numbers of edits (a launcher's also for calls outside a
+            schedule, so that a resumed run draws other numbers), and how many steps in a row had it before.
         microbatch: the microbatch whose forward or backward pass runs.
         tokens: the number of tokens that this rank's losses of the step are summed over, where the framework
             divides by the tokens of all ranks at the end of the step; otherwise None.
@@ -34,6 +36,7 @@ class Clock:
         self.step = -1
         self.iteration = -1
         self.given_iteration: int | None = None
+        self.seeds = -1, 0
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.packs: dict[int, PackedSequences] = {}
@@ -68,6 +71,8 @@ class Clock:
         self.tokens, self.by_calls = None, False
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
+        known = self.iteration if self.given_iteration is None else self.given_iteration
+        self.seeds = known, self.seeds[1] + 1 if known == self.seeds[0] else 0
         self.microbatch = self.chunk = 0
         self.microbatches = 1  # a single call outside a schedule, which reports no microbatch
         self._calls.clear()

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives import from_edit_rank, is_leader_for, replica_mesh, to_edit_rank
 from megatron_flex.config import flex_config
+from megatron_flex.dump.token_selection import number_microbatch
 from megatron_flex.errors import BrokenError, FlexError, HookError, describe_error, error_attributes
 from megatron_flex.layout import Layout
-from megatron_flex.mesh import Mesh
+from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.autograd_graph import connect_output, enter_edit
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -47,19 +48,26 @@ def seed_generators(key: Key, index: int, like: Tensor) -> Iterator[None]:
     Generators that the user made are left alone.
 
     Args:
-        key: the site, step, microbatch and call; each key has its own stream.
+        key: the key that `EditRunner.make_seed` makes of the key of a pass; each has its own stream.
         index: the index of the hook among those at its site; each index has its own stream.
         like: a tensor on the device whose generator the edit would use.
     """
     devices = [like.device] if like.device.type == "cuda" else []
     seed = zlib.crc32(
-        f"{flex_config.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}/{index}".encode()
+        f"{flex_config.seed}/{key.site}/{key.iteration}.{key.step}/{key.microbatch}/{key.call}/{index}".encode()
     )
     with torch.random.fork_rng(devices, device_type="cuda"), _seed_other_generators(seed):
         torch.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed(seed)
         yield
+
+
+def find_replica_axis(layout: Layout, mesh: Mesh) -> Axis:
+    """The axis whose ranks edit the full tensors of different samples; an axis of one rank where the layout
+    gathers the samples of all of them.
+    """
+    return SINGLE_RANK["dp"] if "dp" in layout.axes else mesh["dp"]
 
 
 @contextmanager
@@ -87,6 +95,7 @@ class PlannedEdit:
         index: of the hook among those at the site.
         function: what is called.
         draws: whether it may draw random numbers.
+        replicas: the axis whose ranks draw different ones.
         fresh: whether it changes nothing in place, and keeps no reference to its result.
     """
 
@@ -94,6 +103,7 @@ class PlannedEdit:
     index: int
     function: EditingFunction
     draws: bool
+    replicas: Axis
     fresh: bool
 
 
@@ -156,6 +166,7 @@ class EditRunner:
             )
         else:
             holders, here, shape = way.holders, way.leads, way.shard.full_size
+        seed = self.make_seed(key, find_replica_axis(layout, self.mesh))
         full = entrance = enter_edit(full)
         sure = way is not None and way.returns_new_tensor
         for index, hook in enumerate(hooks):
@@ -164,16 +175,16 @@ class EditRunner:
                 self.guard(hook, key, partial(hook.check_shape, shape))
             if way is not None and hook in way.edits:
                 find = partial(way.at, hook, key)
-                edited = self._run(hook, index, key, module, full, holders, here, find, way.edits[hook])
+                edited = self._run(hook, index, key, seed, module, full, holders, here, find, way.edits[hook])
                 full = full if edited is None else edited
             elif hook.editing_function is not None:
                 if hook in self.passing.plan.hooks:
                     self.passing.arrive()
                 if hook.run == "once":
-                    full = self._run_once(hook, index, key, module, full, holders, here)
+                    full = self._run_once(hook, index, key, seed, module, full, holders, here)
                 else:
                     edited = self._run(
-                        hook, index, key, module, full, holders, here, *_resolve_edit(hook, key)
+                        hook, index, key, seed, module, full, holders, here, *_resolve_edit(hook, key)
                     )
                     full = full if edited is None else edited
         return connect_output(self.scopes.anchor_gradients(full, holders, here), entrance, sure)
@@ -191,7 +202,7 @@ class EditRunner:
                     made = step.function(module, tensor, self.save_ctx, self.modules)
                     check_result(made, tensor.shape, tensor.dtype, tensor.device)
                 elif step.draws:
-                    with seed_generators(key, step.index, tensor):
+                    with seed_generators(self.make_seed(key, step.replicas), step.index, tensor):
                         made = self._call_planned(step, key, module, tensor)
                 else:
                     made = self._call_planned(step, key, module, tensor)
@@ -223,6 +234,7 @@ class EditRunner:
         hook: HookFunction,
         index: int,
         key: Key,
+        seed: Key,
         module: Any,
         full: Tensor,
         holders: Mesh,
@@ -239,7 +251,7 @@ class EditRunner:
         ):  # a failed edit must change nothing in place
             full = full.clone()
         with ExitStack() as around:
-            self._prepare(around, hook, index, key, full, edit, replay)
+            self._prepare(around, hook, index, key, seed, full, edit, replay)
             call = partial(call_editing_function, find, module, full, self.save_ctx, self.modules)
             attempt = partial(self.skipping.attempt, holders) if skips else _call_once
             if hook in self.passing.plan.hooks:
@@ -264,6 +276,7 @@ class EditRunner:
         hook: HookFunction,
         index: int,
         key: Key,
+        seed: Key,
         full: Tensor,
         edit: EditingFunction | None,
         replay: bool,
@@ -272,12 +285,21 @@ class EditRunner:
         need.
         """
         if edit is None or self._draws(edit):
-            around.enter_context(seed_generators(key, index, full))
+            around.enter_context(seed_generators(seed, index, full))
         if self.modules or not getattr(edit, "returns_new_tensor", False):
             around.enter_context(self.trainable.editing(replay))
             around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass
                 self.trainable.contain(full)
+
+    def make_seed(self, key: Key, replicas: Axis) -> Key:
+        """The key that seeds the edits of a pass: with the number of the microbatch among those of all
+        replicas, so that they draw what one process draws that has all microbatches; with the iteration, so
+        that a resumed run goes on with other numbers; and with the steps that had this iteration before.
+        """
+        number = number_microbatch("interleaved", key.microbatch, replicas.coord, replicas.size)
+        iteration, repeats = self.clock.seeds
+        return Key(key.site, repeats, iteration, key.microbatch if number is None else number, key.call)
 
     def _draws(self, edit: EditingFunction) -> bool:
         """Whether a function may draw random numbers; examined once."""
@@ -289,17 +311,27 @@ class EditRunner:
         return found[1]
 
     def _run_once(
-        self, hook: HookFunction, index: int, key: Key, module: Any, full: Tensor, holders: Mesh, here: bool
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        seed: Key,
+        module: Any,
+        full: Tensor,
+        holders: Mesh,
+        here: bool,
     ) -> Tensor:
         """Let one rank edit for all ranks that hold this full tensor."""
         if all(axis.size == 1 for axis in holders):
-            alone = self._run(hook, index, key, module, full, SINGLE_RANK, here, *_resolve_edit(hook, key))
+            alone = self._run(
+                hook, index, key, seed, module, full, SINGLE_RANK, here, *_resolve_edit(hook, key)
+            )
             return full if alone is None else alone
         full = to_edit_rank(full, holders)
         made: Tensor | None = full
         if here:
             found = _resolve_edit(hook, key)
-            run = partial(self._run, hook, index, key, module, full, SINGLE_RANK, here, *found)
+            run = partial(self._run, hook, index, key, seed, module, full, SINGLE_RANK, here, *found)
             made = self.guard(hook, key, run)
         if hook in self.passing.plan.hooks:
             self.scopes.share(hook, partial(self._refused, hook, key), holders, here)

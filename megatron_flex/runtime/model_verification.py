@@ -26,7 +26,7 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
-from megatron_flex.runtime.edit_runner import call_editing_function, seed_generators
+from megatron_flex.runtime.edit_runner import call_editing_function, find_replica_axis, seed_generators
 from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
@@ -190,11 +190,12 @@ class LocalEditCheck:
             full = gather_full(local.detach(), plan.layout, firing.mesh)
             got = gather_full(out.detach(), plan.layout, firing.mesh)
             words = " | ".join(describe_edit(e) for e in plan.given.values())
+            seed = editing.make_seed(key, find_replica_axis(plan.layout, firing.mesh))
             try:
                 for index, hook in enumerate(hooks):
                     if hook in plan.edits and not editing.skipping.was_skipped(key, index):
                         find = partial(hook.editing_at, key)
-                        with seed_generators(key, index, full):
+                        with seed_generators(seed, index, full):
                             full = call_editing_function(
                                 find, module, full.clone(), Namespace(), nn.ModuleDict()
                             )

@@ -18,7 +18,7 @@ from megatron_flex.runtime.autograd_graph import connect_output, enter_edit, mak
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_dispatcher import EditDispatcher
-from megatron_flex.runtime.edit_runner import PlannedEdit
+from megatron_flex.runtime.edit_runner import PlannedEdit, find_replica_axis
 from megatron_flex.runtime.hook_collectives import raise_broken
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
@@ -55,6 +55,7 @@ def plan_pass(
             hooks.index(hook),
             edit,
             draws_random_numbers(edit),
+            find_replica_axis(layout, edits.mesh),
             bool(getattr(edit, "returns_new_tensor", False)),
         )
         for hook, edit in functions.items()

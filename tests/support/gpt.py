@@ -411,14 +411,20 @@ def _length(case: Case) -> int:
     return packed.length(case.padded) if case.packed else SEQUENCE
 
 
-def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = False) -> list[float]:
-    """One run of Megatron's own schedule over a case's data; returns the losses on the last stage."""
+def step(
+    case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = False, interleaved: bool = False
+) -> list[float]:
+    """One run of Megatron's own schedule over a case's data; returns the losses on the last stage.
+
+    Replicas have blocks of microbatches, or take turns (`interleaved`, as with Megatron's sampler).
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.grad = None
-    mine = data(case.microbatches * case.dp)[rank * case.microbatches : (rank + 1) * case.microbatches]
+    here = slice(rank, None, case.dp) if interleaved else slice(rank * case.microbatches, None)
+    mine = data(case.microbatches * case.dp)[here][: case.microbatches]
     if case.joint > 1:
         every = data(case.microbatches * case.joint)
         mine = [
