@@ -121,14 +121,6 @@ def test_no_page_needs_a_network(site: Path) -> None:
     assert (site / "search" / "search_index.js").is_file()
 
 
-def test_the_output_is_ignored_by_git() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("no checkout")
-    (folder,) = re.findall(r"^site_dir: (\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
-    done = subprocess.run(["git", "check-ignore", "-q", f"{folder}/index.html"], cwd=ROOT)
-    assert done.returncode == 0, f"{folder} is not ignored"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["[a](nothing.md)", "[a](start.md#nothing)"])
 def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> None:
