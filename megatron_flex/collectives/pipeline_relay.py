@@ -174,7 +174,7 @@ def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]
 def unpack_values(package: Tensor) -> dict[Any, Any]:
     """The items of a package; tensors are on the same type of device as before."""
     length = int(package[:8].cpu().view(torch.int64))
-    parts, about = pickle.loads(package[8 : 8 + length].cpu().numpy().tobytes())
+    parts, about = pickle.loads(package[8 : 8 + length].cpu().numpy().tobytes())  # noqa: S301 (of a rank)
     tensors, start = [], _align_offset(8 + length)
     for shape, dtype, device in about:
         flat = torch.empty(shape, dtype=dtype, device="meta")

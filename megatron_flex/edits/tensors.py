@@ -112,7 +112,7 @@ def read_tensor_file(path: str | Path) -> Any:
     if not path.is_file():
         raise HookError(f"no file {path} on this rank; every rank that runs the edit reads it")
     if path.suffix == ".pt":
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     return _import_safetensors(path).load_file(path)
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import select
 import selectors
-import socket
+import socket  # noqa: TID251
 import struct
 import time
 import weakref

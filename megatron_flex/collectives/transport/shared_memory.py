@@ -15,7 +15,7 @@ one message for a step. During setup the ranks of a stage find which of them sha
 from __future__ import annotations
 
 import os
-import socket
+import socket  # noqa: TID251
 import sys
 import warnings
 from collections.abc import Sequence

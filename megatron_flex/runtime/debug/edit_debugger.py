@@ -9,7 +9,7 @@ import os
 import pdb
 import secrets
 import selectors
-import socket
+import socket  # noqa: TID251
 import sys
 import time
 from collections.abc import Iterator

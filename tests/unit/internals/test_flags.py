@@ -137,10 +137,9 @@ def test_the_page_has_every_flag_in_its_group() -> None:
     for line in page.splitlines():
         if line.startswith("#"):
             group = line.lstrip("# ").lower()
-        row = re.fullmatch(r"\| `(--flex-.*?)` \| (.*) \|", line)
-        if row:
-            told.append((group, *(cell.replace(r"\|", "|") for cell in row.groups())))
-    assert told == [(f.group, f.usage, f.words) for f in FLAGS]
+        if row := re.match(r"\| `(--flex-.*?)` \|", line):
+            told.append((group, row[1].replace(r"\|", "|")))
+    assert told == [(f.group, f.usage) for f in FLAGS]
 
 
 # --- both ways say the same

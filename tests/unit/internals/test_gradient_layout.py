@@ -1,10 +1,8 @@
-"""Which layout a gradient has: each answer, and that no other module decides it."""
+"""Which layout a gradient has: each answer."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +20,6 @@ from megatron_flex.layout.gradient_layout import (
     find_unsummed_axes,
     layout_in_pass,
 )
-
-ROOT = Path(__file__).parents[3]
-DECIDES = "megatron_flex/layout/gradient_layout.py"
-ALGEBRA = "megatron_flex/layout/algebra.py"
 
 FULL = replicated("s", "h")
 CUT = Layout((Dim("s", (Cut("tp"),)), Dim("h")))
@@ -155,66 +149,3 @@ def test_the_gradient_of_replicated_values_with_uses_is_their_sum() -> None:
     layout = find_activation_gradient(_Tap(TP_USE), replicated("h"))().layout
     assert layout is not None
     assert torch.equal(assemble(layout, halves, {"tp": 2}), 2 * tensor.detach())
-
-
-# -- no second place -----------------------------------------------------------------------------------
-
-
-def find_decisions(path: str, source: str) -> list[str]:
-    """Where code works out a gradient's layout by itself: `.gradient()`, or sums that become shares."""
-    wrong = []
-    for node in ast.walk(ast.parse(source, path)):
-        where = f"{path}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Call):
-            named = isinstance(node.func, ast.Attribute) and node.func.attr == "gradient"
-            if named and not node.args and not node.keywords:
-                wrong.append(f"{where}: {ast.unparse(node)}")
-            for keyword in node.keywords:
-                other = {"partial": "shared", "shared": "partial"}.get(keyword.arg or "")
-                parts = ast.walk(keyword.value)
-                if other and any(isinstance(n, ast.Attribute) and n.attr == other for n in parts):
-                    wrong.append(f"{where}: {ast.unparse(node)}")
-        elif isinstance(node, ast.Attribute) and node.attr == "gradient":
-            owner = ast.unparse(node.value)
-            if owner == "Layout" or owner.endswith("layout"):
-                wrong.append(f"{where}: {ast.unparse(node)}")
-    return wrong
-
-
-def test_no_other_module_decides() -> None:
-    files = sorted((ROOT / "megatron_flex").rglob("*.py"))
-    assert len(files) > 100
-    found = {
-        path: wrong
-        for file in files
-        if (wrong := find_decisions(path := file.relative_to(ROOT).as_posix(), file.read_text("utf-8")))
-    }
-    assert list(found) == [ALGEBRA, DECIDES]
-    assert [line.partition(": ")[2] for line in found[DECIDES]] == ["shared.gradient()"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "x = site.layout.gradient()",
-        "find = layout.gradient",
-        "f(Layout.gradient)",
-        "replace(layout, partial=layout.shared)",
-        "Layout(dims, partial=(), shared=old.partial + ('tp',))",
-        "def f():\n    return held['layout'].gradient()",
-    ],
-)
-def test_the_check_can_fail(source: str) -> None:
-    assert find_decisions("megatron_flex/a.py", source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "adapter.gradient(parameter, True)",
-        "hook.gradient",
-        "replace(layout, partial=(*layout.partial, 'cp'))",
-    ],
-)
-def test_the_check_can_pass(source: str) -> None:
-    assert find_decisions("megatron_flex/a.py", source) == []

@@ -1,8 +1,7 @@
 """The private and undocumented names of other packages that this package uses, in one table.
 
 Nothing is imported here. A new version of a package may change such a name without notice:
-`tests/unit/internals/test_upstream_symbols.py` compares the table with the code and with the installed
-packages.
+`tests/unit/test_upstream_symbols.py` compares the table with the installed packages.
 """
 
 from __future__ import annotations
