@@ -79,6 +79,8 @@ class Site:
         index: which tensor of a nested output this is, counted depth first.
         unbatched: whether the tensor has no batch dim `b` when sequences are packed.
         order: its place in the order of the model, the same on all stages; None where its name tells that.
+        aliases: the other names of a module that the model holds several times. A hook by any of them has all
+            calls of the module, under `name`.
 
     Examples:
         >>> (site,) = flex.sites("decoder.layers.1.mlp.linear_fc1:output")
@@ -102,6 +104,7 @@ class Site:
     chunk: int = 0
     unbatched: bool = False
     order: tuple[int, int] | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -309,10 +312,11 @@ class SiteTable:
 
     @cached_property
     def _of_module(self) -> dict[str, list[Site]]:
-        """The sites of each module, by its path."""
+        """The sites of each module, by its path and by its other names."""
         out: dict[str, list[Site]] = {}
-        for name, site in self._sites.items():
-            out.setdefault(name.partition(":")[0], []).append(site)
+        for site in self._sites.values():
+            for path in (site.module, *site.aliases):
+                out.setdefault(path, []).append(site)
         return out
 
     @cached_property
@@ -361,7 +365,8 @@ class SiteTable:
         found = [
             s
             for s in here
-            if _glob(path).fullmatch(s.module) and (wanted is None or _glob(wanted).fullmatch(s.point))
+            if any(_glob(path).fullmatch(module) for module in (s.module, *s.aliases))
+            and (wanted is None or _glob(wanted).fullmatch(s.point))
         ]
         if not found:
             raise SiteError(self._nothing(pattern, path, wanted))
@@ -412,7 +417,8 @@ class SiteTable:
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
         check_pattern(pattern)
-        points = sorted({s.point for s in self if _glob(path).fullmatch(s.module)})
+        modules = ((s, (s.module, *s.aliases)) for s in self)
+        points = sorted({s.point for s, paths in modules if any(_glob(path).fullmatch(p) for p in paths)})
         if points:
             return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
         names = [s.name for s in self] if ":" in pattern else list(dict.fromkeys(s.module for s in self))

@@ -26,7 +26,7 @@ from megatron_flex.adapters.adapter_base import (
 )
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import ModelRunner, UncompiledTap, UserLoop, compiled_regions
-from megatron_flex.adapters.module_names import ROOT, has_forward, named_modules, unwrap
+from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
 from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
 from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap
@@ -65,6 +65,7 @@ class ModuleAdapter:
         self.rules: Rules = rules or NoRules()
         self.prefix = next(f"{n}." if n else "" for n, m in chunk.named_modules() if m is self.root)
         self._named = list(named_modules(self.root))
+        self._aliases = further_names(self.root)
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
         self.keeping: ParameterStorage = keeping or ModuleParameters(self.root)
@@ -126,7 +127,11 @@ class ModuleAdapter:
     def sites(self) -> list[Site]:
         """Input and output of every module that can be called, parents first, and the rules' inner points."""
         return [
-            replace(site, tap=self._uncompiled(site.tap, module))
+            replace(
+                site,
+                tap=self._uncompiled(site.tap, module),
+                aliases=self._aliases.get(module, ()),
+            )
             for name, module in self._modules
             for site in self._of(name, module)
         ]

@@ -76,6 +76,42 @@ def _walk_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterato
         left += [(front + name, unwrap(child)) for name, child in _children(module)][::-1]
 
 
+MAX_ALIASES = 64  # further names of one module: blocks that share blocks multiply them
+
+
+def further_names(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """The names of modules that the model holds several times, besides the name in `named_modules`."""
+    holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    first = dict((module, path) for path, module in named_modules(root))
+    for holder in first:
+        for name, child in _held_children(holder):
+            holders.setdefault(unwrap(child), []).append((holder, name))
+    if all(len(places) == 1 for places in holders.values()):
+        return {}
+    names: dict[nn.Module, list[str]] = {}
+
+    def names_of(module: nn.Module, within: frozenset[nn.Module]) -> list[str]:
+        if module not in names:
+            places = [(h, n) for h, n in holders.get(module, ()) if h not in within]
+            paths = [f"{p}.{n}" if p else n for h, n in places for p in names_of(h, within | {module})]
+            names[module] = paths[: MAX_ALIASES + 1] or [first[module]]
+        return names[module]
+
+    return {
+        module: further
+        for module, path in first.items()
+        if (further := tuple(n for n in names_of(module, frozenset({module})) if n != path))
+    }
+
+
+def _held_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Direct children, one held twice with both names; those of fairscale's Pipe once, as its partitions are."""
+    if is_fairscale(module, "Pipe"):
+        yield from _children(module)
+    else:
+        yield from ((name, child) for name, child in module._modules.items() if child is not None)
+
+
 def all_modules(root: nn.Module) -> list[nn.Module]:
     """All modules, wrappers too, as `root.modules()` has them, in a fraction of its time."""
     return walk_modules(root).modules

@@ -699,3 +699,49 @@ def test_warnings_point_at_the_line_that_caused_them(tmp_path: Path) -> None:
     assert [text.startswith(start) for (text, _), start in zip(own, starts, strict=True)] == [True] * 4
     lines = [line - fails.__code__.co_firstlineno for _, line in own]
     assert lines == [9, 10, 1, 13]
+
+
+class Repeated(nn.Module):
+    """Holds one activation under three names, and one block under two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        block = nn.Sequential(nn.Linear(4, 4), self.act)
+        self.layers = nn.ModuleList([block, nn.Sequential(nn.Linear(4, 4), self.act), block])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "site", "calls"),
+    [
+        ("act", "act", 3),
+        ("layers.1.1", "act", 3),
+        ("layers.2.1", "act", 3),
+        ("layers.2.0", "layers.0.0", 2),
+        ("layers.[12].0:input", "layers.1.0", 1),
+    ],
+)
+def test_a_module_that_is_held_several_times_has_all_of_its_names(name: str, site: str, calls: int) -> None:
+    model, expected = Repeated(), []
+    handle = model.get_submodule(site).register_forward_hook(lambda m, i, o: expected.append((i[0], o)))
+    with mf.attach(model, [HookFunction(name)]) as flex:
+        model(torch.randn(2, 4))
+        (key,) = [key for key in flex.output_dict if key.startswith(f"{site}:")]
+        captured = flex.output_dict[key]
+    handle.remove()
+    assert len(captured) == len(expected) == calls
+    for tensor, pair in zip(captured, expected, strict=True):
+        assert torch.equal(tensor, pair[key.endswith("output")])
+
+
+def test_modules_that_hold_each_other_have_finitely_many_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential())
+    model[1].loop = model[1]
+    with mf.FlexModel(model) as flex:
+        (site,) = flex.sites("0:output")
+        assert site.aliases == ()
