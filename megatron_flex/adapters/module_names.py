@@ -82,7 +82,7 @@ MAX_ALIASES = 64  # further names of one module: blocks that share blocks multip
 def further_names(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     """The names of modules that the model holds several times, besides the name in `named_modules`."""
     holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    first = dict((module, path) for path, module in named_modules(root))
+    first = {module: path for path, module in named_modules(root)}
     for holder in first:
         for name, child in _held_children(holder):
             holders.setdefault(unwrap(child), []).append((holder, name))
@@ -105,7 +105,7 @@ def further_names(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def _held_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Direct children, one held twice with both names; those of fairscale's Pipe once, as its partitions are."""
+    """Direct children, one held twice with both names; those of a Pipe of fairscale once."""
     if is_fairscale(module, "Pipe"):
         yield from _children(module)
     else:

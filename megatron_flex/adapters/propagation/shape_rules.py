@@ -38,10 +38,28 @@ def _move_dims(call: FunctionCall, to: DimMap, why: str = "") -> Spread:
 
 def reshape(call: FunctionCall) -> Spread:
     """A split dim is sharded in its leading part, a merged one if the sharded dim was leading."""
-    x, out = call.first, call.out
-    return _move_dims(
-        call, lambda dim: target_dim(call.name, tuple(x.shape), dim, tuple(out.shape), _inferred_dim(call))
-    )
+    shape, new = tuple(call.first.shape), tuple(call.out.shape)
+
+    def to(dim: int) -> int | None:
+        if (at := _repeated_dim(call.first, dim, new)) is not None:
+            return at
+        return target_dim(call.name, shape, dim, new, _inferred_dim(call))
+
+    return _move_dims(call, to)
+
+
+def _repeated_dim(x: Tensor, dim: int, new: Sequence[int]) -> int | None:
+    """The position of a sharded dim of one entry that is merged with the expanded dim after it.
+
+    `expand` and `reshape` repeat each entry, as grouped-query attention repeats its key heads. On a rank with
+    one key head the shapes do not show whether that head is merged with the batch before it or with its
+    copies. The stride of zero shows the copies.
+    """
+    if x.shape[dim] != 1 or dim + 1 == x.ndim or x.shape[dim + 1] == 1 or x.stride(dim + 1) != 0:
+        return None
+    before = prod(x.shape[:dim])
+    places = (at for at in range(len(new)) if prod(new[:at]) == before and new[at] == x.shape[dim + 1])
+    return next(places, None)
 
 
 def _inferred_dim(call: FunctionCall) -> int | None:

@@ -92,6 +92,12 @@ def judge(function: Function, wholes: Sequence[Tensor], dims: Sequence[int | Non
     return "right"
 
 
+def repeat_heads(x: Tensor) -> Tensor:
+    """Each key head for two query heads, as grouped-query attention repeats it; a rank may have one head."""
+    batch, heads, *rest = x.shape
+    return x[:, :, None].expand(batch, heads, 2, *rest).reshape(batch, heads * 2, *rest)
+
+
 # A name; the ways to cut the operands, by the dim of each, in which something must be said of the results;
 # shapes of the operands; the function.
 X = (4, 2, 4)
@@ -110,6 +116,8 @@ EVERYWHERE: list[tuple[str, str, tuple[tuple[int, ...], ...], Function]] = [
     ("view split", "0 1 2", ((4, 2, 8),), lambda x: x.view(*x.shape[:2], -1, 4)),
     ("view joined", "0 1 2", ((4, 2, 2, 4),), lambda x: x.reshape(*x.shape[:2], -1)),
     ("view rows", "0 2", (X,), lambda x: x.reshape(-1, x.shape[-1])),
+    ("repeated heads", "0 1 2 3", ((2, 2, 4, 4),), repeat_heads),
+    ("repeated heads of one sample", "1 2 3", ((1, 2, 4, 4),), repeat_heads),
     ("view as it was", "0 1 2", ((2, 2, 4),), lambda x: x.view(x.shape)),
     ("view rows of heads", "0 2 3", ((4, 2, 2, 4),), lambda x: x.view(-1, *x.shape[2:])),
     ("view none", "0 2", (X,), lambda x: x.view(x.shape[0], 1, x.shape[1], -1)),
