@@ -5,8 +5,8 @@ computed from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Literal, Self, TypeVar
+from functools import partial, wraps
+from typing import Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,24 @@ from megatron_flex.lens.tensor_views import centre_stream, normalize_stream
 from megatron_flex.sites import Site
 
 FetchedT = TypeVar("FetchedT")
+MethodT = TypeVar("MethodT", bound=Callable[..., object])
 DimSlice = int | slice | Sequence[int] | Tensor | None
 CacheKey = str | tuple[str | int | None, ...]
+
+
+def _needs_decoder(method: MethodT) -> MethodT:
+    """Refuse a method of the residual stream where the model's components are not known."""
+
+    @wraps(method)
+    def checked(self: NamedTensors, *args: object, **kwargs: object) -> object:
+        if self.lens_names.made_of is None:
+            raise FlexError(
+                f"{method.__name__} needs Megatron's decoder.layers.*, which this model lacks; read its own "
+                f"hook points, such as cache[{next(iter(self), 'name:output')!r}]"
+            )
+        return method(self, *args, **kwargs)
+
+    return cast(MethodT, checked)
 
 
 class NamedTensors(Mapping[str, Tensor]):
@@ -223,6 +239,7 @@ class ActivationCache(NamedTensors):
 
     # -- the residual stream ---------------------------------------------------------------------------
 
+    @_needs_decoder
     def accumulated_resid(
         self,
         layer: int | None = None,
@@ -265,6 +282,7 @@ class ActivationCache(NamedTensors):
             names += [(f"{last}_mid", ("resid_mid", last))] if mid else []
         return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels, last == self._layers)
 
+    @_needs_decoder
     def decompose_resid(
         self,
         layer: int | None = None,
@@ -309,6 +327,7 @@ class ActivationCache(NamedTensors):
             names.append((f"{last}_attn_out", ("attn_out", last)))
         return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels)
 
+    @_needs_decoder
     def apply_ln_to_stack(
         self,
         residual_stack: Tensor,
@@ -376,6 +395,7 @@ class ActivationCache(NamedTensors):
 
     # -- with weights ----------------------------------------------------------------------------------
 
+    @_needs_decoder
     def compute_head_results(self) -> None:
         """Add `hook_result` of every layer to the cache. Every rank calls it.
 
@@ -392,6 +412,7 @@ class ActivationCache(NamedTensors):
                 z = self["z", n]
                 self._tensors[name] = torch.einsum("...nd,ndh->...nh", z, output.to(z))
 
+    @_needs_decoder
     def stack_head_results(
         self,
         layer: int = -1,
@@ -425,6 +446,7 @@ class ActivationCache(NamedTensors):
         labels = [f"L{n}H{m}" for n, piece in zip(kept, found, strict=True) for m in range(piece.shape[-2])]
         return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
+    @_needs_decoder
     def get_neuron_results(
         self, layer: int, neuron_slice: DimSlice = None, pos_slice: DimSlice = None
     ) -> Tensor:
@@ -439,6 +461,7 @@ class ActivationCache(NamedTensors):
         active = slice_dim(slice_dim(self["post", layer], pos_slice, -2), neuron_slice, -1)
         return active[..., None] * slice_dim(output, neuron_slice, 0).to(active)
 
+    @_needs_decoder
     def stack_neuron_results(
         self,
         layer: int,
@@ -470,6 +493,7 @@ class ActivationCache(NamedTensors):
         labels = [f"L{n}N{m}" for n in kept for m in numbers]
         return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
+    @_needs_decoder
     def get_full_resid_decomposition(
         self,
         layer: int | None = None,
@@ -502,6 +526,7 @@ class ActivationCache(NamedTensors):
             stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, None, self.has_batch_dim)
         return (stack, labels) if return_labels else stack
 
+    @_needs_decoder
     def logit_attrs(
         self,
         residual_stack: Tensor,
@@ -550,6 +575,7 @@ class ActivationCache(NamedTensors):
             directions = directions.unsqueeze(-2)  # one token for each sequence, at all its positions
         return (scaled * (directions * weight).to(scaled)).sum(-1)
 
+    @_needs_decoder
     def logit_lens(self, residual_stack: Tensor) -> Tensor:
         """The logits of residual streams as if each were the last, normed separately. Every rank calls it.
 

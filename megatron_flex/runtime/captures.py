@@ -128,6 +128,7 @@ class Captures(Mapping[str, Readings]):
 
     Args:
         own_name: returns the model's own name for one that a person may use; None if there is only one name.
+        receiver: the rank that receives the captures; None on that rank.
 
     Examples:
         >>> with attach(chunks, [HookFunction("decoder.layers.*")]) as flex:
@@ -140,9 +141,9 @@ class Captures(Mapping[str, Readings]):
         2
     """
 
-    def __init__(self, own_name: Callable[[str], str] | None = None) -> None:
+    def __init__(self, own_name: Callable[[str], str] | None = None, receiver: int | None = None) -> None:
         self._readings: dict[str, Readings] = {}
-        self._own_name = own_name
+        self._own_name, self._receiver = own_name, receiver
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Add a tensor.
@@ -203,6 +204,10 @@ class Captures(Mapping[str, Readings]):
         if points:
             raise SiteError(
                 f"{name!r} was captured at several points ({', '.join(points)}); name one of them"
+            )
+        if self._receiver is not None and not self._readings:
+            raise KeyError(
+                f"rank {self._receiver} has the captures of {name!r}; read them where flex.is_leader is True"
             )
         raise KeyError(f"nothing was captured at {name!r}{suggest_nearest(name, self._readings)}")
 

@@ -25,7 +25,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
-from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, raise_on_all_ranks
+from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, global_rank, raise_on_all_ranks
 from megatron_flex.runtime.edit_runner import BACKWARD_PASS, FORWARD_PASS, EditRunner
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
@@ -79,7 +79,7 @@ class Session:
         with shared_walk():
             adapter.check()
             own, parameters = self._list_sites(gather_data_parallel)
-        self.captures = Captures(self.sites.own_name)
+        self.captures = Captures(self.sites.own_name, None if self.is_leader else self._find_receiver())
         self.clock = Clock()
         ranks = self.mesh.ranks
         name = f"session{Session._counts[ranks]}"
@@ -137,6 +137,14 @@ class Session:
         """
         first = not self.over_data or self.mesh["dp"].coord == 0
         return is_leader(self.mesh) and self.mesh["pp"].coord == 0 and first
+
+    def _find_receiver(self) -> int:
+        """The global rank that receives the captures of this rank's replica."""
+        here = global_rank()
+        axes = ["tp", "cp", "pp"]
+        if self.over_data or self.mesh["ep"].size > 1:  # the experts of a replica are spread over replicas
+            axes.append("dp")
+        return here - sum(here - self.mesh[name].ranks[0] for name in axes if self.mesh[name].size > 1)
 
     @property
     def running(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -140,7 +141,12 @@ def keyed(case: Case, pending: int) -> Any:
     }
     by = len(flex.output_dict[FC1].at(step=1)) if out else None, len(flex.output_dict[FC1]) if out else None
     flex.restore()
-    return out, by, flex.is_leader
+    absent = ""
+    if not flex.is_leader:
+        with pytest.raises(KeyError) as error:
+            flex.output_dict[FC1]
+        absent = str(error.value)
+    return out, by, flex.is_leader, absent
 
 
 @pytest.mark.parametrize("pending", [1 << 30, 0])
@@ -148,6 +154,8 @@ def test_every_microbatch_is_kept_apart(pending: int) -> None:
     case = Case("tp2 pp2 vpp2, recomputed", tp=2, pp=2, vpp=2, microbatches=4, recompute=("full",))
     answers = run(4, keyed, case, pending)
     assert [bool(a[0]) for a in answers] == [a[2] for a in answers] == [True, False, False, False]
+    for answer in answers[1:]:
+        assert_names(answer[3], FC1, "rank 0", "flex.is_leader")
     found = answers[0][0]
     assert len(found) == case.layers + 1
     steps = [(s, s, m, 0) for s in range(3) for m in range(4)]

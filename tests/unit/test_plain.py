@@ -24,6 +24,7 @@ from megatron_flex import HookError, HookFunction, SiteError
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.sites import SiteTable
 from megatron_flex.statistics import Statistics
+from tests.support.messages import raises
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -745,3 +746,15 @@ def test_modules_that_hold_each_other_have_finitely_many_names() -> None:
     with mf.FlexModel(model) as flex:
         (site,) = flex.sites("0:output")
         assert site.aliases == ()
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["accumulated_resid", "decompose_resid", "compute_head_results", "stack_head_results", "logit_lens"],
+)
+def test_methods_of_the_residual_stream_say_that_a_model_has_no_decoder(method: str) -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    with mf.FlexModel(model) as flex:
+        _, cache = flex.interp.run_with_cache(inputs)
+        with raises(mf.FlexError, method, "decoder.layers.*", "cache['root:output']"):
+            getattr(cache, method)(*[inputs] * (method == "logit_lens"))
