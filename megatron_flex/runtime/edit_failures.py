@@ -71,7 +71,7 @@ def raise_on_all_ranks(
         site=site,
         hook=None if number is None else hooks[number],
         ranks=sorted(rank for rank, _ in failed),
-    ) from (failure and failure.error)
+    ) from (failure.error if failure else None)
 
 
 def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
