@@ -199,6 +199,11 @@ class Architecture:
         causal: whether attention is causal, without other masks.
         scaled_by_layer: whether scores of layer N are divided by N + 1.
         tied: whether the output layer shares the word embeddings.
+        embedding_scale: what the embeddings are multiplied by before they enter the residual stream.
+        logit_scale: what the output layer's result is multiplied by to give the logits.
+        scale_logits: the model's own function that does so; None if it has none.
+        not_linear: why the logits may be more than a product with the output layer's weight and that scale,
+            as the rank that has the output layer knows it; empty if they are not.
     """
 
     heads: int
@@ -210,6 +215,10 @@ class Architecture:
     causal: bool = True
     scaled_by_layer: bool = False
     tied: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    scale_logits: Callable[[Tensor], Tensor] | None = None
+    not_linear: str = ""
 
 
 class Adapter(Protocol):
@@ -246,6 +255,9 @@ class Adapter(Protocol):
 
     def buffers(self) -> Mapping[str, Tensor]:
         """This rank's buffers that are equal on all data parallel ranks of a correct run, by name."""
+
+    def buffer_owners(self) -> Mapping[str, str]:
+        """The names of all buffers on this rank, and the classes of the modules that own them."""
 
     def shards(self) -> Mapping[str, tuple[tuple[int, ...], Tensor]]:
         """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""

@@ -27,7 +27,7 @@ from megatron_flex.adapters.adapter_base import (
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import ModelRunner, UncompiledTap, UserLoop, compiled_regions
 from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
-from megatron_flex.adapters.module_walk import shared_walk
+from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
 from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap
 from megatron_flex.collectives import gather_objects
@@ -205,6 +205,10 @@ class ModuleAdapter:
             for own, buffer in module._buffers.items()
             if type(buffer) is Tensor and not buffer.is_meta and own not in module._non_persistent_buffers_set
         }
+
+    def buffer_owners(self) -> dict[str, str]:
+        """Those of all modules."""
+        return list_buffer_owners(self._named)
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """This rank's shard of each parameter sharded over data parallel ranks."""

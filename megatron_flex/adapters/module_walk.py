@@ -8,7 +8,7 @@ of which a model has few, or on modules with something unusual, which the walk l
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -116,3 +116,13 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def walk_modules(root: nn.Module) -> ModuleWalk:
     """The modules of a model, walked once inside a `shared_walk`."""
     return find_once(ModuleWalk, root)
+
+
+def list_buffer_owners(named: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:
+    """The buffers of modules given with their names, and the class of the module that owns each."""
+    return {
+        f"{path}.{name}" if path else name: type(module).__name__
+        for path, module in named
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }

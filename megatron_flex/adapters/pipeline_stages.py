@@ -249,6 +249,10 @@ class PipelineAdapter:
         """Those of all stages."""
         return {name: buffer for part in self._parts for name, buffer in part.buffers().items()}
 
+    def buffer_owners(self) -> dict[str, str]:
+        """Those of all stages."""
+        return {name: kind for part in self._parts for name, kind in part.buffer_owners().items()}
+
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """Those of all stages."""
         return {name: shard for part in self._parts for name, shard in part.shards().items()}

@@ -290,7 +290,7 @@ class MegatronWeights:
                 f"{name} belongs to a {kind}, whose layout is not known; no weights are converted"
             )
         everywhere = dict.fromkeys(site for sites, _ in reports for site in sites)
-        self.index = ParameterIndex(self.adapter, own, list(everywhere), {})
+        self.index = ParameterIndex(self.adapter, own, list(everywhere), {}, {})
         sizes = self.adapter.mesh.sizes
         self.shapes = {
             name: full_shape(PADDED.layout(site, sizes), site.local, sizes)

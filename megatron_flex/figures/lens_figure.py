@@ -200,6 +200,7 @@ class Unembedding:
         words: `[vocabulary, h]`, as stored.
         rms: whether it is an RMSNorm.
         epsilon: the norm's epsilon.
+        scale: what the model multiplies the product by.
     """
 
     weight: Tensor
@@ -207,11 +208,13 @@ class Unembedding:
     words: Tensor
     rms: bool
     epsilon: float
+    scale: float = 1.0
 
     def __call__(self, streams: Tensor) -> Tensor:
         """The logits of streams `[token, h]`."""
         stream = normalize_stream(streams, self.rms, self.epsilon) * self.weight
         stream = stream if self.bias is None else stream + self.bias
+        stream = stream if self.scale == 1.0 else stream * self.scale
         pieces = self.words.split(max(1, PIECE // self.words.shape[1]))
         return torch.cat([stream @ piece.to(stream.dtype).T for piece in pieces], -1)
 
@@ -248,6 +251,7 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
         read(words),
         kind == "RMSNorm",
         float(epsilon),
+        float(model.get("mup_output_mult", 1.0)) if model.get("use_mup") else 1.0,
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megatron_flex.collectives import Agreement
+from megatron_flex.collectives import Agreement, gather_objects
 from megatron_flex.config import flex_config
-from megatron_flex.errors import HookError
+from megatron_flex.errors import FlexError, HookError
 from megatron_flex.layout import Sizes
 from megatron_flex.lens.lens_names import LensNames
 from megatron_flex.runtime import Session, full_parameters
@@ -39,6 +39,7 @@ class FullWeights:
             )
         self.names, self._session = names, session
         self._kept: dict[str, Tensor] = {}
+        self._head: str | None = None  # why there is no W_U; None until the ranks have told each other
         self._agreement = Agreement(f"weights{FullWeights._count}", flex_config.agree_seconds)
         FullWeights._count += 1
 
@@ -108,7 +109,10 @@ class FullWeights:
         return self(name) if self.names.has(name) else None
 
     def unembedding(self) -> Tensor:
-        """Return W_U, `[h, vocabulary]`, without the final norm's weights.
+        """Return W_U, `[h, vocabulary]`, without the final norm's weights: with the model's scale of logits.
+
+        Raises:
+            FlexError: the logits are more than a product with the output layer's weight.
 
         Examples:
             >>> from megatron_flex.lens import FullWeights
@@ -117,7 +121,18 @@ class FullWeights:
         """
         made_of = self.names.made_of
         tied = made_of is not None and made_of.tied
-        return self("embedding.word_embeddings.weight" if tied else "output_layer.weight").T
+        self._check_head()
+        weight = self("embedding.word_embeddings.weight" if tied else "output_layer.weight").T
+        return weight if made_of is None or made_of.logit_scale == 1.0 else weight * made_of.logit_scale
+
+    def _check_head(self) -> None:
+        """Refuse a head of which only its rank knows that it does more than multiply. Collective, once."""
+        if self._head is None:
+            made_of, mesh = self.names.made_of, self._session.mesh
+            mine = "" if made_of is None else made_of.not_linear
+            self._head = next(filter(None, gather_objects(mine, mesh, ["pp"])), "")
+        if self._head:
+            raise FlexError(f"{self._head}; use the logits of run_with_cache() instead")
 
     def final_norm(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight and, if it has one, the bias of the norm before the logits, `[h]`.

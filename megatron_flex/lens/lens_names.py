@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_flex.adapters import Architecture
 from megatron_flex.errors import SiteError, suggest_nearest
@@ -12,9 +12,11 @@ from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM, NAMESPACE
 from megatron_flex.lens.tensor_views import (
     BatchFirst,
     HeadResults,
+    Mapped,
     Normalized,
     Positions,
     Scale,
+    Scaled,
     Scores,
     SplitHeads,
     Unweighted,
@@ -186,6 +188,13 @@ class LensNames:
             return [a for a in self._visible() if wanted(a.name)]
         return list({a.name: a for name in wanted for a in self._named(name)}.values())
 
+    def logits(self, site: str) -> Alias:
+        """The model's logits, of which `site` has the output layer's result."""
+        (alias,) = self.matching(site)
+        scale = None if self.made_of is None else self.made_of.scale_logits
+        view = alias.view if scale is None else Mapped(view=alias.view, function=scale)
+        return replace(alias, name="logits", view=view)
+
     def norm(self, path: str) -> tuple[str, ...]:
         """The names of a norm's weight and bias, where they exist."""
         inside = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
@@ -242,9 +251,10 @@ class LensNames:
 
     def _all(self, of: Architecture) -> Iterator[Alias]:
         embedding, table = "embedding.word_embeddings:output", "embedding.position_embeddings.weight"
-        yield Alias("hook_embed", embedding, View())
+        plain = of.embedding_scale == 1.0
+        yield Alias("hook_embed", embedding, View() if plain else Scaled(factor=of.embedding_scale))
         if self.has(table):
-            yield Alias("hook_pos_embed", "embedding:output", Positions((table,)))
+            yield Alias("hook_pos_embed", "embedding:output", Positions((table,), factor=of.embedding_scale))
         for block in self._blocks():
             yield Alias(f"{block.name}.hook_resid_pre", f"{block.attention}:input", BatchFirst())
             yield from self._norm(of, f"{block.name}.ln1", f"{block.attention}.input_layernorm")

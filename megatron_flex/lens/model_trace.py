@@ -111,7 +111,7 @@ class Trace:
     @property
     def logits(self) -> TracedTensor:
         """The model's output, `[batch, sequence, vocabulary]`."""
-        return self.handle(self.alias(self.session.adapter.logits, "output"))
+        return self.handle(self.weights.names.logits(self.session.adapter.logits))
 
     def alias(self, name: str, side: str) -> Alias:
         """Return the one hook point of a name; `side` is `input` or `output`.

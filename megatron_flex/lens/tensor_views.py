@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,42 @@ class BatchFirst(View):
     def _bias(self, like: Tensor, weights: Weights) -> Tensor:
         index, count = self.part
         return weights[self.bias].chunk(count)[index].to(like)
+
+
+@dataclass(frozen=True)
+class Scaled(View):
+    """The tensor multiplied by what the model multiplies it by after the site.
+
+    Attributes:
+        factor: the factor.
+    """
+
+    factor: float = 1.0
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Multiplied."""
+        return ours * self.factor
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Divided again."""
+        return theirs / self.factor
+
+
+@dataclass(frozen=True)
+class Mapped(View):
+    """The result of a function of the model's own on the tensor of another view, to read.
+
+    Attributes:
+        view: the other view, which needs no weights.
+        function: the function, entry by entry.
+    """
+
+    view: View = View()
+    function: Callable[[Tensor], Tensor] = torch.clone
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """The function's result."""
+        return self.function(self.view.theirs(ours, weights))
 
 
 @dataclass(frozen=True)
@@ -167,7 +203,13 @@ class Unweighted(View):
 
 @dataclass(frozen=True)
 class Positions(View):
-    """The position embeddings `[b, s, h]` within the sum of embeddings `[s, b, h]`; `weights` names them."""
+    """The position embeddings `[b, s, h]` within the sum of embeddings `[s, b, h]`; `weights` names them.
+
+    Attributes:
+        factor: what the model multiplies the sum by.
+    """
+
+    factor: float = 1.0
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
         """The same for every sequence."""
@@ -178,7 +220,7 @@ class Positions(View):
         return old + (theirs - self._own(old, weights)).transpose(0, 1)
 
     def _own(self, like: Tensor, weights: Weights) -> Tensor:
-        return weights[self.weights[0]][: like.shape[0]].to(like)
+        return weights[self.weights[0]][: like.shape[0]].to(like) * self.factor
 
 
 def centre_stream(stream: Tensor, rms: bool) -> Tensor:

@@ -91,8 +91,8 @@ class Interp:
         self._session.check_open()
         weights = FullWeights(self._session, self.names)
         aliases = self.names.matching(names_filter)
-        logits = self.names.matching(self._session.adapter.logits)
-        wanted = {a.name: a for a in [*aliases, *logits]}
+        logits = self.names.logits(self._session.adapter.logits)
+        wanted = {a.name: a for a in [*aliases, logits]}
         reading = TemporaryCaptures(self._session, weights)
         try:
             reading.add(list(wanted.values()))
@@ -101,7 +101,7 @@ class Interp:
         finally:
             reading.stop()
         kept = {a.name: read[a.name] for a in aliases if a.name in read}
-        return read.get(logits[0].name), ActivationCache(kept, weights, everywhere)
+        return read.get(logits.name), ActivationCache(kept, weights, everywhere)
 
     def run_with_hooks(
         self, tokens: Tensor, fwd_hooks: Hooks = (), *, microbatch_size: int | None = None

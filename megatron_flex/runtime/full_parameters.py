@@ -96,12 +96,24 @@ class ParameterReport(NamedTuple):
     unsure: bool = False
 
 
+def _find_remedy(kind: str) -> str:
+    """What to do about a parameter without a layout, by the class that owns it, or of the parameter."""
+    if "DTensor" in kind:
+        return "shard each of its dims over one axis in equal parts, or read the shards yourself"
+    if kind.startswith("TE") or kind.endswith("Tensor"):  # Transformer Engine's modules, quantized parameters
+        return "build the layers with the local spec (--transformer-impl local), or read the shards yourself"
+    if kind.startswith("Uninitialized"):
+        return "run the model once, which gives it a shape, before you make the FlexModel"
+    return "read the shards yourself, with get_parameter() of the module that holds it"
+
+
 class ParameterIndex:
     """All parameters of a model by global name, over all stages, and the shards on this rank.
 
     Attributes:
         sites: for each name the parameter, and its copies on other stages.
         unknown: names of parameters without a layout, and the classes of their modules.
+        buffers: names of buffers, and the classes of their modules.
         called: whether the model last ran outside a schedule, which does not finalize gradients.
     """
 
@@ -111,7 +123,9 @@ class ParameterIndex:
         own: Sequence[ParameterSite],
         reports: Sequence[ParameterSite],
         unknown: Mapping[str, str],
+        buffers: Mapping[str, str],
     ) -> None:
+        self.buffers = dict(buffers)
         self.adapter, self.mesh, self.unknown, self.called = adapter, adapter.mesh, dict(unknown), False
         self.sites: dict[str, list[ParameterSite]] = {}
         for site in sorted(reports, key=model_order):
@@ -151,9 +165,13 @@ class ParameterIndex:
                 return original
         if name in self.unknown:
             raise SiteError(
-                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build Megatron's "
-                "layers with the local spec (--transformer-impl local), shard each dim of a DTensor over one "
-                "axis in equal parts, or read the shards yourself"
+                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; "
+                f"{_find_remedy(self.unknown[name])}"
+            )
+        if name in self.buffers:
+            raise SiteError(
+                f"{name} is a buffer of a {self.buffers[name]}, and only parameters have a layout; read it "
+                "with get_buffer() of the module that holds it, or hook the tensor that is computed from it"
             )
         raise SiteError(f"no parameter {name!r}{suggest_nearest(name, self.sites)}")
 

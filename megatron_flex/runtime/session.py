@@ -110,7 +110,8 @@ class Session:
     def _list_sites(self, over_data: bool) -> tuple[list[Site], list[ParameterSite]]:
         """Exchange sites and parameters with the other stages, and return those of this rank."""
         adapter = self.adapter
-        own, parameters, without_layout = adapter.sites(), adapter.parameters(), adapter.without_layout()
+        own, parameters = adapter.sites(), adapter.parameters()
+        without_layout = adapter.without_layout(), adapter.buffer_owners()
         self._plain = own
         if over_data:
             own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
@@ -124,9 +125,11 @@ class Session:
         self.registry = HookRegistry(
             self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
         )
-        unknown = {name: kind for _, _, names in reports for name, kind in names.items()}
+        unknown, buffers = (
+            {name: kind for *_, names in reports for name, kind in names[n].items()} for n in (0, 1)
+        )
         self.dry_run = DryRun(adapter, parameters, self.mesh)
-        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown)
+        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown, buffers)
         return own, parameters
 
     @property

@@ -55,6 +55,7 @@ _SEQUENCE_REGIONS = (
     "_GatherFromSequenceParallelRegion _ScatterToSequenceParallelRegion "
     "_ReduceScatterToSequenceParallelRegion"
 )
+_LOGITS_REASON = "the scale of the logits (muP), or what a model derived from Megatron's puts in its place"
 _REGION_REASON = "the node of the autograd graph is known by the name of its function only"
 _GEMM_REASON = "the partial sum before the reduction has no hook"
 
@@ -66,6 +67,13 @@ MEGATRON_SYMBOLS = (
         "megatron.core.tensor_parallel.layers",
         "RowParallelLinear._forward_impl",
         _GEMM_REASON,
+    ),
+    *_of(
+        "megatron-core",
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule._scale_logits",
+        _LOGITS_REASON,
+        ">=0.19",
     ),
     *_of(
         "megatron-core",

@@ -55,7 +55,7 @@ from megatron_flex.adapters.megatron_core.schedules import (
 )
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
-from megatron_flex.adapters.module_walk import walk_modules
+from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
@@ -226,6 +226,10 @@ class MegatronAdapter:
             for name, module in global_modules(root)
         )
         return {name: bias for name, bias in found if isinstance(bias, Tensor)}
+
+    def buffer_owners(self) -> dict[str, str]:
+        """The buffers of all chunks on this rank, with global layer numbers."""
+        return list_buffer_owners(named for root in self.roots for named in global_modules(root))
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """None: parameters are not sharded over data parallel ranks while the model does not run."""

@@ -28,7 +28,7 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     qkv,
 )
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.sites import Site
 
 FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
@@ -113,11 +113,19 @@ def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Para
     return of.uncut(parameter.ndim, shared=True)  # each rank applies it to its own heads
 
 
+def _sinks_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """The logits that `--softmax-type learnable` adds to the softmax of each head."""
+    return Layout((Dim("n", (Cut("tp"),)), *(Dim() for _ in range(1, parameter.ndim))))
+
+
 ATTENTION_KINDS = (
     Kind(attention, ("SelfAttention",), ("self_attention",)),
     Kind(cross_attention, ("CrossAttention",), ("cross_attention",)),
 )
-ATTENTION_PARAMETERS = (ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),)
+ATTENTION_PARAMETERS = (
+    ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),
+    ParameterKind(_sinks_layout, ("DotProductAttention", "TEDotProductAttention")),
+)
 
 
 LATENT_CLASSES = ("MLASelfAttention",)
