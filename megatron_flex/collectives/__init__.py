@@ -9,6 +9,7 @@ a stage, in shared memory where ranks share a node; a `PipelineRelay` sends valu
 """
 
 from megatron_flex.collectives.assembly_plans import check_shard
+from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
 from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.gather_scatter import (
     FullTensorPlan,
@@ -33,7 +34,7 @@ from megatron_flex.collectives.leader_gather import (
     plan_read,
     takes_part,
 )
-from megatron_flex.collectives.local_shard import Shard, ShardSum
+from megatron_flex.collectives.local_shard import Shard, ShardSum, join_sum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
 from megatron_flex.collectives.pipeline_gather import PipelineGather, gather_up_pipeline
@@ -82,6 +83,8 @@ __all__ = [
     "BackgroundReduction",
     "CollectiveCall",
     "Dispatch",
+    "EditSums",
+    "FailedElsewhere",
     "FullTensorPlan",
     "GatherStep",
     "LeaderGather",
@@ -123,6 +126,7 @@ __all__ = [
     "is_leader",
     "is_leader_for",
     "join_flat_parts",
+    "join_sum",
     "max_over_ranks",
     "meter",
     "open_transports",

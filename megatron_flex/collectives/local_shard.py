@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.edit_sums import EditSums
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape
 from megatron_flex.mesh import Axis, Mesh
@@ -117,10 +118,14 @@ class Shard:
         cuts = self._cuts(dims)
         if not cuts:
             return tensor
-        axes = [self.mesh[c.axis] for c in cuts]
-        # torch does not type `apply`
+        axes, running = [self.mesh[c.axis] for c in cuts], EditSums.running
+        if running is not None:
+            running.begin(axes)
         # torch does not annotate Function.apply
-        return cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
+        total = cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
+        if running is not None:
+            running.note(tensor, total, axes)
+        return total
 
     def plan_sum(self, dims: Iterable[int]) -> ShardSum:
         """The sum over the shards of these dims, worked out once. No communication."""
@@ -140,9 +145,13 @@ class Shard:
             factor: the scale of the update.
             total: the sum over the shards of the last dim.
         """
-        # torch does not type `apply`
+        running = EditSums.running
+        if running is not None:
+            running.begin(total.axes)
         # torch does not annotate Function.apply
         out: Tensor = _LowRankUpdate.apply(tensor, down, up, factor, total)  # type: ignore[no-untyped-call]
+        if running is not None:
+            running.note(tensor[..., :1].expand(*tensor.shape[:-1], down.shape[-1]), out, total.axes)
         return out
 
     def _first(self, cuts: Iterable[Cut]) -> tuple[bool, bool]:
@@ -168,6 +177,12 @@ class Shard:
             dims.append(replace(dim, cuts=tuple(replace(c, partial=False) for c in dim.cuts)))
             shape[at] = self.shape[along[at]] if at in along else shape[at]
         return extract(Layout(tuple(dims)), constant, self.mesh.coords, self.mesh.sizes, shape)
+
+
+def join_sum(zeros: Tensor, axes: list[Axis]) -> Tensor:
+    """A sum to which this rank contributes zeros, forward and backward, as its edit failed."""
+    # torch does not annotate Function.apply
+    return cast(Tensor, _PartialSum.apply(zeros, axes, False, False))  # type: ignore[no-untyped-call]
 
 
 class _PartialSum(torch.autograd.Function):

@@ -59,6 +59,7 @@ class Edit(Preset):
     """
 
     uses_modules = False
+    sums = False  # whether it may sum over ranks, as one with an `edit` of the user's may
 
     positions: Indices | None = None
     samples: Indices | None = None
@@ -75,6 +76,7 @@ class Edit(Preset):
         ours = cls.__module__.startswith("megatron_flex.edits.")
         cls.returns_new_tensor = vars(cls).get("returns_new_tensor", ours)
         cls.uses_context = cls.__call__ is not Edit.__call__
+        cls.sums = vars(cls).get("sums", cls.sums or not ours)
         if not ours and "edit" in vars(cls):  # the base class declares nothing about a new `edit`
             for name in {"needs"} - vars(cls).keys():
                 setattr(cls, name, vars(Edit)[name])

@@ -19,7 +19,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import EditingFunction, describe_edit, for_pass, for_site
-from megatron_flex.runtime.local_edits import on_shard, uses_modules
+from megatron_flex.runtime.local_edits import may_sum, on_shard, uses_modules
 from megatron_flex.sites import Site
 
 Local = Literal["all"] | tuple[str, ...]
@@ -122,6 +122,7 @@ class chain(Preset):
         self.returns_new_tensor = all(getattr(e, "returns_new_tensor", False) for e in self.edits)
         self.uses_context = any(uses_context(e) for e in self.edits)
         self.uses_modules = any(uses_modules(e) for e in self.edits)
+        self.sums = any(may_sum(e) for e in self.edits)
 
     @property
     def local(self) -> Local:
@@ -229,6 +230,7 @@ class LocalEdit(Preset):
     """
 
     pure = None  # inferred from its source
+    sums = False
 
     def __init__(
         self,

@@ -241,6 +241,7 @@ class mean(Edit):
     """
 
     uses_random_numbers = False
+    sums = True
 
     over: str | Sequence[str] = ("s", "b")
     value: Tensor | str | Path | None = None

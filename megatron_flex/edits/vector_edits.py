@@ -72,6 +72,7 @@ class LinearEdit(Edit):
     """A preset that multiplies the last dim by matrices."""
 
     uses_random_numbers = False
+    sums = True
 
     @property
     def linear(self) -> bool:

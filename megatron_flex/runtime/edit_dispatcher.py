@@ -21,6 +21,7 @@ from megatron_flex.runtime.edit_runner import EditRunner
 from megatron_flex.runtime.hook_collectives import gather_at_site, scatter_at_site
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
+from megatron_flex.runtime.result_gradients import ResultGradients
 from megatron_flex.runtime.stand_in import StandIns, beside
 from megatron_flex.sites import EDITED_SUFFIX
 
@@ -31,6 +32,7 @@ class EditDispatcher:
     Attributes:
         planner: decides which edits run on shards.
         stand_ins: zeros in place of local tensors that do not fit their layout.
+        gradients: agreement on whether results need a gradient.
         compared: the comparison that `verify()` makes of each local edit; None otherwise.
     """
 
@@ -42,6 +44,7 @@ class EditDispatcher:
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
         version: Callable[[], int],
+        peers: Callable[[], Mesh],
     ) -> None:
         self.captures, self.editing, self.mesh = captures, editing, mesh
         self._over_data, self._backward_seen = gather_data_parallel, backward_seen
@@ -51,6 +54,7 @@ class EditDispatcher:
 
         self.planner = LocalEditPlanner(mesh, trains, version)
         self.stand_ins = StandIns(mesh, trains, editing.caught)
+        self.gradients = ResultGradients(peers, lambda: editing.complete)
         self.compared: (
             Callable[[list[HookFunction], Key, Any, Tensor, LocalEditPlan, Tensor], None] | None
         ) = None
@@ -75,7 +79,8 @@ class EditDispatcher:
         taking, other = self.stand_ins.of(key.site, local, layout, hooks)
         if taking is None:
             self.editing.fired.update(hooks)
-            return local
+            self.editing.complete = False
+            return self.gradients.settle(key.site, local, local)
         out = self._edit_fitting(hooks, key, module, taking, layout, None, record)
         return beside(local, out) if other else out
 
@@ -114,7 +119,7 @@ class EditDispatcher:
         if record:
             self.editing.apart(key.site, self.captures.keep_shard, hooks, key, local, plan.layout)
         made = self.editing.edit(hooks, key, module, plan.into(local), plan.layout, plan)
-        out = plan.outof(made, local)
+        out = self.gradients.settle(key.site, local, plan.outof(made, local))
         if self.compared is not None:
             self.editing.apart(key.site, self.compared, hooks, key, module, local, plan, out)
         capture_edited = [h for h in hooks if h.captures_edited]
@@ -136,11 +141,12 @@ class EditDispatcher:
 
         With `record` the result is captured for the hooks that ask for it.
         """
+        edited = full
         try:
             edited = self.editing.edit(hooks, key, module, full, layout)
         except Exception as error:  # the package's own error; the code below is collective
             self.editing.caught(key.site, error)
-            return full
+        edited = self.gradients.settle(key.site, full, edited)
         if self.editing.modules and edited.requires_grad and not hooks[0].backward:
             if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
                 self.editing.guard(hooks[0], key, partial(_raise_no_batch_dim, key.site))

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import gather_objects, max_over_ranks
+from megatron_flex.collectives import FailedElsewhere, gather_objects, max_over_ranks
 from megatron_flex.errors import AbsentError, FlexWarning, HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -182,6 +182,8 @@ class EditSkips:
         with self._trainable.all_or_nothing():
             try:
                 made = edit()
+            except FailedElsewhere:  # the exchange says so
+                made = None
             except Exception as raised:  # counted by the caller
                 error = raised
             if max_over_ranks([int(error is not None)], holders)[0]:

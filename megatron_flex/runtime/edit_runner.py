@@ -19,7 +19,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from megatron_flex.collectives import from_edit_rank, is_leader_for, replica_mesh, to_edit_rank
+from megatron_flex.collectives import (
+    EditSums,
+    FailedElsewhere,
+    from_edit_rank,
+    is_leader_for,
+    replica_mesh,
+    to_edit_rank,
+)
 from megatron_flex.config import flex_config
 from megatron_flex.dump.token_selection import number_microbatch
 from megatron_flex.errors import BrokenError, FlexError, HookError, describe_error, error_attributes
@@ -97,6 +104,7 @@ class PlannedEdit:
         draws: whether it may draw random numbers.
         replicas: the axis whose ranks draw different ones.
         fresh: whether it changes nothing in place, and keeps no reference to its result.
+        sums: its sums over ranks, if it may have some.
     """
 
     hook: HookFunction
@@ -105,6 +113,7 @@ class PlannedEdit:
     draws: bool
     replicas: Axis
     fresh: bool
+    sums: EditSums | None
 
 
 Result = TypeVar("Result")
@@ -127,6 +136,7 @@ class EditRunner:
         modules: the trainable modules, the last argument of an editing function.
         fired: the hooks that have been called.
         failure: the first error of this step.
+        complete: whether no edit of the last pass failed, or was left out, on this rank.
         reasons: by site name, why no tensor could reach its hooks.
         skipping: counts the passes in which edits were skipped.
     """
@@ -141,6 +151,7 @@ class EditRunner:
         self.modules = trainable.modules
         self.fired: set[HookFunction] = set()
         self.failure: StepFailure | None = None
+        self.complete = True
         self.reasons: dict[str, str] = {}
         self.skipping = EditSkips(mesh, trainable)
         self._drawing: dict[int, tuple[EditingFunction, bool]] = {}  # by identity, which the entry keeps
@@ -167,6 +178,7 @@ class EditRunner:
         else:
             holders, here, shape = way.holders, way.leads, way.shard.full_size
         seed = self.make_seed(key, find_replica_axis(layout, self.mesh))
+        self.complete = True
         full = entrance = enter_edit(full)
         sure = way is not None and way.returns_new_tensor
         for index, hook in enumerate(hooks):
@@ -174,8 +186,10 @@ class EditRunner:
             if hook.expected_shape is not None:
                 self.guard(hook, key, partial(hook.check_shape, shape))
             if way is not None and hook in way.edits:
-                find = partial(way.at, hook, key)
-                edited = self._run(hook, index, key, seed, module, full, holders, here, find, way.edits[hook])
+                find, sums = partial(way.at, hook, key), way.sums.get(hook)
+                edited = self._run(
+                    hook, index, key, seed, module, full, holders, here, find, way.edits[hook], sums
+                )
                 full = full if edited is None else edited
             elif hook.editing_function is not None:
                 if hook in self.passing.plan.hooks:
@@ -187,7 +201,8 @@ class EditRunner:
                         hook, index, key, seed, module, full, holders, here, *_resolve_edit(hook, key)
                     )
                     full = full if edited is None else edited
-        return connect_output(self.scopes.anchor_gradients(full, holders, here), entrance, sure)
+        saving = any(h.run != "once" for h in self.passing.plan.hooks.intersection(hooks))
+        return connect_output(self.scopes.anchor_gradients(full, holders, here, saving), entrance, sure)
 
     def run(
         self, steps: Sequence[PlannedEdit], key: Key, module: Any, tensor: Tensor, replay: bool
@@ -196,25 +211,35 @@ class EditRunner:
 
         Without trainable modules and without values that edits share.
         """
+        self.complete = True
         for step in steps:
             try:
-                if step.fresh and not step.draws:
+                if step.sums is not None:
+                    call = partial(self._call_seeded, step, key, module, tensor)
+                    made = step.sums.run(call, tensor)
+                elif step.fresh and not step.draws:
                     made = step.function(module, tensor, self.save_ctx, self.modules)
                     check_result(made, tensor.shape, tensor.dtype, tensor.device)
                 elif step.draws:
-                    with seed_generators(self.make_seed(key, step.replicas), step.index, tensor):
-                        made = self._call_planned(step, key, module, tensor)
+                    made = self._call_seeded(step, key, module, tensor)
                 else:
                     made = self._call_planned(step, key, module, tensor)
             except Exception as error:  # recorded, unless the exception ends a pass
                 if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError)):
                     raise
                 self._failed(step.hook, key, error, late=replay)
+                tensor = tensor if step.sums is None else step.sums.connect(tensor)
                 continue
             if not step.fresh and made.grad_fn is not None:
                 guard_backward(made, tensor, partial(self._failed, step.hook, key, late=True))
             tensor = made if torch.is_grad_enabled() or not made.requires_grad else made.detach()
         return tensor
+
+    def _call_seeded(self, step: PlannedEdit, key: Key, module: Any, tensor: Tensor) -> Tensor:
+        if not step.draws:
+            return self._call_planned(step, key, module, tensor)
+        with seed_generators(self.make_seed(key, step.replicas), step.index, tensor):
+            return self._call_planned(step, key, module, tensor)
 
     def _call_planned(self, step: PlannedEdit, key: Key, module: Any, tensor: Tensor) -> Tensor:
         shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
@@ -241,10 +266,12 @@ class EditRunner:
         here: bool,
         find: Callable[[], EditingFunction | None],
         edit: EditingFunction | None,
+        sums: EditSums | None = None,
     ) -> Tensor | None:
         replay = Clock.replaying() and not hook.backward
         skips = hook.on_error == "skip" and not replay
         if replay and self.skipping.was_skipped(key, index):
+            self.complete = False
             return None
         if skips and not getattr(
             edit, "returns_new_tensor", False
@@ -253,6 +280,8 @@ class EditRunner:
         with ExitStack() as around:
             self._prepare(around, hook, index, key, seed, full, edit, replay)
             call = partial(call_editing_function, find, module, full, self.save_ctx, self.modules)
+            if sums is not None:
+                call = partial(sums.run, call, full)
             attempt = partial(self.skipping.attempt, holders) if skips else _call_once
             if hook in self.passing.plan.hooks:
                 call = partial(self.scopes.call, hook, index, key, full.device, call, attempt)
@@ -261,10 +290,13 @@ class EditRunner:
             try:
                 made = self.guard(hook, key, call, late=replay)
             except SkipEdit as left:
+                self.complete = False
                 self.skipping.count(
                     hook, index, key, self._describe_failure(hook, key, left.error), left, here
                 )
                 return None
+        if made is None and sums is not None:
+            return sums.connect(full)
         if made is not None and made.grad_fn is not None and not getattr(edit, "returns_new_tensor", False):
             guard_backward(made, full, partial(self._failed, hook, key, late=True))
         loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
@@ -369,6 +401,7 @@ class EditRunner:
         if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError, torch.distributed.DistError)):
             with error_attributes(site=site):
                 raise error
+        self.complete = False
         line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
         when = f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}"
         self.note(f"{place}, {when}: {describe_error(error)}{line}", error, site)
@@ -398,6 +431,9 @@ class EditRunner:
             return None
 
     def _failed(self, hook: HookFunction, key: Key, error: BaseException, late: bool = False) -> None:
+        self.complete = False
+        if isinstance(error, FailedElsewhere):  # that rank raises
+            return
         self.note(
             self._describe_failure(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"),
             error,

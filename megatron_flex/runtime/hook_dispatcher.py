@@ -50,13 +50,14 @@ class HookDispatcher:
         mesh: Mesh,
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
+        peers: Callable[[], Mesh],
     ) -> None:
         self.registry, self.clock, self.editing, self.mesh = registry, clock, editing, mesh
         self._over_data = gather_data_parallel
         self.inference = LayoutInference(registry, editing, mesh)
         self.captures = CaptureDispatcher(clock, recorder, editing, mesh, gather_data_parallel)
         self.edits = EditDispatcher(
-            self.captures, editing, mesh, gather_data_parallel, backward_seen, lambda: registry.version
+            self.captures, editing, mesh, gather_data_parallel, backward_seen, lambda: registry.version, peers
         )
         self._rejection = SiteRejection(editing)
         self.gradients = GradientDispatcher(

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, Shard, is_leader_for, replica_mesh
+from megatron_flex.collectives import EditSums, Route, Shard, is_leader_for, join_sum, replica_mesh
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, count_parts, padded_shape, smallest_part
 from megatron_flex.layout.gradient_layout import conjugate_layout
@@ -48,6 +48,7 @@ class LocalEditPlan:
         alone: whether each rank holds the full tensor and its full gradient.
         holders: the axes of the ranks that hold shards of the same full tensor.
         leads: whether this rank counts for all of them.
+        sums: the sums over ranks of the edits that may have some.
     """
 
     shard: Shard
@@ -59,6 +60,7 @@ class LocalEditPlan:
     alone: bool
     holders: Mesh
     leads: bool
+    sums: dict[HookFunction, EditSums]
     _real: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def at(self, hook: HookFunction, key: Key) -> EditingFunction:
@@ -189,7 +191,14 @@ def plan_local_edits(
         found[hook] = bound
     fresh = all(getattr(e, "returns_new_tensor", False) for e in found.values())
     holders, first = replica_mesh(layout, mesh), is_leader_for(layout, mesh)
-    return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first), ""
+    over = Mesh(tuple(shard.axes(range(len(shard.full_size)))))
+    sums = {h: EditSums(over, join_sum) for h, e in found.items() if over.axes and may_sum(e)}
+    return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first, sums), ""
+
+
+def may_sum(edit: EditingFunction) -> bool:
+    """Whether an edit on shards may sum over ranks; its attribute `sums`, if there is one, decides."""
+    return bool(getattr(edit, "sums", True))
 
 
 def explain_gather(

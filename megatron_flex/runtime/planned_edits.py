@@ -57,6 +57,7 @@ def plan_pass(
             draws_random_numbers(edit),
             find_replica_axis(layout, edits.mesh),
             bool(getattr(edit, "returns_new_tensor", False)),
+            None if way is None else way.sums.get(hook),
         )
         for hook, edit in functions.items()
     ]
@@ -73,7 +74,7 @@ class LocalPass:
         self, steps: list[PlannedEdit], name: str, way: LocalEditPlan, edits: EditDispatcher
     ) -> None:
         self._steps, self._name, self._way = steps, name, way
-        self._editing, self._captures = edits.editing, edits.captures
+        self._editing, self._captures, self._gradients = edits.editing, edits.captures, edits.gradients
         self._fresh = way.returns_new_tensor
         self._plain = self._fresh and not way.padded and way.layout.permute is None
 
@@ -84,18 +85,17 @@ class LocalPass:
             editing.apart(self._name, self._captures.keep_distinct, saved, key, local, way.layout)
         if not self._fresh:
             part = enter_edit(way.into(local))
-            return way.outof(
-                connect_output(editing.run(self._steps, key, module, part, replay), part, False), local
-            )
-        part = local if self._plain else way.into(local)
-        made = editing.run(self._steps, key, module, part, replay)
-        if not made.requires_grad and part.requires_grad and torch.is_grad_enabled():
-            made = connect_output(made, enter_edit(part), False)
+            made = connect_output(editing.run(self._steps, key, module, part, replay), part, False)
+        else:
+            part = local if self._plain else way.into(local)
+            made = editing.run(self._steps, key, module, part, replay)
+            if not made.requires_grad and part.requires_grad and torch.is_grad_enabled():
+                made = connect_output(made, enter_edit(part), False)
         if not self._plain:
-            return way.outof(made, local)
-        if made is not local and (not made.is_contiguous() or made._is_view()):
-            return made.clone(memory_format=torch.contiguous_format)
-        return made
+            made = way.outof(made, local)
+        elif made is not local and (not made.is_contiguous() or made._is_view()):
+            made = made.clone(memory_format=torch.contiguous_format)
+        return made if local.requires_grad else self._gradients.settle(self._name, local, made)
 
 
 class GatheredPass:
@@ -110,7 +110,7 @@ class GatheredPass:
         edits: EditDispatcher,
     ) -> None:
         self._steps, self._name, self._layout, self._plan = steps, name, layout, plan
-        self._editing, self._captures = edits.editing, edits.captures
+        self._editing, self._captures, self._gradients = edits.editing, edits.captures, edits.gradients
 
     def run(self, local: Tensor, key: Key, module: Any, replay: bool, saved: Saved | None) -> Tensor:
         """Edit a local tensor; with `saved` the full tensor before the edit is captured."""
@@ -124,6 +124,8 @@ class GatheredPass:
             made = editing.run(self._steps, key, module, full, replay)
         except Exception as error:  # the package's own error; the code below is collective
             editing.caught(self._name, error)
+        if not linked:
+            made = self._gradients.settle(self._name, local, made)
         return scatter_planned(made, full, plan)
 
 

@@ -93,7 +93,7 @@ class Session:
         self.edit_runner = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
         self.context_relay, self._skips = self.edit_runner.passing, self.edit_runner.skipping
         common = self.clock, self._recorder, self.edit_runner, self.mesh, gather_data_parallel
-        self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward)
+        self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward, self._find_peers)
         self.taps = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
         self.trace(flex_config.debug)
@@ -460,7 +460,10 @@ class Session:
         # A selection is valid from the start of a step to the start of the next one, backward pass included.
         if self.registry.adopt():
             self.taps.update_taps()
-        return self.agreement.compare_hooks(apart, self.verification.on, self._prepare)
+        compared = self.agreement.compare_hooks(apart, self.verification.on, self._prepare)
+        if compared:
+            self.dispatcher.edits.gradients.clear()
+        return compared
 
     def _prepare(self, plan: ContextPlan) -> None:
         """Prepare the next steps, after the ranks have compared their hooks. Collective."""
@@ -489,6 +492,13 @@ class Session:
             return self.mesh
         return self.mesh.replica()
 
+    def _find_peers(self) -> Mesh:
+        """The mesh of the ranks that make the same passes as this one.
+
+        Data parallel replicas do so in a framework's schedule only.
+        """
+        return self.mesh if self._in_schedule and not self._calls else self._replica()
+
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         watched = self.verification.on
         found = self.verification.step_ends(failed, mesh) if watched else []
@@ -505,6 +515,7 @@ class Session:
         hooks = [e.hook for e in self.registry.active]
         if self.dispatcher.edits.stand_ins.step_ends(failed):
             self.registry.note_change()
+        self.dispatcher.edits.gradients.step_ends(mesh)
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
             self.dispatcher.inference.forget()
@@ -530,6 +541,7 @@ class Session:
         if wrong:
             self._recorder.drop()
             raise_on_all_ranks(failure, mesh, hooks)
+        self.dispatcher.edits.gradients.confirm()
         if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader
             self._recorder.forget()
             return

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import broadcast_package, pack_values, unpack_values
+from megatron_flex.collectives import broadcast_package, max_over_ranks, pack_values, unpack_values
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -251,17 +251,26 @@ class ContextScopes:
 
     # -- gradients -------------------------------------------------------------------------------------
 
-    def anchor_gradients(self, full: Tensor, holders: Mesh, leads: bool) -> Tensor:
+    def anchor_gradients(self, full: Tensor, holders: Mesh, leads: bool, saving: bool) -> Tensor:
         """Anchor the output of the edits at a site, so that gradients reach the tensors that these edits
-        saved.
+        saved. Collective over `holders` if `saving` and a function that one rank runs may read them.
+
+        Args:
+            full: the output.
+            holders: the axes of the ranks that hold it.
+            leads: whether this rank runs the functions that one rank runs.
+            saving: whether all ranks run a function at the site that may save tensors.
         """
         anchors, self._anchors = self._anchors, []
         for once in (False, True) if full.is_floating_point() else ():
             mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is once]
+            # If every rank made the tensor, only the edit's rank may have read it: its account is used.
+            spread = self.once and self.shared and not once and not self.alone
+            if spread and saving and torch.is_grad_enabled():
+                most, least = max_over_ranks([len(mine), -len(mine)], holders, "the tensors that edits saved")
+                mine = mine if most == -least else []  # a function failed, and has saved none on that rank
             if mine:
                 tickets = [ticket for ticket, _ in mine]
-                # If every rank made the tensor, only the edit's rank may have read it: its account is used.
-                spread = self.once and self.shared and not once and not self.alone
                 take = partial(_take_gradients, self.begin(), tickets, holders if spread else None, leads)
                 # torch does not type `apply`
                 full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
