@@ -13,7 +13,7 @@ import megatron_flex as mf
 typer = pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 from megatron_flex.cli.app import app  # noqa: E402
 from megatron_flex.cli.command_group import SOURCES  # noqa: E402
-from tests.support.messages import raises
+from tests.support.messages import raises  # noqa: E402
 
 HEAVY = ("torch", "numpy", "yaml", "megatron_flex.model")
 
