@@ -14,6 +14,7 @@ from tests.distributed.matrix import BOUND, Cell, greatest
 from tests.distributed.test_matrix import VERSION
 from tests.support import gpt, oracle, ranks, ssm, truths
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -450,6 +451,6 @@ def without_labels(case: Case) -> tuple[str, tuple[int, ...]]:
 def test_a_model_that_needs_labels_is_refused_on_all_ranks() -> None:
     case = Case("prediction pp2", pp=2, layers=2, microbatches=1, extra=PREDICTING.extra)
     for told, shape in run(2, without_labels, case):
-        assert "mtp_num_layers=1 with labels only" in told
+        assert_names(told, "mtp_num_layers=1")
         assert "flex.interp.trace()" in told
         assert shape == (B, S, H), "a step of one's own has them"
