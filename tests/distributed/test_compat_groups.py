@@ -151,7 +151,7 @@ def test_the_map_of_hooks_to_groups() -> None:
         ("no hook", ("linear_fc9", "module_name")),
         ("no module", ("linear_fc9",)),
         ("kind", ("hook_type", "backwards")),
-        ("twice", ("HookFunction",)),
+        ("twice", (FC2[0],)),
         ("no hook function", ("int",)),
     ],
 )

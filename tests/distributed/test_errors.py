@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_flex.config import flex_config
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.messages import assert_names, raises
+from tests.support.messages import assert_names
 from tests.support.pool import run
 from tests.support.rank import changes
 

@@ -11,6 +11,7 @@ import torch
 from tests.support import gpt, oracle, truths
 from tests.support import measuring as measured
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 from tests.support.rank import changes
 
@@ -133,10 +134,10 @@ def broken(*_: Any) -> None:
 
 def test_errors_resting_and_steps_that_fail() -> None:
     for answer in run(2, troubles, Case("tp2 sp", tp=2, sp=True, layers=2, microbatches=1)):
-        assert "linear_fc2:partial: the tensor is partial over tp" in answer["partial"]
-        assert "linear_fc1:gemm_input cannot be measured: it is partial" in answer["gradient"]
+        assert_names(answer["partial"], "linear_fc2:partial", "tp")
+        assert_names(answer["gradient"], "linear_fc1:gemm_input")
         assert "decoder.layers.7" in answer["site"]
-        assert "hooks differ between ranks" in answer["other"]
+        assert_names(answer["other"], "rank 0", "rank 1")
         assert "already" in answer["twice"]
         assert answer["tapped"] == [2, 0], "no tap stands in a step that is not measured"
         assert answer["rests"] == 1
