@@ -126,7 +126,7 @@ def refusal(case: Case) -> str:
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
 def test_context_parallel_inside_mamba_is_refused() -> None:
     case = Case("M cp2", cp=2, pattern="M", extra=ssm.MAMBA)
-    assert all("context parallel inside Mamba" in told for told in run(2, refusal, case))
+    assert all("Mamba" in told for told in run(2, refusal, case))
 
 
 def names_of(case: Case) -> list[str]:

@@ -138,8 +138,8 @@ def corrupt(chunks: list[nn.Module], rank: int) -> None:
 def test_an_activation_that_differs() -> None:
     for answer in run(2, told, Case("tp2", tp=2, layers=2), corrupt):
         first = answer[0].partition(": ")[2].partition(": ")[2]
-        assert first.startswith("decoder.layers.0.self_attention:output, microbatch 0: ranks that must hold")
-        assert "same along tp differ (sums " in first
+        assert first.startswith("decoder.layers.0.self_attention:output, microbatch 0: ")
+        assert_names(first, "tp")
 
 
 def wrong_layout(case: Case, cut: bool) -> list[str]:
@@ -203,9 +203,7 @@ def uncopied(chunks: list[nn.Module], rank: int) -> None:
 def test_copies_of_a_head_that_differ() -> None:
     for answer in run(4, told, HEADS, uncopied):
         first = answer[0].partition(": ")[2].partition(": ")[2]
-        assert first.startswith(
-            "decoder.layers.0.self_attention:k, microbatch 0: ranks that must hold the same"
-        )
+        assert first.startswith("decoder.layers.0.self_attention:k, microbatch 0: ")
 
 
 def doubled(case: Case) -> list[str]:
