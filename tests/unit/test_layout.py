@@ -272,7 +272,7 @@ def test_extract_shares_no_memory_and_is_contiguous() -> None:
     ("make_it", "words"),
     [
         (lambda: Layout((Dim(cuts=(Cut("a"),)), Dim(cuts=(Cut("a"),)))), ("['a', 'a']",)),
-        (lambda: Layout((Dim(),), permute=(1,)), ("permute (1,)",)),
+        (lambda: Layout((Dim(),), permute=(1,)), ("(1,)", 1)),
         (lambda: Dim("t", (Cut("a", "zigzag"),), uneven=True), ("t",)),
         (lambda: spans(Dim("s", (Cut("a"),)), 7, {}, SIZES), ("s", 7, 2, "a")),
         (lambda: spans(Dim("s", (Cut("a"),), (1, 2)), 7, {}, SIZES), ("s", 7, "(1, 2)")),

@@ -411,7 +411,7 @@ def test_a_page_of_statistics(tmp_path: Path) -> None:
 
 
 def test_more_than_two_sources_are_refused(dump: Path) -> None:
-    with raises(FlexError, "3 dumps", 2):
+    with raises(FlexError, 3, 2):
         fill_page(None, [dump] * 3)
 
 

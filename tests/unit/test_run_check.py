@@ -85,7 +85,7 @@ DUMP = ["--flex-dump", "out"]
     ("words", "said"),
     [
         (["none.py"], ("none.py", "-m MODULE")),
-        (["torn.py"], ("torn.py, line 2",)),
+        (["torn.py"], ("torn.py", 2)),
         (["-m", "no_such_module_here"], ("no_such_module_here",)),
         (["train.py", *DUMP], ("--flex-dump out", "--flex-sites PATTERN")),
         (["train.py", "--flex-every", "0"], ("--flex-every", 0, 1)),

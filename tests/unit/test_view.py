@@ -145,7 +145,7 @@ def test_markup_in_a_name_stays_text() -> None:
 
 def test_a_stage_without_sites_is_refused() -> None:
     assert {s.stage for s in sites_of_stage(model(), 1)} == {1}
-    with raises(SiteError, "stage 7", "0-1"):
+    with raises(SiteError, 7, "0-1"):
         sites_of_stage(model(), 7)
 
 

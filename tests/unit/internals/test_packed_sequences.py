@@ -145,7 +145,7 @@ def test_numbers_that_describe_no_pack(
 
 def test_what_does_not_fit_a_pack() -> None:
     pack = PackedSequences.of([0, 4, 12])
-    with raises(LayoutError, "(5, 1, 2)", "dim 0", 5, 12):
+    with raises(LayoutError, "(5, 1, 2)", 5, 0, 12):
         pack.unpack(torch.zeros(5, 1, 2))
     with raises(LayoutError, "s", 16, 2, "cp", 12):
         extract(pack.layout_of(STREAM), torch.zeros(16, 1, 2), {}, {"cp": 2})

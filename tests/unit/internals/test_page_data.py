@@ -235,7 +235,7 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
 def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
     found = dump_source(dump, NAMES)
     assert "core_attention:probs" in found["lacks"]["attention"]
-    assert_names(found["lacks"]["lens"], "flex.interp.run_with_cache(tokens)")
+    assert_names(found["lacks"]["lens"], "flex.interp.run_with_cache(")
     assert found["lens"] is None
 
 
@@ -330,14 +330,14 @@ def test_a_lost_file_takes_only_what_was_in_it(dump: Path, harm: Any, rank: int)
     harm(part(dump, 10, rank))
     found = Shown(dump_source(dump, NAMES))
     (text,) = found.damage
-    assert f"rank {rank}" in text
+    assert_names(text, rank)
     assert FIRST in text
     assert str(dump) not in text
     assert found.iterations == [0, 10, 20]
     for name in (FIRST, FIRST + ".grad"):
         assert [found.state(i, name) for i in (0, 10, 20)] == [THERE, DAMAGED, THERE]
         assert found.heat(10, name) is None
-        assert_names(found.trouble(10, name), name, "iteration 10", "tp=0")
+        assert_names(found.trouble(10, name), name, "iteration 10", f"tp={rank}")
     assert [found.state(i, SECOND) for i in (0, 10, 20)] == [THERE] * 3
     heat = found.heat(10, SECOND)
     assert heat is not None
@@ -350,7 +350,7 @@ def test_a_wrong_checksum_is_told_and_the_value_not_shown(dump: Path) -> None:
     spoil_values(part(dump, 20, 3))
     found = Shown(dump_source(dump, NAMES))
     (text,) = found.damage
-    assert_names(text, "rank 3", "iteration 20", SECOND)
+    assert_names(text, 3, 20, SECOND)
     assert found.state(20, SECOND) == DAMAGED
     assert "checksum" in found.trouble(20, SECOND)
     assert found.state(20, FIRST) == THERE
@@ -362,7 +362,8 @@ def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
         mf.open_dump(tmp_path / "d")[FIRST].torch()
     found = Shown(dump_source(tmp_path / "d", NAMES))
     assert len(found.damage) == 3
-    assert all("rank 3" in text for text in found.damage)
+    for text in found.damage:
+        assert_names(text, 3)
     assert [found.state(i, FIRST) for i in found.iterations] == [THERE] * 3
     assert found.measure("rms", 2, FIRST) == pytest.approx(rms(sites()[FIRST].value[2]))
     assert SECOND in found.names

@@ -314,7 +314,7 @@ def test_what_is_wrong_before_a_step(
         (
             CaptureSelection(mf.Select(heads=0)),
             STREAM,
-            ("heads", "m:output", "[s, b, h]", "core_attention:output"),
+            ("heads", "m:output", "[s, b, h]"),
         ),
         (
             CaptureSelection(mf.Select(heads=4)),

@@ -43,7 +43,7 @@ def test_of_the_words_that_mean_a_hook_the_last_counts(
     ("word", "said"),
     [
         ("+stear", ("stear", "steer")),
-        ("steer", ("steer", "+group", "-group")),
+        ("steer", ("steer", "-group")),
         ("+", ()),
     ],
 )
@@ -60,7 +60,7 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     assert isinstance(content, bytes)
     assert parse_control_words(content) == ("none", "+steer", "-dump", "+edit")
     assert parse_control_words(b"") == ()
-    with raises(mf.FlexError, "+steer", "-dump", "all", "none"):
+    with raises(mf.FlexError, "-dump"):
         parse_control_words(b"\x80\xff\x00")
     path.write_bytes(b"#" * (MAX_CONTROL_BYTES + 1))
     assert_names(read_control_file(path), path, 65536)

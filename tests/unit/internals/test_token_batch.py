@@ -34,10 +34,10 @@ def test_tokens_alone_stay_as_they_are() -> None:
         ({"labels": [[1]]}, ("labels", "input_ids")),
         (torch.ones(3), ("(3,)",)),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ("(1, 1)", "input_ids (1, 2)")),
-        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, ("sequence 0",)),
-        ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [0, 0]]}, ("sequence 1",)),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, ("attention_mask", 0)),
+        ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [0, 0]]}, ("attention_mask", 1)),
     ],
 )
-def test_bad_batches_are_refused(batch: Any, words: tuple[str, ...]) -> None:
+def test_bad_batches_are_refused(batch: Any, words: tuple[object, ...]) -> None:
     with raises(FlexError, *words):
         prepare_batch(batch, 1)
