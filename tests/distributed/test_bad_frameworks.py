@@ -46,7 +46,7 @@ def test_two_frameworks_claim_one_model() -> None:
     pytest.importorskip("fairscale")
     for answers in run(2, two_frameworks):
         for text in answers:
-            assert_names(text, "fairscale (built in)", "ColumnParallelLinear", "PyTorch")
+            assert_names(text, "fairscale", "ColumnParallelLinear", "PyTorch")
             assert_names(text, 0, "ColwiseParallel")
 
 

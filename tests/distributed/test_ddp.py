@@ -131,7 +131,7 @@ def test_a_wrapper_over_some_ranks() -> None:
     for rank, told in enumerate(run(4, over_some)):
         assert_names(told["nothing"], [rank % 2, rank % 2 + 2], "4")
         assert_names(told["nothing"], "tensor_parallel_size")
-        assert_names(told["others"], "dp", "tp")
+        assert_names(told["others"], "DistributedDataParallel", "pp=2 x dp=2")
         assert told["said"] == "dp=2 x tp=2"
         assert told["group"] == "dp=2"
 

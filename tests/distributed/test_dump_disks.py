@@ -166,5 +166,5 @@ def test_a_folder_that_will_not_do_is_an_error_on_all_ranks(tmp_path: Path, kind
         (tmp_path / "at" / "other").write_text("")
     told = run(3, without_a_folder, str(tmp_path / "at"), kind)
     assert len(set(told)) == 1
-    values = {"file": ("File exists",), "full": (), "unshared": ("rank 0", "ranks 1, 2")}
-    assert_names(told[0], tmp_path / "at", *values[kind])
+    values = {"file": (tmp_path / "at", "File exists"), "full": (tmp_path / "at",), "unshared": (0, "1, 2")}
+    assert_names(told[0], *values[kind])

@@ -187,7 +187,7 @@ def test_refusals() -> None:
     for told in run(2, refused):
         sizes, chunks, experts, groups, again = told
         assert_names(sizes, "tp=4", "2")
-        assert "2 chunks" in chunks
+        assert "2 " in chunks
         assert "MOELayer" in experts
         assert "initialize_model_parallel" in groups
         assert_names(again, "fairscale")
