@@ -235,7 +235,7 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
 def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
     found = dump_source(dump, NAMES)
     assert "core_attention:probs" in found["lacks"]["attention"]
-    assert_names(found["lacks"]["lens"], "flex.interp.run_with_cache(")
+    assert_names(found["lacks"]["lens"], "flex.interp.run_with_cache")
     assert found["lens"] is None
 
 
