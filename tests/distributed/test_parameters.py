@@ -287,7 +287,7 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         assert told["set nothing"]
         assert told["set by one"]
         assert_names(told["optimizer"], "SGD", "reload_model_params()")
-        assert_names(told["without layout"], "probe.bias", "Linear")
+        assert_names(told["without layout"], "decoder.layers.0.probe.bias", "Linear")
         assert told["listed"] == "False"
 
 

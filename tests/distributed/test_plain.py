@@ -434,7 +434,7 @@ def stages() -> Any:
 def test_stages_of_a_pipeline_written_by_hand(cells: list[Any]) -> None:
     (same, read, weight, first), (other, none, again, last) = run(2, stages)
     assert same == other
-    assert_names(same, "0 and 1", "'0'")
+    assert_names(same, 0, 1)
     assert none == {}
     whole = handmade.single()
     outs = []

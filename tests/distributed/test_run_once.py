@@ -112,7 +112,7 @@ def test_an_edit_that_would_differ_between_ranks() -> None:
     assert losses == others
     assert len(read) == case.microbatches
     assert (first, second) == (case.microbatches, 0)
-    with raises(Exception, "tp"):
+    with pytest.raises(Exception, match="decoder.layers.0:output, microbatch 0: "):
         run(2, noisy, case, "replicated")
 
 
@@ -159,5 +159,5 @@ def test_where_an_edit_runs_is_one_of_two() -> None:
     import megatron_flex as mf
 
     make = partial(mf.HookFunction, "decoder", run="everywhere")
-    with raises(mf.HookError, "everywhere", "replicated", "once"):
+    with raises(mf.HookError, "everywhere"):
         make()

@@ -150,7 +150,7 @@ def test_at_the_wrong_moment(kind: str) -> None:
     assert "_fsdp" not in told["names"]
     assert "_flat" not in told["names"]
     assert told["inside"]
-    assert_names(told["not reduced"], "set_requires_gradient_sync(False)")
+    assert_names(told["not reduced"], "layers.1.attention.wq.weight")
     assert told["reduced"] == ""
     assert_names(told["own"], "reduced=False")
 

@@ -330,5 +330,5 @@ def wrong() -> list[str]:
 
 def test_values_of_on_error() -> None:
     ignore, nothing = wrong()
-    assert_names(ignore, "ignore", "skip")
+    assert_names(ignore, "on_error", "ignore")
     assert_names(nothing, "on_error='skip'", "editing_function")

@@ -134,8 +134,8 @@ def broken(*_: Any) -> None:
 
 def test_errors_resting_and_steps_that_fail() -> None:
     for answer in run(2, troubles, Case("tp2 sp", tp=2, sp=True, layers=2, microbatches=1)):
-        assert_names(answer["partial"], "linear_fc2:partial", "tp")
-        assert_names(answer["gradient"], "linear_fc1:gemm_input")
+        assert "linear_fc2:partial" in answer["partial"]
+        assert "linear_fc1:gemm_input" in answer["gradient"]
         assert "decoder.layers.7" in answer["site"]
         assert_names(answer["other"], "rank 0", "rank 1")
         assert "already" in answer["twice"]

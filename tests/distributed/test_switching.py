@@ -103,7 +103,7 @@ class Loop:
 ON, WAITS, DUMPED = [True, False, True], [False, True, False], [False, False, True]
 CHANGES: list[tuple[bytes | None, list[bool], list[str]]] = [
     (b"-steer\n", DUMPED, ["edit 0 of 2, steer 0 of 1, all 1 of 3"]),
-    (b"none\n+ste", DUMPED, ["no hook is in a group 'ste'; nearest: steer", "stay as they are"]),
+    (b"none\n+ste", DUMPED, ["'ste'", "steer"]),
     (b"none\n+steer", [True, False, False], ["edit 1 of 2, steer 1 of 1, dump 0 of 1, all 1 of 3"]),
     (b"\xff\x80\x00", [True, False, False], ["this is no text", "stay as they are"]),
     (b"# only\nnone +edit -steer\n", WAITS, ["on: steer 0 of 1, all 1 of 3"]),
