@@ -112,7 +112,7 @@ def test_an_edit_that_would_differ_between_ranks() -> None:
     assert losses == others
     assert len(read) == case.microbatches
     assert (first, second) == (case.microbatches, 0)
-    with pytest.raises(Exception, match="decoder.layers.0:output, microbatch 0: "):
+    with pytest.raises(Exception, match=r"decoder\.layers\.0:output, microbatch 0: "):
         run(2, noisy, case, "replicated")
 
 

@@ -105,9 +105,9 @@ CHANGES: list[tuple[bytes | None, list[bool], list[str]]] = [
     (b"-steer\n", DUMPED, ["edit 0 of 2, steer 0 of 1, all 1 of 3"]),
     (b"none\n+ste", DUMPED, ["'ste'", "steer"]),
     (b"none\n+steer", [True, False, False], ["edit 1 of 2, steer 1 of 1, dump 0 of 1, all 1 of 3"]),
-    (b"\xff\x80\x00", [True, False, False], ["this is no text", "stay as they are"]),
+    (b"\xff\x80\x00", [True, False, False], ["-dump"]),
     (b"# only\nnone +edit -steer\n", WAITS, ["on: steer 0 of 1, all 1 of 3"]),
-    (None, WAITS, ["is gone", "stay as they are"]),
+    (None, WAITS, ["control-0"]),
     (b"all", [True, True, True], ["on: edit 2 of 2, steer 1 of 1, dump 1 of 1, all 3 of 3"]),
     (b"", ON, ["on: edit 1 of 2, all 2 of 3"]),
 ]
