@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_flex.runtime.hooks import HookFunction
 
+MAX_MESSAGE = 500  # characters of an error's text
+MAX_VALUE = 80  # characters of a value in it
+OMITTED = " [...] "  # in place of what is left out
+
 
 class FlexError(ValueError):
-    """An error that the caller can fix; the message says how.
+    """An error that the caller can fix; the message says how, in at most 500 characters.
 
     Args:
         args: the message.
@@ -44,7 +49,7 @@ class FlexError(ValueError):
         hook: HookFunction | None = None,
         ranks: Iterable[int] = (),
     ) -> None:
-        super().__init__(*args)
+        super().__init__(*(shorten_message(one) if isinstance(one, str) else one for one in args))
         self.site, self.hook, self.ranks = site, hook, tuple(ranks)
 
     @property
@@ -176,6 +181,37 @@ def error_attributes(**attributes: Any) -> Iterator[None]:
             if getattr(error, name, value) in (None, ()):
                 setattr(error, name, fspath(value) if isinstance(value, PathLike) else value)
         raise
+
+
+def shorten_message(text: str) -> str:
+    """Return at most 500 characters: of a longer text the beginning, and the end, which has the remedy."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    end = MAX_MESSAGE // 3
+    return text[: MAX_MESSAGE - end - len(OMITTED)] + OMITTED + text[-end:]
+
+
+class _ShortRepr(reprlib.Repr):
+    """Values in messages: of a long text, list or array the beginning and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = MAX_VALUE
+        self.maxlong = self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = self.maxdict = 6
+
+    def repr_int(self, x: int, level: int) -> str:
+        """An integer; Python refuses to write one of more than 4,300 digits."""
+        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
+
+
+def format_value(value: object) -> str:
+    """Return the `repr` of a value in one line of at most about 80 characters, whatever the value is."""
+    try:
+        text = " ".join(_ShortRepr().repr(value).split())
+    except Exception:  # `__repr__` of a user's class may raise; that must not replace the error
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 10] + "..." + text[-7:]
 
 
 MAX_NAMED_RANKS = 8  # ranks that an error names; others are only counted

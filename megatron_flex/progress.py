@@ -264,6 +264,22 @@ class LinesAboveBar(io.TextIOBase):
     def __init__(self, file: TextIO) -> None:
         self._file, self._rest = file, ""
 
+    def __getattr__(self, name: str) -> Any:
+        """Anything else that the file has: `buffer`, `reconfigure`, `name`, `line_buffering`."""
+        if name.startswith("_"):  # while the object is made
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """How the file encodes what its encoding lacks."""
+        return self._file.errors
+
+    @property
+    def newlines(self) -> Any:  # type: ignore[override]
+        """The newlines that the file translates."""
+        return self._file.newlines
+
     @property
     def encoding(self) -> str:  # type: ignore[override]  # nobody sets it, and C's attribute cannot be set
         """The encoding of the file."""

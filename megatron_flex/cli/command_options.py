@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_flex.dump.dump_settings import parse_number_ranges
-from megatron_flex.dump.token_selection import is_selected
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.ranges import parse_spans, select_present
 from megatron_flex.sites import find_recorded_names
 
 DumpArgument = Annotated[
@@ -39,23 +38,7 @@ def select_iterations(text: str | None, there: list[int], where: str = "the dump
     Raises:
         FlexError: it says no numbers, or one that is not there, or nothing is left.
     """
-    if text is None:
-        return there
-    out: set[int] = set()
-    for span in parse_number_ranges(text):
-        if isinstance(span, slice):
-            out |= {n for n in there if is_selected(n, span)}
-        elif span in there:
-            out.add(span)
-        else:
-            raise FlexError(f"iteration {span} is not in {where}, which has {_summarize_numbers(there)}")
-    if not out:
-        raise FlexError(f"no iteration is within {text}; {where} has {_summarize_numbers(there)}")
-    return sorted(out)
-
-
-def _summarize_numbers(there: list[int]) -> str:
-    return f"{there[0]} to {there[-1]}" if len(there) > 8 else ", ".join(map(str, there)) or "none"
+    return there if text is None else select_present(parse_spans(text, "--iterations"), there, where)
 
 
 def select_names(

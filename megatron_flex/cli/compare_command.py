@@ -10,13 +10,14 @@ from rich.console import Console
 
 from megatron_flex.alignment import align_dumps, are_of_both_frameworks
 from megatron_flex.cli.align_command import show_alignment
-from megatron_flex.cli.command_options import JsonOption
+from megatron_flex.cli.command_options import IterationsOption, JsonOption
 from megatron_flex.cli.console_output import NameTable, make_console, print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
 from megatron_flex.compare.comparison import INCOMPARABLE, INCOMPLETE, INDISTINGUISHABLE
 from megatron_flex.compare.statistics_comparison import find_statistics
 from megatron_flex.errors import FlexError
+from megatron_flex.ranges import parse_spans
 
 MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
 VERDICT_STYLES: dict[str, str] = {
@@ -64,12 +65,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another dump, in any layout.", show_default=False)],
     tolerance: ToleranceOption = None,
     reference: ReferenceOption = None,
-    iterations: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N[,N...]", help="Compare only these iterations; 3:7 is 3 to 6.", show_default=False
-        ),
-    ] = None,
+    iterations: IterationsOption = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -111,7 +107,7 @@ def compare(
         _parse_tolerance(tolerance),
         reference,
         allow_missing=allow_missing,
-        iterations=_parse_iterations(iterations),
+        iterations=None if iterations is None else parse_spans(iterations, "--iterations"),
         learning_rate=learning_rate,
     )
     _print_and_exit(found, most, as_json)
@@ -125,20 +121,6 @@ def _print_and_exit(found: Comparison, rows: int, as_json: bool) -> None:
         print_comparison(make_console(), found, rows)
     if found.exit_status:
         raise typer.Exit(found.exit_status)
-
-
-def _parse_iterations(text: str | None) -> list[int] | None:
-    """Numbers and ranges, as in `0,2,5:8`."""
-    if text is None:
-        return None
-    out: list[int] = []
-    for part in text.split(","):
-        first, colon, last = part.partition(":")
-        try:
-            out += range(int(first), int(last)) if colon else [int(first)]
-        except ValueError:
-            raise FlexError(f"--iterations {text}: give numbers and ranges, as in 0,2,5:8") from None
-    return out
 
 
 def _compare_frameworks(

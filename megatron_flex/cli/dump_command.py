@@ -49,7 +49,7 @@ from megatron_flex.dump.tools.dump_contents import (
     list_site_names,
 )
 from megatron_flex.dump.tools.dump_verification import verify_dump as check
-from megatron_flex.dump.tools.value_summary import ValueSummary, summarize_values
+from megatron_flex.dump.tools.value_summary import ValueSummary, count_passes, summarize_values
 from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.estimate import HookSpec, parse_read_hook
 from megatron_flex.layout.layout_drawing import format_shape
@@ -193,7 +193,7 @@ def select_entries(array: DumpArray, wanted: CaptureSelection) -> DumpArray:
 
 
 def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]:
-    twice = 2 * sum(a.nbytes for a in arrays.values())
+    nbytes = sum(a.nbytes * count_passes(a.dtype) for a in arrays.values())
 
     def read(bar: ProgressBar, array: DumpArray) -> Iterator[Tensor]:
         for one in ExportColumn(array.name, array).by_iteration():
@@ -201,7 +201,7 @@ def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]
                 yield block
                 bar.advance(block.nbytes)
 
-    with progress("reading", twice, BYTES) as bar:
+    with progress("reading", nbytes, BYTES) as bar:
         return {name: summarize_values(partial(read, bar, array)) for name, array in arrays.items()}
 
 

@@ -24,6 +24,7 @@ from megatron_flex.dump.size_estimate import DUMP_COLUMNS
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
+from megatron_flex.ranges import check_positive, parse_count
 from megatron_flex.sites import strip_numbers
 
 MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
@@ -134,6 +135,8 @@ def estimate(
     """
     if (config is None) == (not flags):
         raise FlexError("give the configuration of the run once: --config FILE, or its flags after --")
+    links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
+    rate = None if disk is None else check_positive("--disk", disk) * 1e9
     run = str(config) if config is not None else cast(list[str], flags)
     how: dict[str, Any] = {
         "mesh": parse_mesh_sizes(mesh),
@@ -142,7 +145,6 @@ def estimate(
     }
     estimated: RunEstimate | None = None
     if read or edit:
-        links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
         kept: dict[str, Any] = {"tokens": parse_token_setting(tokens), "reduce": "mean" if mean else None}
         if isinstance(kept["tokens"], float):  # spread evenly, as the estimate of the dump has them
             kept["tokens"] = slice(None, None, max(1, round(1 / kept["tokens"])))
@@ -163,7 +165,7 @@ def estimate(
             reduce="mean" if mean else None,
             every=every,
             iterations=iterations,
-            disk_bytes_per_second=None if disk is None else disk * 1e9,
+            disk_bytes_per_second=rate,
             **how,
         )
     _print_estimates(found, estimated, as_json)
@@ -189,10 +191,10 @@ def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
     """
     out = {}
     for word in (w for words in assignments or () for w in words.split(",")):
-        axis, _, size = word.partition("=")
-        if not size.isdigit():
+        axis, given, size = word.partition("=")
+        if not given:
             raise FlexError(f"--mesh {word}: give AXIS=N, such as tp=8")
-        out[axis] = int(size)
+        out[axis] = parse_count(size, f"--mesh {axis}=")
     return out or None
 
 

@@ -57,6 +57,7 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
                 **content,
                 "iterations": found.iterations,
                 "incomplete": found.incomplete,
+                "replaced": found.replaced,
                 "damaged": found.damaged,
             }
         )
@@ -190,6 +191,8 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
 
 
 def _print_incomplete_lines(found: OpenStatistics) -> None:
+    for line in found.replaced:
+        make_console().print(f"note: {line}", style="yellow", soft_wrap=True)
     if found.incomplete:
         lines = count_words(found.incomplete, "incomplete line")
         content = f"note: {lines} left out, of a run that was killed or a full disk"

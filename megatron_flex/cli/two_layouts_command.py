@@ -19,6 +19,7 @@ from megatron_flex.compare import compare
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
 from megatron_flex.launch.two_layouts import DEFAULT_SITES, LayoutRun, plan_two_layouts
+from megatron_flex.ranges import parse_count
 
 OPTIONS = ("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint")
 SWITCHES = ("--dry", "--no-parameters")
@@ -43,10 +44,10 @@ def run_two_layouts(words: Sequence[str]) -> int:
         given.get("--against", ""),
         out,
         without=given.get("--without", "").split(),
-        iterations=_parse_number("--iterations", given.get("--iterations", "2")),
+        iterations=parse_count(given.get("--iterations", "2"), "--iterations"),
         sites=given["--sites"].split() if "--sites" in given else DEFAULT_SITES,
         parameters="--no-parameters" not in given,
-        processes=[_parse_number("--processes", n) for n in given.get("--processes", "").split(",") if n],
+        processes=[parse_count(n, "--processes") for n in given.get("--processes", "").split(",") if n],
         checkpoint=Path(given["--checkpoint"]) if "--checkpoint" in given else None,
     )
     if "--dry" in given:
@@ -88,12 +89,6 @@ def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif word != "--":
             rest.append(word)
     return given, rest
-
-
-def _parse_number(name: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise FlexError(f"{name} {text}: no whole number of at least 1")
-    return int(text)
 
 
 def _train(run: LayoutRun, log: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate.estimates import make_configuration_page
 from megatron_flex.page import Page, write
 from megatron_flex.page.page_builder import fill_page
+from megatron_flex.ranges import check_positive
 from megatron_flex.statistics.statistics_files import list_files
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
@@ -63,6 +64,7 @@ def view(
 
     For example: megatron-flex view dump/ other-dump/ --out page.html
     """
+    most_bytes = round(check_positive("--most-megabytes", most_megabytes) * 1_000_000)
     paths, flags = _split_flags(what)
     configs, dumps, measured = _sort_by_kind(paths)
     if len(configs) + bool(flags) > 1:
@@ -84,9 +86,7 @@ def view(
     if compared and len(sources) == 2 and len(dumps) + len(measured) == 2:
         found = compare(sources[0], sources[1])
     title = " and ".join(p.resolve().name for p in paths)
-    made = write(
-        fill_page(page, dumps, statistics, found, title), out, most_bytes=round(most_megabytes * 1_000_000)
-    )
+    made = write(fill_page(page, dumps, statistics, found, title), out, most_bytes=most_bytes)
     make_console().print(f"{made}: {made.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
 
 

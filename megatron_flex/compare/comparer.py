@@ -58,6 +58,7 @@ from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
 from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
+from megatron_flex.ranges import Span, check_nonnegative, normalize_spans, select_present
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
 
@@ -111,7 +112,7 @@ def compare(
     tolerance_from: Any = None,
     *,
     allow_missing: bool = False,
-    iterations: Sequence[int] | None = None,
+    iterations: int | slice | Sequence[int | slice] | None = None,
     learning_rate: float | None = None,
     progress: ProgressFunction | None = None,
     block_bytes: int = COMPARE_BLOCK,
@@ -133,7 +134,8 @@ def compare(
             inputs perturbed in the last digit): its difference from the nearer of the two, times a
             margin, is the tolerance of each site that it has.
         allow_missing: whether sites or iterations may be in only one of the dumps.
-        iterations: the iterations to compare; None for all that both have.
+        iterations: the iterations to compare: numbers, which both must have, and slices or ranges of them;
+            None for all that both have.
         learning_rate: of the optimizer, where parameters were not dumped: from it follows what they may
             differ by after some steps.
         progress: called before each tensor, instead of a bar in the terminal.
@@ -144,7 +146,7 @@ def compare(
 
     Raises:
         DumpError: a dump cannot be read, or the two have nothing in common.
-        FlexError: a tolerance is no number, is negative, or both kinds are given.
+        FlexError: a tolerance is no number, is negative, or both kinds are given; both lack an iteration.
 
     Examples:
         >>> from megatron_flex.compare import compare
@@ -154,13 +156,16 @@ def compare(
         'decoder.layers.3:input'
     """
     _check_tolerance(tolerance, tolerance_from)
+    if learning_rate is not None:
+        check_nonnegative("learning_rate", learning_rate)
+    only = None if iterations is None else normalize_spans("iterations", iterations)
     measured = [find_statistics(source) for source in (a, b)]
     if any(found is not None for found in measured):
         if tolerance is not None or tolerance_from is not None:
             raise FlexError(
                 "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
             )
-        return _compare_measured((a, b), measured, allow_missing, iterations, block_bytes)
+        return _compare_measured((a, b), measured, allow_missing, only, block_bytes)
     with (
         one_torch_thread(),
         open_compared_dump(a, "A") as one,
@@ -168,7 +173,7 @@ def compare(
         open_compared_dump(tolerance_from, "C") as noise,
     ):
         align_names([one, two, noise])
-        walk = _Comparer(one, two, noise, tolerance, block_bytes, iterations, learning_rate)
+        walk = _Comparer(one, two, noise, tolerance, block_bytes, only, learning_rate)
         return walk.run(progress, allow_missing)
 
 
@@ -176,7 +181,7 @@ def _compare_measured(
     sources: Sequence[Any],
     measured: Sequence[OpenStatistics | None],
     allow_missing: bool,
-    iterations: Sequence[int] | None,
+    only: Sequence[Span] | None,
     block_bytes: int,
 ) -> Comparison:
     """Compare statistics with statistics, or with a dump."""
@@ -191,15 +196,15 @@ def _compare_measured(
         sides: list[StatisticsSide] = [
             StatisticsOfDump(one, block_bytes) if isinstance(one, ComparedDump) else one for one in opened
         ]
-        return compare_statistics(*sides, allow_missing=allow_missing, iterations=iterations)
+        return compare_statistics(*sides, allow_missing=allow_missing, only=only)
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
     given_tolerance = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
     for value in given_tolerance:
-        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise FlexError(f"tolerance={value!r}: a number, 0 or greater, as a part of a tensor's norm")
-    if tolerance_from is not None and isinstance(tolerance, (int, float)):
+        if value is not None:
+            check_nonnegative("tolerance", value)
+    if tolerance_from is not None and not isinstance(tolerance, Mapping) and tolerance is not None:
         raise FlexError("tolerance and tolerance_from are both given; leave one of them out")
 
 
@@ -221,7 +226,7 @@ class _Comparer:
     noise: ComparedDump | None
     given_tolerance: float | Mapping[str, float] | None
     most: int
-    only: Sequence[int] | None = None
+    only: Sequence[Span] | None = None
     learning_rate: float | None = None
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -359,13 +364,7 @@ class _Comparer:
                 f"{_format_some(sorted(two))}"
             )
         if self.only is not None:
-            lacking = sorted(set(self.only) - (one & two))
-            if lacking:
-                raise DumpError(
-                    f"iterations {_format_some(lacking)} are not in both dumps, which have "
-                    f"{_format_some(sorted(one & two))} in common"
-                )
-            return sorted(set(self.only))
+            return select_present(self.only, sorted(one & two), f"both {self.a.path} and {self.b.path}")
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
                 self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")

@@ -39,6 +39,7 @@ from megatron_flex.errors import DumpError
 from megatron_flex.gpt_names import GptNames
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
+from megatron_flex.ranges import Span, normalize_path, select_present
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.moments import MomentSums, make_statistics
 from megatron_flex.statistics.statistics_files import list_files
@@ -92,7 +93,7 @@ def find_statistics(source: object) -> OpenStatistics | None:
         return source
     if not isinstance(source, (str, PathLike)):
         return None
-    path = Path(source)
+    path = Path(normalize_path("path", source))
     is_file = path.is_file() and path.name.startswith("statistics-")
     is_folder = path.is_dir() and not any(path.glob("run-[0-9]*")) and bool(list_files(path))
     return open_statistics(path) if is_file or is_folder else None
@@ -283,7 +284,7 @@ def compare_statistics(
     b: StatisticsSide,
     *,
     allow_missing: bool = False,
-    iterations: Sequence[int] | None = None,
+    only: Sequence[Span] | None = None,
 ) -> Comparison:
     """Compare the statistics of two runs, or of a dump and a run.
 
@@ -291,16 +292,18 @@ def compare_statistics(
         a: the first side.
         b: the second side.
         allow_missing: whether tensors or iterations may be in only one of them.
-        iterations: the iterations to compare; None for all that both have.
+        only: the iterations to compare; None for all that both have.
 
     Raises:
         DumpError: they have nothing in common.
+        FlexError: they have not all of `only`.
     """
     missing, notes = _list_missing(a, b), []
     common = [n for n in a.names if n in set(b.names)]
     both = sorted(set(a.iterations) & set(b.iterations))
     if not common or not both:
         raise DumpError(f"{a.describe()} and {b.describe()} have no tensor and iteration in common")
+    chosen = both if only is None else select_present(only, both, f"both {a.describe()} and {b.describe()}")
     known = [s.precision() for s in (a, b)]
     if any(dtype is None for dtype, _ in known):
         notes.append("the dtype of a run is not recorded; that of bf16 is assumed for its round-off")
@@ -310,7 +313,7 @@ def compare_statistics(
     )
     values = [n for n in common if not n.endswith(GRADIENT_SUFFIX)]
     rows: list[Row] = []
-    for iteration in track(both if iterations is None else iterations, "comparing", unit="iterations"):
+    for iteration in track(chosen, "comparing", unit="iterations"):
         tester = StatisticsTester(ReductionDepths(values), unit)
         for name in common:
             one, two = a.row(name, iteration), b.row(name, iteration)

@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, describe_error
 
 Index = tuple[int | slice, ...]
 CONFIG, TENSORS, TENSORS_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -229,11 +230,15 @@ def count_tokens(source: Any) -> int | None:
     """The number of tokens of the tokenizer in a folder; None if it has none that is a JSON file."""
     if isinstance(source, nn.Module) or not (folder_of(source) / TOKENIZER).is_file():
         return None
-    found = json.loads((folder_of(source) / TOKENIZER).read_text(encoding="utf-8"))
-    vocabulary = found.get("model", {}).get("vocab", {})
-    numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    added = [token["id"] for token in found.get("added_tokens", ())]
-    return 1 + max([*numbers, *added], default=-1)
+    path = folder_of(source) / TOKENIZER
+    found = _read_object(path)
+    try:
+        vocabulary = found.get("model", {}).get("vocab", {})
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in found.get("added_tokens", ())]
+        return 1 + max(map(index, [*numbers, *added]), default=-1)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise FlexError(f"{path}: has no vocabulary with a number of each token; copy it again") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -255,10 +260,37 @@ def import_extra(name: str) -> Any:
         raise FlexError(f"{name.partition('.')[0]} is not installed; {INSTALL}") from error
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+        FlexError: the file cannot be read, or has something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FlexError(f"{path}: is not JSON ({describe_error(error)}); copy the file again") from error
+    if not isinstance(found, dict):
+        raise FlexError(f"{path}: is JSON, but not an object; copy the file again")
+    return found
+
+
+def _read_indexed_files(index: Path) -> list[str]:
+    """The names of the files that an index of weights refers to."""
+    weight_map = _read_object(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    plain = [n for n in names if isinstance(n, str) and n and "\0" not in n and Path(n).name == n]
+    if not plain or len(plain) < len(names):
+        raise FlexError(
+            f"{index}: its weight_map does not map each tensor to a file in the folder; copy the file again"
+        )
+    return sorted(set(plain))
+
+
 def _list_files(folder: Path) -> Iterable[Path]:
     index = folder / TENSORS_INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = _read_indexed_files(index)
         gone = [name for name in names if not (folder / name).is_file()]
         if gone:
             raise FlexError(f"{folder} lacks {gone[0]}, which its index names; copy it again")

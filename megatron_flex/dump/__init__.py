@@ -24,7 +24,7 @@ from megatron_flex.dump.token_selection import (
 )
 from megatron_flex.dump.writer.dump_writer import DumpWriter
 from megatron_flex.dump.writer.ownership import Ownership, list_replica_axes
-from megatron_flex.dump.writer.run_creation import create_run, find_access_problem
+from megatron_flex.dump.writer.run_creation import create_run, find_access_problem, find_earlier_runs
 
 sampled = RandomTokens
 
@@ -47,6 +47,7 @@ __all__ = [
     "create_run",
     "describe_dims",
     "find_access_problem",
+    "find_earlier_runs",
     "format_run_folder",
     "layout_to_json",
     "list_replica_axes",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from operator import index
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -16,11 +16,20 @@ from megatron_flex.dump.token_selection import (
     NumberSelection,
     RandomTokens,
     TokenSelection,
-    is_selected,
     normalize_tokens,
     tokens_to_json,
 )
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, format_value
+from megatron_flex.ranges import (
+    WantedNumbers,
+    check_choice,
+    check_count,
+    is_selected,
+    normalize_numbers,
+    normalize_path,
+    parse_count,
+    parse_numbers,
+)
 from megatron_flex.sites import Pattern, describe_pattern
 
 
@@ -40,74 +49,33 @@ def parse_token_setting(text: str | None, flag: str = "--tokens", fractions: boo
     """
     if text is None:
         return None
+    if text.startswith(RANDOM_PREFIX):
+        return RandomTokens(parse_count(text.removeprefix(RANDOM_PREFIX), f"{flag} {RANDOM_PREFIX}"))
+    if fractions and re.fullmatch(r"[0-9]{0,18}\.[0-9]{0,18}", text) and text != ".":
+        return check_fraction(float(text), flag)
     try:
-        if text.startswith("random:"):
-            return RandomTokens(int(text.removeprefix("random:")))
-        if ":" in text:
-            return slice(*(int(n) if n else None for n in text.split(":")))
-        if "." in text and fractions:
-            return float(text)
-        return [int(n) for n in text.split(",")]
-    except (ValueError, TypeError):
-        also = ", or a fraction 0.1" if fractions else ""
-        raise FlexError(f"{flag} {text}: give 0,5 or a slice ::8, or random:64{also}") from None
+        return parse_numbers(text, flag, from_end=True)
+    except FlexError as error:
+        raise FlexError(
+            f"{error}, or {RANDOM_PREFIX}64{', or a fraction 0.1' if fractions else ''}"
+        ) from None
 
 
-def parse_number_ranges(text: str, flag: str = "iterations") -> list[int | slice]:
-    """Parse numbers and ranges: `100`, `100,200`, `0:1000:100`, several separated by commas.
+def check_fraction(share: float, name: str) -> float:
+    """Return a fraction of the tokens.
 
     Raises:
-        FlexError: an item is neither a number nor a range.
+        FlexError: it is not above 0 and at most 1.
     """
-    out: list[int | slice] = []
-    for item in text.split(","):
-        try:
-            if ":" in item:
-                first, last, *step = (int(n) if n.strip() else None for n in item.split(":"))
-                out.append(slice(first, last, *step))
-            else:
-                out.append(int(item))
-        except (ValueError, TypeError):
-            raise FlexError(
-                f"{flag} {item!r}: no number and no range; give 100, or 100,200, or 0:1000:100"
-            ) from None
-    return out
-
-
-def parse_number_setting(text: str | None, flag: str = "iterations") -> Any:
-    """Parse a selection of numbers from 0 on, as `Dump` accepts it.
-
-    Returns:
-        None, a slice, or a sorted list.
-
-    Raises:
-        FlexError: the text is invalid, empty, has negative numbers, or has an open range beside other items.
-    """
-    if text is None:
-        return None
-    spans = parse_number_ranges(text, flag)
-    out: set[int] = set()
-    for span in spans:
-        if isinstance(span, int):
-            out.add(span)
-            continue
-        first, last, step = span.start or 0, span.stop, 1 if span.step is None else span.step
-        if first < 0 or step < 1 or (last is not None and last <= first):
-            raise FlexError(f"{flag} {text}: a range counts up from 0, such as 0:1000:100")
-        if len(spans) == 1:
-            return slice(first, last, step)
-        if last is None:
-            raise FlexError(f"{flag} {text}: beside others a range needs its end, such as 0:1000:100")
-        out |= set(range(first, last, step))
-    if min(out) < 0:
-        raise FlexError(f"{flag} {text}: count from 0")
-    return sorted(out)
+    if not 0 < share <= 1:
+        raise FlexError(f"{name}={share}: a fraction of the tokens is above 0 and at most 1")
+    return share
 
 
 SampleOrder = Literal["interleaved", "blocks"]
 WhenFull = Literal["wait", "drop"]
 OnDumpError = Literal["warn", "raise"]
-WantedNumbers = int | slice | Iterable[int] | None
+RANDOM_PREFIX = "random:"
 SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -119,7 +87,7 @@ class Dump:
 
     Args:
         path: the folder, on a file system that all ranks share. Another run of the same model and settings
-            continues the dump: complete iterations are not written again.
+            continues the dump; of an iteration that several runs have completed, the last one is read.
         sites: names or patterns of modules and hook points, as for HookFunction; a module's name selects its
             output.
         every: dump iterations whose number is a multiple of `every`.
@@ -187,25 +155,25 @@ class Dump:
         replicas: bool = False,
         groups: Iterable[str] = (),
     ) -> None:
-        self.path = fspath(path)
+        self.path = normalize_path("path", path)
         self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
-        self.every, self.gradients, self.replicas, self.durable = every, gradients, replicas, durable
-        self.iterations = _normalize_numbers("iterations", iterations)
-        self.microbatches = _normalize_numbers("microbatches", microbatches)
-        self.samples = _normalize_numbers("samples", samples)
+        self.every = check_count("every", every)
+        self.gradients, self.replicas, self.durable = gradients, replicas, durable
+        self.iterations = _select_numbers("iterations", iterations)
+        self.microbatches = _select_numbers("microbatches", microbatches)
+        self.samples = _select_numbers("samples", samples)
         self.tokens: TokenSelection = normalize_tokens(tokens)
         self.dtype = _parse_dtype(dtype)
         self.reduce, self.order, self.runs = reduce, order, runs
         self.when_full, self.on_error = when_full, on_error
-        self.queue_bytes, self.part_bytes = queue_bytes, part_bytes
+        self.queue_bytes = check_count("queue_bytes", queue_bytes)
+        self.part_bytes = check_count("part_bytes", part_bytes)
         self.groups = tuple(groups)
         self._check()
 
     def _check(self) -> None:
         if not self.sites and not self.parameters:
             raise FlexError("a Dump of nothing: name sites, such as 'decoder.layers.*', or parameters")
-        if self.every < 1:
-            raise FlexError(f"every={self.every}: dump every n-th iteration, n at least 1")
         for name, allowed in (
             ("reduce", (None, "mean")),
             ("order", ("interleaved", "blocks")),
@@ -213,12 +181,7 @@ class Dump:
             ("when_full", ("wait", "drop")),
             ("on_error", ("warn", "raise")),
         ):
-            if getattr(self, name) not in allowed:
-                known = ", ".join(map(str, allowed))
-                raise FlexError(f"{name}={getattr(self, name)!r} is none of {known}")
-        for name in ("queue_bytes", "part_bytes"):
-            if getattr(self, name) < 1:
-                raise FlexError(f"{name}={getattr(self, name)}: a number of bytes, at least 1")
+            check_choice(name, getattr(self, name), allowed)
 
     def wants_iteration(self, number: int) -> bool:
         """Return whether the iteration is to be dumped.
@@ -281,29 +244,9 @@ def _list_patterns(given: Sequence[Pattern] | Pattern) -> list[Pattern]:
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
-def _normalize_numbers(name: str, given: WantedNumbers) -> NumberSelection:
-    if isinstance(given, slice):
-        ends = (
-            given.start or 0,
-            0 if given.stop is None else given.stop,
-            1 if given.step is None else given.step,
-        )
-        if min(ends[:2]) < 0 or ends[2] < 1:
-            raise FlexError(
-                f"{name}={given!r}: how many there are is not known; count from 0, with steps of 1 or more"
-            )
-        return given
-    if given is None:
-        return None
-    try:
-        found = frozenset(index(n) for n in ([given] if isinstance(given, int) else given))
-    except TypeError:
-        found = frozenset()
-    if isinstance(given, bool) or not found or min(found) < 0:
-        raise FlexError(
-            f"{name}={given!r} is no number from 0 on, list of them, range or slice; give the numbers to dump"
-        )
-    return found
+def _select_numbers(name: str, given: WantedNumbers) -> NumberSelection:
+    found = None if given is None else normalize_numbers(name, given)
+    return frozenset(found) if isinstance(found, tuple) else found
 
 
 def _numbers_to_json(wanted: NumberSelection) -> Any:
@@ -315,6 +258,6 @@ def _numbers_to_json(wanted: NumberSelection) -> Any:
 def _parse_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     if given is None or isinstance(given, torch.dtype):
         return given
-    if given in SHORT_DTYPES:
+    if isinstance(given, str) and given in SHORT_DTYPES:
         return SHORT_DTYPES[given]
-    raise FlexError(f"dtype={given!r} is no torch.dtype and none of {', '.join(SHORT_DTYPES)}")
+    raise FlexError(f"dtype={format_value(given)} is no torch.dtype and none of {', '.join(SHORT_DTYPES)}")

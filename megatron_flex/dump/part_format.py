@@ -53,6 +53,7 @@ from megatron_flex.dump.schema import (
 from megatron_flex.errors import DumpError
 
 METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
+WRITERS_LOCK = ".writers"  # in the folder of a run: its writers hold a lock on this empty file
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 PART_BYTES = 32 << 20  # about the bytes of one part by default: while it is written, the next one fills
 MIN_FIRST_PART_BYTES = 8 << 20  # unless parts are smaller; less is copied before a thread has begun

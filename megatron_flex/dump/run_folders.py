@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_flex.dump.part_format import format_run_folder, parse_iteration_folder, parse_part_name
+from megatron_flex.dump.part_format import (
+    WRITERS_LOCK,
+    format_run_folder,
+    parse_iteration_folder,
+    parse_part_name,
+)
 from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
 from megatron_flex.errors import DumpError
 
@@ -183,7 +188,7 @@ def _list_run_folder(number: int, path: Path) -> RunFolder:
         named = parse_iteration_folder(item.name)
         if named is not None and item.is_dir():
             run.iterations.append(list_iteration_folder(item, *named))
-        elif item.name != MANIFEST_NAME:
+        elif item.name not in (MANIFEST_NAME, WRITERS_LOCK):
             run.strays.append((item, nbytes))
     run.iterations.sort(key=lambda f: (f.number, f.run_of))
     return run

@@ -115,7 +115,7 @@ class Manifest:
         sites: the dumped hook points, in model order.
         parameters: the dumped parameters, in model order.
         settings: of the Dump.
-        skipped: iterations that are complete in earlier runs, and that this run does not write.
+        skipped: iterations that a run of an earlier release left to the runs before it.
         layers: the kinds of the model's layers, as `layer_pattern` returns them; empty if the model has no
             decoder, or an earlier version wrote the run.
     """
@@ -468,10 +468,10 @@ def _check_dim(dim: Dim) -> None:
         raise ValueError(f"segments {dim.segments}, of which {dim.keep} are kept")
     ends = [0, *(n for span in dim.sequences for n in span)]
     if len(dim.sequences) > MOST_SEQUENCES or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"packed sequences {dim.sequences!s:.100} that are not one behind the other")
+        raise ValueError(f"{len(dim.sequences)} packed sequences that are not one behind the other")
     for cut in dim.cuts:
         if len(cut.segments) > MOST_SEQUENCES or min(cut.segments, default=0) < 1:
-            raise ValueError(f"a cut in segments {cut.segments!s:.100}, which must have a length each")
+            raise ValueError(f"a cut in {len(cut.segments)} segments, which must have a length each")
         if cut.order not in ("contiguous", "zigzag"):
             raise ValueError(f"order {cut.order!r} is none of contiguous, zigzag")
         if cut.copies < 1:

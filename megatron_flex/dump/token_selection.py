@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from megatron_flex.dump.json_form import check_form, has_fields, pick_known, to_
 from megatron_flex.dump.schema import RandomRecord, SliceRecord, read_settings
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
+from megatron_flex.ranges import MAX_NUMBER, check_count, is_selected, normalize_numbers
 
 
 def number_microbatch(
@@ -80,8 +80,8 @@ class RandomTokens:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise FlexError(f"sampled({self.count}): keep at least one token of each sample")
+        check_count("sampled(count)", self.count)
+        check_count("seed", self.seed, least=-MAX_NUMBER)
 
     def positions(self, length: int, iteration: int, sample: int) -> list[int]:
         """Return the positions of one sample, in ascending order.
@@ -110,19 +110,11 @@ def normalize_tokens(given: Any) -> TokenSelection:
     """Convert a user's selection of tokens to plain data.
 
     Raises:
-        FlexError: the value is no selection of tokens.
+        FlexError: the value is not a selection of tokens.
     """
-    if given is None or isinstance(given, (slice, RandomTokens)):
+    if given is None or isinstance(given, RandomTokens):
         return given
-    try:
-        found = tuple(index(p) for p in ([given] if isinstance(given, int) else given))
-    except TypeError:
-        found = ()
-    if isinstance(given, bool) or not found:
-        raise FlexError(
-            f"tokens={given!r} is no position, list of positions, slice or sampled(count); give the positions"
-        )
-    return found
+    return normalize_numbers("tokens", given, from_end=True)
 
 
 def tokens_to_json(tokens: TokenSelection) -> Any:
@@ -149,14 +141,6 @@ def select_positions(tokens: TokenSelection, length: int, iteration: int, sample
     if isinstance(tokens, RandomTokens):
         return _draw_positions(tokens, length, iteration, sample).tolist()
     return _list_common_positions(_make_position_key(tokens), length).tolist()
-
-
-def is_selected(number: int, wanted: NumberSelection) -> bool:
-    """Return whether a number is selected."""
-    if isinstance(wanted, slice):
-        first, last, step = wanted.start or 0, wanted.stop, wanted.step or 1
-        return number >= first and (last is None or number < last) and (number - first) % step == 0
-    return wanted is None or number in wanted
 
 
 PositionKey = tuple[Any, ...]
@@ -432,10 +416,7 @@ class SelectionSettings:
 
     def keeps(self, sample: int) -> bool:
         """Whether a sample is kept."""
-        if isinstance(self.samples, slice):
-            first, last, step = self.samples.start or 0, self.samples.stop, self.samples.step or 1
-            return sample >= first and (last is None or sample < last) and (sample - first) % step == 0
-        return self.samples is None or sample in self.samples
+        return is_selected(sample, self.samples)
 
 
 @lru_cache(16)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset, split_dims
 from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, mask_along
-from megatron_flex.errors import HookError
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.ranges import normalize_numbers
 from megatron_flex.sites import HEAD_DIMS as HEAD_DIMS
 from megatron_flex.sites import PACKED_HEAD_DIMS as PACKED_HEAD_DIMS
 from megatron_flex.sites import Site
@@ -87,15 +88,16 @@ class Edit(Preset):
         )
         for name in ("positions", "samples", "heads", "features"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, slice):
-                many = (value,) if isinstance(value, int) else tuple(value)
-                if not all(isinstance(i, int) for i in many):
-                    raise HookError(
-                        f"{type(self).__name__}: {name}={value!r} must be a number, numbers or a slice"
-                    )
-                object.__setattr__(self, name, many)
+            if value is not None:
+                object.__setattr__(self, name, self._normalize_indices(name, value))
         restrictions = self.positions, self.samples, self.heads, self.features
         object.__setattr__(self, "_unrestricted", all(r is None for r in restrictions))
+
+    def _normalize_indices(self, name: str, value: Indices) -> slice | tuple[int, ...]:
+        try:
+            return normalize_numbers(name, value, from_end=True, in_order=True)
+        except FlexError as error:
+            raise HookError(f"{type(self).__name__}: {error}") from None
 
     # -- what a preset declares ------------------------------------------------------------------------------
 

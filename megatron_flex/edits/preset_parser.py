@@ -11,6 +11,7 @@ from megatron_flex.edits import replacement_edits, value_edits, vector_edits
 from megatron_flex.edits.edit_base import Edit
 from megatron_flex.edits.preset import Preset, chain
 from megatron_flex.errors import HookError, suggest_nearest
+from megatron_flex.ranges import parse_numbers
 
 PRESETS: dict[str, type[Edit]] = {
     "scale": value_edits.scale,
@@ -87,10 +88,8 @@ def _convert_argument(name: str, field: Field[Any], text: str) -> Any:
         raise HookError(f"{name}: {field.name}={text!r} is not {ARGUMENT_DESCRIPTIONS[kind]}") from None
 
 
-def _parse_indices(text: str) -> Any:
-    if ":" in text:
-        return slice(*(int(end) if end.strip() else None for end in text.split(":")))
-    return [int(i) for i in text.split(",")]
+def _parse_indices(text: str) -> slice | list[int]:
+    return parse_numbers(text, "indices", from_end=True)
 
 
 def _parse_bool(text: str) -> bool:

@@ -23,11 +23,12 @@ from megatron_flex.collectives import (
     plan_result_broadcast,
 )
 from megatron_flex.dump.size_estimate import EstimatedTensor
-from megatron_flex.errors import FlexError, HookError
+from megatron_flex.errors import HookError
 from megatron_flex.estimate.hook_notation import HookSpec
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.ranges import check_count, check_positive
 from megatron_flex.runtime.hooks import for_site
 from megatron_flex.runtime.selection import CaptureSelection, plan_selection
 from megatron_flex.sites import Site
@@ -68,9 +69,9 @@ class Links:
     pcie: float = 55e9
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise FlexError(f"{field.name}={getattr(self, field.name)}: links need a number above 0")
+        check_count("gpus_per_node", self.gpus_per_node)
+        for name in ("nvlink", "network", "pcie"):
+            check_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatron_flex.edits.preset_parser import parse
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.ranges import parse_count, parse_numbers
 from megatron_flex.runtime.selection import CaptureSelection, Reduction, Select, reduce
 from megatron_flex.sites import Pattern, describe_pattern
 
@@ -79,7 +80,7 @@ def parse_read_hook(text: str, option: str = "--read") -> HookSpec:
         if name == "gradient" and not given:
             gradient = True
         elif name in SELECTIONS and value:
-            picked[name] = _parse_indices(f"{option} {text}", value)
+            picked[name] = parse_numbers(value, f"{option} {text}:", from_end=True)
         elif name in REDUCTION_MAKERS and value and reduced is None:
             reduced = REDUCTION_MAKERS[name](value)
         else:
@@ -92,15 +93,6 @@ def parse_read_hook(text: str, option: str = "--read") -> HookSpec:
         raise FlexError(f"{option} {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
     wanted = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
     return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {text}", asked=text)
-
-
-def _parse_indices(text: str, value: str) -> slice | list[int]:
-    try:
-        if ":" in value:
-            return slice(*(int(n) if n else None for n in value.split(":")))
-        return [int(n) for n in value.split(",")]
-    except (ValueError, TypeError):
-        raise FlexError(f"{text}: {value!r} are no indices; write 3, or 0,3, or -2, or 0:4") from None
 
 
 def parse_edit_hook(text: str) -> HookSpec:
@@ -118,6 +110,7 @@ def parse_edit_hook(text: str) -> HookSpec:
         )
     name, _, count = what.partition(":")
     words = f"edit {text}"
-    if name in EDIT_KINDS and (not count or (name == "linear" and count.isdigit() and int(count))):
-        return HookSpec(pattern, name, int(count or 1), bool(gradient), text=words, asked=place)
+    if name in EDIT_KINDS and (not count or name == "linear"):
+        outputs = parse_count(count, f"--edit {text}:") if count else 1
+        return HookSpec(pattern, name, outputs, bool(gradient), text=words, asked=place)
     return HookSpec(pattern, parse(what), gradient=bool(gradient), text=words, asked=place)

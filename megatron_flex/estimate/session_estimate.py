@@ -31,6 +31,7 @@ from megatron_flex.layout import PackedSequences
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.layout.packed_sequences import explain_uneven_sequence
 from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.ranges import check_count
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.local_edits import explain_gather
 from megatron_flex.sites import Site
@@ -181,8 +182,10 @@ def estimate_session(
     Raises:
         FlexError: nothing is active whose cost can be estimated, or a length is unknown.
     """
-    if microbatches < 1:
-        raise FlexError(f"microbatches={microbatches}: a step has at least one")
+    check_count("microbatches", microbatches)
+    for name, length in given.items():
+        if length is not None:
+            check_count(name, length)
     links = links or Links()
     if sequences is None or isinstance(sequences, PackedSequences):
         pack = sequences

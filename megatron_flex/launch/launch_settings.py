@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from megatron_flex.dump.dump_settings import parse_number_setting, parse_token_setting
+from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError
+from megatron_flex.ranges import parse_numbers
 
 DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics, where none is given
 DEFAULT_REPORT_FILE = "flex-report.txt"  # in the working directory, of a run that is started with flags
@@ -53,7 +54,7 @@ def _check_positions(given: str) -> str:
 
 
 def _check_numbers(given: str) -> str:
-    parse_number_setting(given, "numbers")
+    parse_numbers(given, "numbers")
     return given
 
 

@@ -6,6 +6,7 @@ among them, so the first rank writes them to a file too, and names the file when
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,9 @@ class RunReport:
         """Write lines on the first rank, which are printed elsewhere."""
         if self.path is None or self._failed or current_rank() != 0:
             return
-        head = "" if self._used else f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {' '.join(sys.argv)}\n"
+        head = (
+            "" if self._used else f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {hide_secrets(sys.argv)}\n"
+        )
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{head}{text.rstrip()}\n")
@@ -91,6 +94,34 @@ class RunReport:
         if self._used:
             self._used = False
             print_notice(f"these lines, and this package's warnings and errors, are in {self.path}")
+
+
+SECRET_NAME = re.compile(r"token|key|password|passwd|passphrase|secret|credential|auth", re.IGNORECASE)
+NOT_SECRET = re.compile(  # words of flags of Megatron: tokens of a model, keys of attention
+    r"tokens|tokeni[sz]\w*|moe[-_]token|token[-_](id|type|drop|dispatch)|query[-_]key|key[-_]value|keys",
+    re.IGNORECASE,
+)
+HIDDEN = "***"
+
+
+def hide_secrets(words: Sequence[str]) -> str:
+    """A command line with `***` in place of the values of flags whose names look like those of secrets."""
+    out: list[str] = []
+    hides = False
+    for word in words:
+        name, given, _ = word.partition("=")
+        secret = looks_secret(name)
+        if not hides or word.startswith("--"):
+            out.append(f"{name}={HIDDEN}" if secret and given else word)
+            hides = word.startswith("-") and secret and not given
+        elif out[-1] != HIDDEN:
+            out.append(HIDDEN)
+    return " ".join(out)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether the name of a flag or of a variable is that of a secret."""
+    return SECRET_NAME.search(NOT_SECRET.sub("", name)) is not None
 
 
 def describe_start(flex: FlexModel, found: ResolvedSettings, verified: int) -> str:

@@ -21,9 +21,10 @@ from typing import Any
 
 from megatron_flex import edits
 from megatron_flex.dump import Dump
-from megatron_flex.dump.dump_settings import parse_number_setting, parse_token_setting
+from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError, suggest_nearest
 from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
+from megatron_flex.ranges import parse_numbers
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -216,9 +217,9 @@ def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
     try:
         return Dump(
             **common,
-            iterations=parse_number_setting(dump.iterations, "iterations"),
-            microbatches=parse_number_setting(dump.microbatches, "microbatches"),
-            samples=parse_number_setting(dump.samples, "samples"),
+            iterations=_parse_wanted(dump.iterations, "iterations"),
+            microbatches=_parse_wanted(dump.microbatches, "microbatches"),
+            samples=_parse_wanted(dump.samples, "samples"),
             tokens=parse_token_setting(
                 settings.tokens if dump.tokens is None else dump.tokens, "tokens", fractions=False
             ),
@@ -232,6 +233,10 @@ def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
         )
     except FlexError as error:
         raise type(error)(f"{flag}: {error}") from error
+
+
+def _parse_wanted(text: str | None, name: str) -> slice | list[int] | None:
+    return None if text is None else parse_numbers(text, name)
 
 
 def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:

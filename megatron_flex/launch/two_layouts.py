@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
+from megatron_flex.ranges import parse_count
 
 VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by", 128  # Megatron's default
 AXIS_FLAGS = {
@@ -192,9 +193,7 @@ def _list_values(words: Sequence[str], name: str) -> Iterator[str]:
 def _read_number(words: Sequence[str], name: str, default: int) -> int:
     """The last value of a flag."""
     *_, value = ["", *_list_values(words, name)] if name in " ".join(words) else [str(default)]
-    if not value.isdecimal() or not int(value):
-        raise FlexError(f"{name} {value}: no whole number of at least 1")
-    return int(value)
+    return parse_count(value, name)
 
 
 def _count_ranks(sizes: Mapping[str, int]) -> int:

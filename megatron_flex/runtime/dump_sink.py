@@ -36,6 +36,7 @@ from megatron_flex.dump import (
     create_run,
     describe_dims,
     find_access_problem,
+    find_earlier_runs,
     layout_to_json,
 )
 from megatron_flex.dump.expert_routing import choice_to_json, pack_choice
@@ -49,6 +50,7 @@ from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.layout import Layout, name_batch_first, replicated, without_data_axis
 from megatron_flex.mesh import Mesh
 from megatron_flex.notebook_html import count_words
+from megatron_flex.ranges import describe_numbers
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.edit_failures import global_rank
@@ -128,7 +130,8 @@ class DumpSink:
         self._routed = RoutingRecorder()
         self._runs: Counter[int] = Counter()  # number of runs of each wanted iteration
         self._done: set[int] = set()
-        self._skipped: frozenset[str] = frozenset()
+        self._folder: tuple[Path, int] | None = None  # of the dump, and the number of the run in it
+        self._names: list[str] = []  # the folders of the iterations that this run writes
         self._step, self._number, self._training = -1, -1, False
         self._dropped = self._turns = 0
         self._passed: set[str] = set()
@@ -164,7 +167,7 @@ class DumpSink:
                 "all ranks share and may write to",
                 path=folder,
             )
-        self._skipped = frozenset(answer.skipped)
+        self._folder = path, answer.run
         self._taking = ShardRecorder(
             self.dump, self.mesh, DumpWriter(folder, rank, self.mesh.coords, self.dump)
         )
@@ -188,8 +191,6 @@ class DumpSink:
         if taking is None or not self._wants(number):
             return False
         run_of, self._runs[number] = self._runs[number], self._runs[number] + 1
-        if self._there(number, run_of):
-            return False
         if called and torch.is_grad_enabled() and self.dump.gradients and self.chosen.parameters is not None:
             raise FlexError(CALL_HAS_NO_GRADIENTS)
         if self.dump.when_full == "drop" and max_over_ranks([int(taking.writer.would_wait())], mesh)[0]:
@@ -199,6 +200,7 @@ class DumpSink:
         self.active, self._step, self._number = True, self.clock.step, number
         self._training = torch.is_grad_enabled()
         self._done.add(number)
+        self._names.append(format_iteration_folder(number, run_of))
         taking.microbatches = microbatches
         self._turns = 0
         self._routed.begins()
@@ -220,20 +222,6 @@ class DumpSink:
                 alike=True,
             )
         return False
-
-    def _there(self, number: int, run_of: int) -> bool:
-        """Whether an earlier run of the dump has recorded the iteration."""
-        name = format_iteration_folder(number, run_of)
-        first = {name.partition(".")[0] for name in self._skipped} if self.dump.runs == "first" else ()
-        if name not in self._skipped and name not in first:
-            return False
-        self._warn_once(
-            "there",
-            f"iteration {number} is in {self.dump.path} already, from an earlier run, and is not written "
-            "again, nor are others that are there; name another folder if this run is not its continuation",
-            alike=True,
-        )
-        return True
 
     @property
     def awaits_gradients(self) -> bool:
@@ -263,6 +251,7 @@ class DumpSink:
         writer, parameters = self._taking.writer, self.chosen.parameters
         if failed:
             self._done.discard(self._number)
+            self._names.pop()
             writer.abandon()
             return
         if parameters is not None and self._training and self.dump.gradients:
@@ -300,8 +289,24 @@ class DumpSink:
             self._check(None if failed else self.mesh)
         finally:
             self._taking = None
+        self._warn_of_earlier_runs()
         if not failed:
             self._warn_of_omitted()
+
+    def _warn_of_earlier_runs(self) -> None:
+        """Say on the first rank which of several runs with the same iterations is read."""
+        if self._folder is None or not self.mesh.is_first(a.name for a in self.mesh):
+            return
+        path, run = self._folder
+        earlier = find_earlier_runs(path, run, self._names)
+        if earlier:
+            numbers = sorted({int(name.partition(".")[0]) for names in earlier.values() for name in names})
+            self._warn_once(
+                "earlier",
+                f"{path}: {describe_numbers('iteration', numbers)} of {', '.join(list(earlier)[-3:])} are in "
+                f"{format_run_folder(run)} too, and the last run that completed an iteration is read; name "
+                "another folder if this run is not a continuation",
+            )
 
     def _warn_of_omitted(self) -> None:
         """Warn about omitted tensors."""

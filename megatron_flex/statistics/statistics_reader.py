@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +27,7 @@ from megatron_flex.notebook_html import (
     html_table,
 )
 from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.ranges import describe_numbers, normalize_path
 from megatron_flex.sites import find_recorded_names
 from megatron_flex.statistics.statistics_files import (
     FILE_COLUMNS,
@@ -77,9 +78,10 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
         >>> [round(rms, 3) for rms in open_statistics("stats/run")["decoder.layers.3"].rms]
         [1.514, 1.514]
     """
-    folder = Path(fspath(path))
+    folder = Path(normalize_path("path", path))
     words = [sites] if isinstance(sites, str) else sites
-    found = OpenStatistics(folder, *_read_files(folder, lambda name: _is_wanted(name, words)))
+    read = _read_files(folder, lambda name: _is_wanted(name, words))
+    found = OpenStatistics(folder, read.headers, read.rows, read.incomplete, read.damaged, read.replaced)
     if words and not found.sites:
         known = [p.name for h in found.headers for p in h.sites]
         raise FlexError(f"{folder}: nothing is named {words[0]!r}{suggest_nearest(words[0], known)}")
@@ -137,7 +139,10 @@ class StatisticsSeries:
 
 
 class OpenStatistics:
-    """The statistics of a run. If several starts of a run repeat an iteration, the last start is used.
+    """The statistics of a run.
+
+    If several starts of a run have an iteration, as after a rollback to a checkpoint, the last start that has
+    completed it is used, as for dumps; `replaced` names such iterations.
 
     Args:
         path: the file or folder.
@@ -145,12 +150,14 @@ class OpenStatistics:
         rows: the rows of each iteration.
         incomplete: the number of incomplete lines and files.
         damaged: a description of each of these whose checksum is wrong.
+        replaced: the iterations of a start that are read from a later one, a line for each start.
 
     Attributes:
         path: the file or folder.
         headers: the header of each start, in order.
         incomplete: the number of incomplete lines and files (killed runs, full disks), which are left out.
         damaged: a description of each of these whose checksum is wrong.
+        replaced: the iterations of a start that are read from a later one, a line for each start.
 
     Examples:
         >>> statistics = open_statistics("stats/run")
@@ -167,8 +174,10 @@ class OpenStatistics:
         rows: RowsByIteration,
         incomplete: int,
         damaged: Sequence[str] = (),
+        replaced: Sequence[str] = (),
     ) -> None:
         self.path, self.headers, self.incomplete, self.damaged = path, headers, incomplete, list(damaged)
+        self.replaced = list(replaced)
         self._rows = {number: rows[number] for number in sorted(rows)}
 
     @property
@@ -310,16 +319,43 @@ class _Found:
         rows: those that are wanted.
         incomplete: the number of incomplete lines and files, which are left out.
         damaged: those of them that are not as they were written, in words.
+        torn: the iteration that was being written when the file ended; None if its last line is complete.
+        replaced: the iterations of a file that are read from a later one, in words.
     """
 
     headers: list[StatisticsHeader] = field(default_factory=list)
     rows: RowsByIteration = field(default_factory=dict)
     incomplete: int = 0
     damaged: list[str] = field(default_factory=list)
+    torn: int | None = None
+    replaced: list[str] = field(default_factory=list)
 
     def add(self, row: TensorStatistics) -> None:
         """Add a row, which replaces a row of the same iteration and name."""
         self.rows.setdefault(row.iteration, {})[row.site] = row
+
+    def merge(self, name: str, later: _Found, names: dict[int, str]) -> None:
+        """Add what a later file has; of an iteration the last file that has it complete is used.
+
+        Args:
+            name: of the file.
+            later: what it has.
+            names: the file that each iteration is read from.
+        """
+        self.headers += later.headers
+        self.incomplete += later.incomplete
+        self.damaged += later.damaged
+        numbers: dict[str, list[int]] = {}
+        for number, rows in later.rows.items():
+            if number in self.rows:
+                if number == later.torn:
+                    continue
+                numbers.setdefault(names[number], []).append(number)
+            self.rows[number], names[number] = rows, name
+        for earlier, several in numbers.items():
+            self.replaced.append(
+                f"{describe_numbers('iteration', several)} of {earlier} are read from {name}"
+            )
 
     def leave_out(self, damage: str = "") -> None:
         """Something is left out."""
@@ -327,11 +363,9 @@ class _Found:
         self.damaged += [damage] if damage else []
 
 
-def _read_files(
-    path: Path, wanted: NameFilter
-) -> tuple[list[StatisticsHeader], RowsByIteration, int, list[str]]:
-    """The headers, rows, number of incomplete lines of a folder or file, and what is damaged in it."""
-    out = _Found()
+def _read_files(path: Path, wanted: NameFilter) -> _Found:
+    """What a folder or a file has."""
+    out, names = _Found(), dict[int, str]()
     try:
         one = FILE_NAME.fullmatch(path.name) is not None
         files = [path] if one else [file for _, file in list_files(path)]
@@ -341,13 +375,10 @@ def _read_files(
         with progress("reading statistics", sum(p.stat().st_size for p in parts), BYTES) as bar:
             for file in files:
                 found = (_read_parquet if file.suffix == ".parquet" else _read_json_lines)(file, wanted, bar)
-                out.headers += found.headers
-                out.rows |= found.rows
-                out.incomplete += found.incomplete
-                out.damaged += found.damaged
+                out.merge(file.name, found, names)
     except OSError as error:
         raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
-    return out.headers, out.rows, out.incomplete, out.damaged
+    return out
 
 
 def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
@@ -365,7 +396,7 @@ def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
 
 
 def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
-    out = _Found()
+    out, latest = _Found(), None
     with path.open("rb") as file:
         first = file.readline()
         header = _parse_file_header(path, first) if first.endswith(b"\n") else None
@@ -378,6 +409,7 @@ def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found
             bar.advance(len(line))
             if not line.endswith(b"\n"):
                 out.leave_out()
+                out.torn = latest
                 continue
             good = is_line_sealed(line[:-1])
             if good is not None and record is None:
@@ -385,7 +417,9 @@ def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found
             row = _parse_line(line) if good or record is None else None
             if row is None:
                 out.leave_out("" if record is None else f"{path.name}, line {number}")
-            elif wanted(row.site):
+                continue
+            latest = row.iteration
+            if wanted(row.site):
                 out.add(row)
     return out
 
@@ -499,6 +533,7 @@ def render_statistics(found: OpenStatistics) -> Markup:
         )
     )
     marked = {n: BAD_COLOUR for n, row in enumerate(rows) if _count_nonfinite(row)}
+    notes.append(html_lines(found.replaced, "found.replaced lists all", WARN_COLOUR, MAX_DAMAGED))
     shown = html_table(
         STATISTICS_HEADS, (_format_statistics_cells(row) for row in rows), len(rows), SITES_HINT, marked
     )

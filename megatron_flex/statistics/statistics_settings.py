@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import Literal
 
 from megatron_flex.errors import FlexError
+from megatron_flex.ranges import check_choice, check_count, normalize_path
 from megatron_flex.sites import Pattern, describe_pattern
 
 FILE_FORMATS = ("jsonl", "parquet")
@@ -54,17 +55,15 @@ class Statistics:
         writers: bool = True,
         groups: Iterable[str] = (),
     ) -> None:
-        self.path = fspath(path)
+        self.path = normalize_path("path", path)
         self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
-        self.every, self.gradients, self.histogram = every, gradients, histogram
+        self.every = check_count("every", every)
+        self.gradients, self.histogram = gradients, histogram
         self.format, self.writers = format, writers
         self.groups = tuple(groups)
         if not self.sites and not self.parameters:
             raise FlexError("Statistics of nothing: name sites, such as 'decoder.layers.*', or parameters")
-        if every < 1:
-            raise FlexError(f"every={every}: measure every n-th iteration, n at least 1")
-        if format not in FILE_FORMATS:
-            raise FlexError(f"format={format!r} is none of {', '.join(FILE_FORMATS)}")
+        check_choice("format", format, FILE_FORMATS)
 
     def __repr__(self) -> str:
         names = ", ".join(describe_pattern(p) for p in (*self.sites, *self.parameters)) or "nothing"

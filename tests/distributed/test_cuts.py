@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 from tests.support.training import Trainer
 
@@ -165,7 +164,7 @@ def test_one_rank_that_cuts_does_not_leave_others_waiting(place: str, sp: bool) 
     assert run(2, ends, case, place, on_one_rank) == ["", ""]
     for text in run(2, ends, case, place, fails_on_one):
         assert "only here" in text
-        assert_names(text, "rank 1")
+        assert "on rank 1" in text
 
 
 def test_one_rank_that_cuts_among_experts() -> None:
@@ -394,7 +393,7 @@ def test_a_gradient_that_comes_never() -> None:
     model[0].requires_grad_(False)
     flex = mf.attach(model, [mf.HookFunction("0", hook_type="tensor")])
     model(torch.tensor([[1, 2]])).sum().backward()
-    with raises(mf.HookError, "0"):
+    with pytest.raises(mf.HookError, match="needs no gradient"):
         flex.restore()
 
 

@@ -16,6 +16,7 @@ import megatron_flex as mf
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.dumps import COLUMN, SEQUENCE, Given
+from tests.support.messages import raises
 
 ROWS = 3 * 8 * 16  # iterations, samples, tokens
 
@@ -150,6 +151,62 @@ def test_parts_for_several_processes(dump: mf.OpenDump) -> None:
 def test_rows_pickle(dump: mf.OpenDump) -> None:
     rows = dump.rows("a", 16, buffer=64, block=8)
     assert numbers(list(pickle.loads(pickle.dumps(rows)))) == numbers(list(rows))
+
+
+MASKS = {
+    "iteration": lambda mask: mask,
+    "all iterations": lambda mask: mask[0],
+    "numpy": lambda mask: mask.numpy(),
+    "lists": lambda mask: mask[1].tolist(),
+}
+
+
+@pytest.mark.parametrize("block", [3, 256])
+@pytest.mark.parametrize("kind", MASKS)
+def test_rows_of_a_mask_over_samples_and_tokens(dump: mf.OpenDump, kind: str, block: int) -> None:
+    """Rows that the mask leaves out come neither by number nor in a batch."""
+    mask = torch.rand(3, 8, 16, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[1, 2:6] = False
+    given = MASKS[kind](mask)
+    chosen = torch.as_tensor(given).expand(3, 8, 16).flatten().nonzero().flatten().tolist()
+    rows = dump.rows("a", 10, tokens=given, shuffle=False, block=block)
+    assert rows.rows == len(chosen)
+    assert numbers(list(rows)) == chosen
+    mixed = list(dump.rows(["a", "b"], 10, tokens=given, buffer=40, block=block))
+    assert sorted(numbers([a for a, _ in mixed])) == chosen
+    assert all(torch.equal(a[:, 0], -b[:, 0]) for a, b in mixed)
+    parts = [list(dump.rows("a", 10, tokens=given, part=(n, 2), block=block)) for n in (0, 1)]
+    assert sorted(numbers(parts[0]) + numbers(parts[1])) == chosen
+    data = dump.dataset("a", tokens=given)
+    assert [int(data[n][0]) for n in range(len(data))] == chosen
+    assert int(data[-1][0]) == chosen[-1]
+    with pytest.raises(IndexError):
+        data[len(chosen)]
+
+
+def test_blocks_that_a_mask_leaves_out_are_not_read(dump: mf.OpenDump) -> None:
+    mask = torch.zeros(8, 16, dtype=torch.bool)
+    mask[5, 3] = True
+    before = dump.files.bytes_read
+    assert numbers(list(dump.rows("a", 4, tokens=mask, iterations=[1], block=16))) == [128 + 5 * 16 + 3]
+    assert dump.files.bytes_read - before == 16 * 4 * 4  # a sample of 16 tokens of 4 features in fp32
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(8, 15, dtype=torch.bool),
+        torch.ones(2, 8, 16, dtype=torch.bool),
+        torch.ones(8, 16),
+        [[1], [1, 2]],
+    ],
+)
+def test_a_mask_that_does_not_fit_is_one_short_error(dump: mf.OpenDump, mask: Any) -> None:
+    for make in (lambda: dump.rows("a", 4, tokens=mask), lambda: dump.dataset("a", tokens=mask)):
+        with raises(DumpError, "tokens"):
+            make()
+    with raises(DumpError, "sample", "tokens=MASK"):
+        dump["a"][0][torch.ones(8, 16, dtype=torch.bool)]
 
 
 def test_means_have_one_row_for_a_sample(tmp_path: Path) -> None:

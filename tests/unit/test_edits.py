@@ -340,7 +340,7 @@ def test_a_vector_from_words(tmp_path: Path) -> None:
         (lambda: edits.parse("ablate_heads=a"), "ablate_heads: which='a' is not indices"),
         (lambda: edits.chain(), "no edits"),
         (lambda: edits.clamp(), "no bound"),
-        (lambda: edits.scale(2.0, positions="last"), "positions='last' must be a number"),
+        (lambda: edits.scale(2.0, positions="last"), "positions='last'"),
         (lambda: edits.project_out(torch.zeros(6)), "not all zero"),
         (lambda: edits.project_out(torch.ones(2, 6)), "depend on each other"),
         (lambda: apply(edits.scale(2.0, positions=5), tensor(5, 2, 6)), "positions: 5 is beyond a dim of 5"),

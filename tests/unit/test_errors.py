@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import megatron_flex as mf
-from megatron_flex.errors import AbsentError, error_attributes
+from megatron_flex.compare import compare
+from megatron_flex.errors import MAX_MESSAGE, AbsentError, error_attributes
 from megatron_flex.layout import Cut, assemble
 from megatron_flex.sites import SiteTable
 from tests.support.messages import raises
@@ -59,3 +60,56 @@ def test_an_error_of_a_layout_has_the_dim() -> None:
     layout = mf.Layout((mf.Dim("s"), mf.Dim("h", (Cut("tp"),))))
     with raises(mf.LayoutError, 4, 5, dim="s"):
         assemble(layout, [torch.zeros(4, 8), torch.zeros(5, 8)], {"tp": 2})
+
+
+# --- length
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_subclasses(inner) for inner in kind.__subclasses__()))
+
+
+def test_no_error_is_longer_than_its_limit_and_its_remedy_stays() -> None:
+    for kind in _subclasses(mf.FlexError):
+        if not kind.__module__.startswith("megatron_flex"):
+            continue
+        error = kind(f"site a: {list(range(10_000))} are wrong; pass fewer")
+        assert len(str(error)) == MAX_MESSAGE
+        assert str(error).startswith("site a: [0, 1")
+        assert str(error).endswith("are wrong; pass fewer")
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert str(kind("short")) == "short"
+
+
+LONG, MANY = "x" * 10_000, [True] * 10_000
+TRIGGERS = {
+    "Dump(sites)": lambda: mf.Dump("d"),
+    "Dump(tokens)": lambda: mf.Dump("d", "a", tokens=MANY),
+    "Dump(iterations)": lambda: mf.Dump("d", "a", iterations=[-1] * 10_000),
+    "Dump(dtype)": lambda: mf.Dump("d", "a", dtype=LONG),
+    "Dump(reduce)": lambda: mf.Dump("d", "a", reduce=LONG),
+    "Dump(every)": lambda: mf.Dump("d", "a", every=-(10**5000)),
+    "Statistics(format)": lambda: mf.Statistics("s", "a", format=LONG),
+    "Select(positions)": lambda: mf.Select(positions=[LONG] * 999),
+    "Select(dims)": lambda: mf.Select(dims={LONG: MANY}),
+    "scale(positions)": lambda: mf.edits.scale(2.0, positions=[LONG] * 999),
+    "HookFunction(hook_type)": lambda: mf.HookFunction("a", hook_type=LONG),
+    "HookFunction(run)": lambda: mf.HookFunction("a", run=LONG),
+    "edits.parse": lambda: mf.edits.parse(LONG),
+    "edits.parse(argument)": lambda: mf.edits.parse(f"scale={LONG}"),
+    "SiteTable.match": lambda: SiteTable([]).match(LONG),
+    "open_dump": lambda: mf.open_dump(LONG),
+    "open_statistics": lambda: mf.open_statistics(LONG),
+    "compare(tolerance)": lambda: compare("a", "b", {LONG: LONG}),
+    "compare(iterations)": lambda: compare("a", "b", iterations=MANY),
+    "sampled": lambda: mf.dump.sampled(LONG),
+    "assemble": lambda: assemble(
+        mf.Layout((mf.Dim("s", (Cut("tp"),)),)), [torch.zeros(n, 1) for n in range(500)], {"tp": 500}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRIGGERS)
+def test_an_error_about_a_long_value_is_one_short_line(name: str) -> None:
+    with raises(mf.FlexError):
+        TRIGGERS[name]()

@@ -14,6 +14,7 @@ from megatron_flex.dump.reader.shard_files import ChecksumPolicy, LocatedShard, 
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import DumpError
+from megatron_flex.ranges import normalize_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class DamagedDump(OpenDump):
     _warns = False
 
     def __init__(self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> None:
-        self.path, self.check = Path(path), check
+        self.path, self.check = Path(normalize_path("path", path)), check
         self.files = PartFiles(check)
         folders = [f for f in list_run_folders(self.path) if f.manifest is not None]
         if not folders:
@@ -101,11 +102,11 @@ class DamagedDump(OpenDump):
         self._written = {}
 
     def _look(self, which: IterationKey) -> StoredIteration | None:
-        """An iteration of the first run that has it complete; else of the one that has most of its parts."""
+        """An iteration of the last run that has it complete; else of the one that has most of its parts."""
         if which not in self._written:
             several = [
                 rest
-                for run in self.runs
+                for run in reversed(self.runs)
                 if isinstance(rest := run.stored_iteration(*which), IncompleteIteration)
             ]
             best = next((rest for rest in several if rest.complete.issuperset(rest.run.coords)), None)

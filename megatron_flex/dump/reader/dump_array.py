@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.reader.read_ahead import read_pieces
 from megatron_flex.dump.reader.stored_runs import IterationKey
-from megatron_flex.errors import DumpError, error_attributes
+from megatron_flex.errors import DumpError, error_attributes, format_value
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
 
 
@@ -54,9 +54,14 @@ def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
         try:
             return compact_index(range(length)[key])
         except (TypeError, ValueError) as error:
-            raise DumpError(f"{key!r} is no slice of {dim!r}: {error}") from None
+            raise DumpError(f"{format_value(key)} is no slice of {dim!r}: {error}") from None
     if key is None or isinstance(key, (str, float)):
-        raise DumpError(f"{key!r} is no index of {dim!r}: integers, slices, lists of integers and masks are")
+        raise _make_index_error(key, dim)
+    if getattr(key, "ndim", 0) > 1:
+        raise DumpError(
+            f"an index or a mask of shape {list(key.shape)} for {dim!r}: an axis takes one of 1 dim; "
+            "rows(SITE, BATCH_SIZE, tokens=MASK) and dataset(SITE, tokens=MASK) take one of several"
+        )
     if hasattr(key, "tolist"):
         key = key.tolist()
     if isinstance(key, bool):
@@ -67,7 +72,13 @@ def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
         return _parse_axis_list(list(key), length, dim)
     if hasattr(key, "__index__"):
         return _parse_axis_integer(key.__index__(), length, dim)
-    raise DumpError(f"{key!r} is no index of {dim!r}: integers, slices, lists of integers and masks are")
+    raise _make_index_error(key, dim)
+
+
+def _make_index_error(key: Any, dim: str) -> DumpError:
+    return DumpError(
+        f"{format_value(key)} is no index of {dim!r}: integers, slices, lists of integers and masks are"
+    )
 
 
 def _parse_axis_list(key: list[Any], length: int, dim: str) -> DimIndex:
@@ -78,7 +89,8 @@ def _parse_axis_list(key: list[Any], length: int, dim: str) -> DimIndex:
     wrong = next((k for k in key if isinstance(k, bool) or not hasattr(k, "__index__")), None)
     if wrong is not None:
         raise DumpError(
-            f"{wrong!r} in a list of indices of {dim!r}; a list has integers only, or a mask of one axis"
+            f"{format_value(wrong)} in a list of indices of {dim!r}; a list has integers only, or a mask of "
+            "one axis"
         )
     return compact_index([_parse_axis_integer(k.__index__(), length, dim) for k in key])
 

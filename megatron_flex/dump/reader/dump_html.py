@@ -31,6 +31,7 @@ from megatron_flex.progress import format_bytes
 from megatron_flex.sites import strip_numbers
 
 MOST_DRAWN_RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
+REPLACED_HINT = "dump.replaced lists all"
 VERIFY_HINT = "`megatron-flex dump verify` lists all"
 TENSORS_HINT = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
 
@@ -64,6 +65,10 @@ class DumpSummary(Protocol):
     @property
     def missing(self) -> list[str]:
         """What is not there, a line for each."""
+
+    @property
+    def replaced(self) -> list[str]:
+        """The iterations of which a later run is read, a line for each run."""
 
     def stored_iteration(self, which: IterationKey) -> StoredIteration:
         """A complete iteration."""
@@ -105,7 +110,7 @@ def render_dump(dump: DumpSummary) -> Markup:
     try:
         complete = dump.iterations
         kept = Counter(id(dump.stored_iteration(which).run) for which in dump.iteration_keys)
-        missing = dump.missing
+        missing, replaced = dump.missing, dump.replaced
     except FlexError as error:  # files are gone since it was opened
         return html_fragment(head, html_line(error, BAD_COLOUR))
     rows = list(dict.fromkeys(row for manifest in dump.manifests for row in _list_tensor_cells(manifest)))
@@ -128,6 +133,7 @@ def render_dump(dump: DumpSummary) -> Markup:
             f"{count_words(len(dump.parameters), 'parameter')}"
         ),
         html_lines(missing, VERIFY_HINT, WARN_COLOUR, MOST_DETAILED),
+        html_lines(replaced, REPLACED_HINT, WARN_COLOUR, MOST_DETAILED),
         html_details("runs", runs, opened=len(dump.runs) > 1),
         html_details("tensors", tensors, opened=True),
     )

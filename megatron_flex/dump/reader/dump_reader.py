@@ -13,15 +13,16 @@ import torch
 
 from megatron_flex.dump.reader.array_sources import ActivationSource, ParameterSource
 from megatron_flex.dump.reader.dump_array import DumpArray
-from megatron_flex.dump.reader.missing_parts import MOST_DETAILED, lost, missing
+from megatron_flex.dump.reader.missing_parts import MOST_DETAILED, lost, missing, replaced
 from megatron_flex.dump.reader.sample_plan import StoredTensorKey
 from megatron_flex.dump.reader.shard_files import MOST_OPEN_FILES, ChecksumPolicy, LocatedShard, PartFiles
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration, read_runs
-from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows
+from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows, is_row_mask
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
 from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.notebook_html import count_words
+from megatron_flex.ranges import normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
 
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
@@ -95,7 +96,8 @@ class OpenDump:
     """A dump: a mapping of hook point names to arrays over (iteration, sample, token, *features).
 
     Opening reads manifests only; open the dump again to see iterations that were written since. If several
-    runs have completed an iteration, the first of these runs is used.
+    runs have completed an iteration, as after a rollback to a checkpoint, the last of these runs is used, as
+    for statistics; a warning and `replaced` name such iterations.
 
     Args:
         path: the folder.
@@ -120,7 +122,7 @@ class OpenDump:
     def __init__(
         self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks", most_open: int = MOST_OPEN_FILES
     ) -> None:
-        self.path, self.check = Path(path), check
+        self.path, self.check = Path(normalize_path("path", path)), check
         self.files = PartFiles(check, most_open)
         self.runs: list[DumpRun] = read_runs(self.path)
         self._written: dict[IterationKey, StoredIteration | None] = {}
@@ -173,7 +175,19 @@ class OpenDump:
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
             text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
             warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
+        if self._warns and (several := replaced(self.runs, complete)):
+            warnings.warn(f"{self.path}: {'; '.join(several[-MOST_DETAILED:])}", FlexWarning, 4)
         return complete
+
+    @property
+    def replaced(self) -> list[str]:
+        """The iterations that several runs have completed, a line for each run whose iterations are not read.
+
+        Examples:
+            >>> open_dump("dumps/run").replaced
+            []
+        """
+        return replaced(self.runs, self._complete)
 
     @property
     def missing(self) -> list[str]:
@@ -303,10 +317,10 @@ class OpenDump:
         return self.files.open(path).part.index.training
 
     def _look(self, which: IterationKey) -> StoredIteration | None:
-        """Return an iteration from the first run that completed it."""
+        """Return an iteration from the last run that completed it."""
         if which not in self._written:
             like = next(reversed(self._written.values()), None)
-            several = (run.stored_iteration(*which, like=like) for run in self.runs)
+            several = (run.stored_iteration(*which, like=like) for run in reversed(self.runs))
             self._written[which] = next((w for w in several if w is not None), None)
         return self._written[which]
 
@@ -403,7 +417,8 @@ class OpenDump:
         Args:
             sites: names, or arrays of this dump, which may be sliced.
             iterations: only these, by number.
-            tokens: only these: an index of the token axis.
+            tokens: only these: an index of the token axis, or a mask `[iteration, sample, token]` or
+                `[sample, token]`.
             dtype: of the rows; None for the stored dtype.
 
         Raises:
@@ -416,7 +431,8 @@ class OpenDump:
             >>> loader = torch.utils.data.DataLoader(rows, batch_size=16, shuffle=True)
         """
         with error_attributes(path=self.path):
-            return TokenRows(self._arrays(sites, iterations, tokens), _is_single_site(sites), dtype)
+            arrays, mask = self._arrays(sites, iterations, tokens)
+            return TokenRows(arrays, _is_single_site(sites), dtype, mask)
 
     def rows(
         self,
@@ -440,7 +456,8 @@ class OpenDump:
             shuffle: in the dump's order if False.
             seed: of the order.
             iterations: these only, by number.
-            tokens: these only: an index of the axis of tokens.
+            tokens: these only: an index of the axis of tokens, or a mask `[iteration, sample, token]` or
+                `[sample, token]`, such as of tokens that are not padding.
             dtype: of the batches; None for the one that is stored.
             buffer: rows that are held in memory.
             block: rows that are read at a time.
@@ -459,9 +476,9 @@ class OpenDump:
             [(32, 32), (32, 32), (32, 32), (32, 32)]
         """
         with error_attributes(path=self.path):
-            arrays = self._arrays(sites, iterations, tokens)
+            arrays, mask = self._arrays(sites, iterations, tokens)
             return ShuffledRows(
-                arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part
+                arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part, mask
             )
 
     def _arrays(
@@ -469,12 +486,15 @@ class OpenDump:
         sites: str | DumpArray | Sequence[str | DumpArray],
         iterations: Sequence[int | IterationKey] | None,
         tokens: Any,
-    ) -> list[DumpArray]:
+    ) -> tuple[list[DumpArray], Any]:
+        """The arrays of rows, and the mask over them, if one is given."""
         several = [sites] if isinstance(sites, (str, DumpArray)) else list(sites)
         arrays = [self[one] if isinstance(one, str) else one for one in several]
         if iterations is not None:
             arrays = [one.at(*iterations) for one in arrays]
-        return arrays if tokens is None else [one[:, :, tokens] for one in arrays]
+        if tokens is None or is_row_mask(tokens):
+            return arrays, tokens
+        return [one[:, :, tokens] for one in arrays], None
 
     def __reduce__(self) -> Any:
         return _reopen_dump, (self.path, self.check)

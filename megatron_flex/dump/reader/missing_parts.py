@@ -12,9 +12,10 @@ from megatron_flex.dump.part_format import (
     format_iteration_folder,
     parse_iteration_folder,
 )
-from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey
+from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.run_folders import list_iteration_folder, renamed_runs, run_paths
 from megatron_flex.dump.schema import Manifest, read_settings
+from megatron_flex.ranges import describe_numbers
 
 MOST_DETAILED = 8  # iterations whose missing ranks are listed
 
@@ -68,6 +69,24 @@ def lost(runs: Sequence[DumpRun], complete: Collection[IterationKey]) -> list[st
             ]
             if gone:
                 out.append(_describe(run, which, gone))
+    return out
+
+
+def replaced(runs: Sequence[DumpRun], complete: Mapping[IterationKey, StoredIteration]) -> list[str]:
+    """The iterations of each run that are read from a later one, which has completed them too.
+
+    Raises:
+        DumpError: a folder cannot be read.
+    """
+    out = []
+    for run in runs:
+        later: dict[str, list[int]] = {}
+        for which in run.folders:
+            read = complete.get(which)
+            if read is not None and read.run is not run and run.stored_iteration(*which) is not None:
+                later.setdefault(read.run.folder.name, []).append(which[0])
+        for name, numbers in later.items():
+            out.append(f"{describe_numbers('iteration', numbers)} of {run.folder.name} are read from {name}")
     return out
 
 

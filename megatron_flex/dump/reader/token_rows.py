@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatron_flex.dump.reader.dump_array import DumpArray, IndexOutOfRange
-from megatron_flex.errors import DumpError
+from megatron_flex.errors import DumpError, format_value
 
 RowArrays = Sequence[DumpArray]
 
@@ -27,14 +27,18 @@ class TokenRows(Dataset[Any]):
         arrays: over (iteration, sample, token, *features), or without tokens.
         single: whether items are tensors, not tuples.
         dtype: of the items; None for the one that is stored.
+        mask: as for `check_mask`; rows that it leaves out have no number.
     """
 
-    def __init__(self, arrays: RowArrays, single: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, arrays: RowArrays, single: bool, dtype: torch.dtype | None = None, mask: Any = None
+    ) -> None:
         self.arrays, self.single, self.dtype = list(arrays), single, dtype
         self.axes = check_row_alignment(self.arrays)
+        self._chosen = None if mask is None else check_mask(mask, self.axes).flatten().nonzero().flatten()
 
     def __len__(self) -> int:
-        return prod(self.axes)
+        return prod(self.axes) if self._chosen is None else len(self._chosen)
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -46,7 +50,8 @@ class TokenRows(Dataset[Any]):
         for at, index in enumerate(indices):
             if not -count <= index < count:
                 raise IndexOutOfRange(f"row {index} of {count}")
-            sample, token = divmod(index % count, per_sample)
+            row = index % count if self._chosen is None else int(self._chosen[index])
+            sample, token = divmod(row, per_sample)
             groups.setdefault(sample, []).append((at, token))
         out: list[Any] = [None] * len(indices)
         for sample, wanted in groups.items():
@@ -58,8 +63,8 @@ class TokenRows(Dataset[Any]):
                 found = [f[None] for f in found]
             place = {token: n for n, token in enumerate(tokens)}
             for at, token in wanted:
-                row = tuple(f[place[token]] for f in found)
-                out[at] = row[0] if self.single else row
+                item = tuple(f[place[token]] for f in found)
+                out[at] = item[0] if self.single else item
         return out
 
 
@@ -83,6 +88,7 @@ class ShuffledRows(IterableDataset[Any]):
         buffer: rows that are held in memory.
         block: rows that are read at a time.
         part: `(r, n)` leaves the r-th of n parts only, one for each of n processes; blocks are dealt out.
+        mask: as for `check_mask`; blocks without a row are not read.
 
     Attributes:
         epoch: another number gives another order.
@@ -100,6 +106,7 @@ class ShuffledRows(IterableDataset[Any]):
         buffer: int = 1 << 16,
         block: int = 256,
         part: tuple[int, int] = (0, 1),
+        mask: Any = None,
     ) -> None:
         self.arrays, self.single = list(arrays), single
         self.axes = check_row_alignment(self.arrays)
@@ -111,7 +118,8 @@ class ShuffledRows(IterableDataset[Any]):
         self.batch_size, self.shuffle, self.seed, self.dtype = batch_size, shuffle, seed, dtype
         self.buffer, self.block, self.part = max(buffer, batch_size), block, part
         self.epoch = 0
-        self.rows = prod(self.axes)
+        self.mask = None if mask is None else check_mask(mask, self.axes)
+        self.rows = prod(self.axes) if self.mask is None else int(self.mask.sum())
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -126,7 +134,14 @@ class ShuffledRows(IterableDataset[Any]):
         held = _RowBuffer([(a.shape[front:], self.dtype or a.dtype) for a in self.arrays])
         for number in order[share::shares].tolist():
             where, rows = blocks[number]
-            held.add([a[where].torch(self.dtype) for a in self.arrays], rows)
+            chosen = None if self.mask is None else self.mask[where].flatten()
+            if chosen is not None and not chosen.any():
+                continue
+            found = [a[where].torch(self.dtype) for a in self.arrays]
+            if chosen is not None:
+                found = [f.flatten(0, 1)[chosen] for f in found]
+                rows = len(found[0])
+            held.add(found, rows)
             if held.rows >= self.buffer:
                 # half of it, in whole batches
                 most = held.rows // 2 if self.shuffle else held.rows
@@ -204,6 +219,31 @@ def _make_generator(*seeds: int) -> torch.Generator:
     """Random numbers of these seeds, the same in every process."""
     digest = hashlib.blake2b("/".join(map(str, seeds)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def is_row_mask(tokens: Any) -> bool:
+    """Whether a choice of tokens is a mask over more than the axis of tokens."""
+    if isinstance(tokens, (list, tuple)) and tokens and isinstance(tokens[0], (list, tuple)):
+        return True
+    return getattr(tokens, "ndim", 0) > 1
+
+
+def check_mask(mask: Any, axes: Sequence[int]) -> Tensor:
+    """Return a mask `[sample, token]` or `[iteration, sample, token]` as booleans over all three.
+
+    Raises:
+        DumpError: it is not a mask, or has other lengths.
+    """
+    try:
+        found = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        raise DumpError(f"tokens={format_value(mask)} is not a mask; give booleans [sample, token]") from None
+    if found.dtype != torch.bool or len(axes) != 3 or list(found.shape) not in (list(axes), list(axes[1:])):
+        raise DumpError(
+            f"tokens: a mask of {found.dtype} {list(found.shape)} for {list(axes)} iterations, samples and "
+            "tokens; give booleans [sample, token] or [iteration, sample, token]"
+        )
+    return found.cpu().expand(*axes)
 
 
 def check_row_alignment(arrays: RowArrays) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_flex.dump.run_folders import IterationFolder, RunFolder, is_temporary, list_run_folders
 from megatron_flex.dump.writer.run_creation import TEMPORARY_RUN_NAME
+from megatron_flex.dump.writer.writers_lock import is_being_written
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.progress import track
 
@@ -50,7 +51,8 @@ def list_removals(
         path: the dump's folder.
         keep_every: of the complete iterations keep those whose number is a multiple of it.
         before: only complete iterations of smaller numbers go: those that `keep_every` does not keep, or all.
-        force: the newest run is over, too. Else it is left alone: a writer may have it open.
+        force: prune the newest run too. Else it is left alone: a job may be opening it. A run whose writers
+            hold its lock is left alone either way.
 
     Raises:
         DumpError: there is no dump.
@@ -71,6 +73,8 @@ def list_removals(
             if TEMPORARY_RUN_NAME.fullmatch(f.name)
         ]
     for run in runs if force else runs[:-1]:
+        if is_being_written(run.path):
+            continue
         out += _list_run_removals(run, keep_every, before)
     return out
 

@@ -136,9 +136,11 @@ def list_dump_contents(path: Path) -> DumpContents:
     runs = [_make_run_row(folder) for folder in folders]
     sizes = _sum_bytes(folders)
     tensors: list[TensorRow] = []
+    replaced: list[str] = []
     iterations: list[int] = sorted({n for run in runs for n in run.whole})
     if any(not run.damage for run in runs):
         with _Readable(path, folders) as dump:
+            replaced = dump.replaced
             tensors = [_make_tensor_row(dump, name, "site", sizes) for name in list_site_names(dump)]
             tensors += [
                 _make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)
@@ -153,6 +155,7 @@ def list_dump_contents(path: Path) -> DumpContents:
     text = gaps_in_words(gaps((f.manifest, [i.number for i in f.iterations])
                               for f in folders if f.manifest is not None))  # fmt: skip
     notes += [text] if text else []
+    notes += replaced
     return DumpContents(runs, tensors, iterations, sum(run.nbytes for run in runs), notes)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a new run: created beside the runs of the same dump, whose complete iterations it skips."""
+"""The folder of a new run: created beside the earlier runs of the same dump."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 
-from megatron_flex.dump.part_format import format_run_folder, list_complete_parts, read_part
+from megatron_flex.dump.part_format import format_run_folder, list_complete_parts
 from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
 from megatron_flex.dump.writer.part_writer import sync_folder
 from megatron_flex.errors import DumpError
@@ -26,15 +27,12 @@ RUN_NAME = re.compile(r"run-[0-9]{4,}")
 TEMPORARY_RUN_NAME = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
 
 
-CHECKED_ITERATIONS = 64  # iterations of which headers are read before they count as complete
-
-
 def create_run(path: Path, manifest: Manifest) -> Manifest:
     """Make the folder of a new run, which has its name once its manifest is in it. One rank calls it.
 
     Args:
         path: the dump's folder.
-        manifest: of the run; its number and what it skips are found here.
+        manifest: of the run; its number is determined here.
 
     Returns:
         The manifest as it was written.
@@ -54,12 +52,9 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
             raise DumpError(
                 f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder", path=path
             )
-        skipped: set[str] = set()
         for folder in earlier:
-            before = Manifest.read(folder)
-            check_same_dump(path, before, manifest)
-            skipped |= list_complete_iterations(folder, before)
-        return _create_run_folder(path, replace(manifest, skipped=tuple(sorted(skipped))))
+            check_same_dump(path, Manifest.read(folder), manifest)
+        return _create_run_folder(path, manifest)
     except OSError as error:
         raise DumpError(
             f"{path}: no dump can be written there: {error.strerror or error}", path=path
@@ -141,24 +136,28 @@ def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
             )
 
 
-def list_complete_iterations(folder: Path, manifest: Manifest) -> set[str]:
-    """The names of a run's iterations that every rank has closed.
+def find_earlier_runs(path: Path, run: int, names: Sequence[str]) -> dict[str, list[str]]:
+    """Which iterations runs before this one have completed too.
 
-    By the names of files, as there may be thousands; of the last ones the headers are read too, as a power
-    cut leaves names of files that are not on disk, unless the dump is durable.
+    Args:
+        path: the dump's folder.
+        run: the number of this run.
+        names: of the folders of its iterations.
 
-    Raises:
-        OSError: the folder cannot be read.
+    Returns:
+        The names of runs, each with those of the iterations.
     """
-    ranks = [rank for rank, _ in manifest.ranks]
-    complete = {}
-    for iteration in os.scandir(folder):
-        if iteration.is_dir() and (parts := list_complete_parts(Path(iteration.path), ranks)) is not None:
-            complete[iteration.name] = parts
-    for name in sorted(complete)[-CHECKED_ITERATIONS:]:
-        try:
-            for part in (p for parts in complete[name].values() for p in parts):
-                read_part(part)
-        except DumpError:
-            del complete[name]
-    return set(complete)
+    out: dict[str, list[str]] = {}
+    for folder in list_begun_runs(path):
+        if int(folder.name[4:]) >= run:
+            break
+        with suppress(OSError, DumpError):  # a run that was removed meanwhile, or cannot be read
+            ranks = [rank for rank, _ in Manifest.read(folder).ranks]
+            both = [
+                n
+                for n in names
+                if (folder / n).is_dir() and list_complete_parts(folder / n, ranks) is not None
+            ]
+            if both:
+                out[folder.name] = both
+    return out

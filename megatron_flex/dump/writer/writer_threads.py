@@ -33,6 +33,7 @@ from megatron_flex.dump.writer.part_writer import (
     sync_folder,
     write_part,
 )
+from megatron_flex.dump.writer.writers_lock import WritersLock
 from megatron_flex.errors import DumpError
 from megatron_flex.progress import BYTES, progress
 
@@ -210,6 +211,7 @@ class WriterThreads:
         self._process = os.getpid()
         self._open: PendingIteration | None = None
         self._at_exit: Any = None
+        self._lock = WritersLock(folder)
 
     @property
     def elsewhere(self) -> bool:
@@ -310,6 +312,7 @@ class WriterThreads:
                 thread.join()
             with self.change:
                 self.buffers.clear()
+            self._lock.release()
         return done
 
     # -- the threads -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from megatron_flex.adapters import ParameterSite
 from megatron_flex.adapters.megatron_core.moe_layers import ExpertRows
 from megatron_flex.collectives import gather_objects
 from megatron_flex.dump import Dump
+from megatron_flex.dump.dump_settings import check_fraction
 from megatron_flex.dump.part_format import PART_BYTES
 from megatron_flex.dump.size_estimate import (
     DumpEstimate,
@@ -45,6 +46,7 @@ from megatron_flex.layout.gradient_layout import find_stored_gradient, layout_in
 from megatron_flex.model import FlexModel
 from megatron_flex.page import Page, grid_of_sizes
 from megatron_flex.page.site_estimates import estimate_sites
+from megatron_flex.ranges import check_count, check_positive
 from megatron_flex.sites import Pattern, Site, SiteTable
 from megatron_flex.statistics import Statistics
 from megatron_flex.statistics.moments import MomentEntry, MomentTable
@@ -107,8 +109,14 @@ def estimate_dump(
         (8, 262144)
     """
     share, kept = _split_token_fraction(tokens)
+    runs = 1 if iterations is None else check_count("iterations", iterations)
+    disk = (
+        None
+        if disk_bytes_per_second is None
+        else check_positive("disk_bytes_per_second", disk_bytes_per_second)
+    )
     how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
-    dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
+    dump = Dump("dump", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
     with cpu.runtime(force=True), silence_megatron():
         args = parse_arguments(config, collect_overrides(mesh, world_size, sequence_length, micro_batch_size))
         model = describe_model(args)
@@ -122,9 +130,9 @@ def estimate_dump(
         ],
         tokens=dump.tokens if share is None else share,
         reduce=reduce,
-        every=every,
-        iterations=1 if iterations is None else -(-iterations // every),
-        disk=disk_bytes_per_second,
+        every=dump.every,
+        iterations=1 if iterations is None else -(-runs // dump.every),
+        disk=disk,
         part_bytes=part_bytes,
         hidden={s.name: s.hidden for s in chosen if s.hidden},
     )
@@ -134,9 +142,7 @@ def _split_token_fraction(tokens: Any) -> tuple[float | None, Any]:
     """A fraction of the tokens, or the value for Dump."""
     if not isinstance(tokens, float):
         return None, tokens
-    if not 0 < tokens <= 1:
-        raise FlexError(f"tokens={tokens}: a fraction of the tokens is above 0 and at most 1")
-    return tokens, None
+    return check_fraction(tokens, "tokens"), None
 
 
 def collect_overrides(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.ranges import check_count
 
 RunConfig = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
 
@@ -40,6 +41,9 @@ class _RaisingParser(argparse.ArgumentParser):
         raise FlexError(f"flags: {message}; `pretrain_gpt.py --help` lists what Megatron takes")
 
 
+MAX_COUNT = 1 << 24  # ranks or tokens; an estimate holds numbers for each of them
+
+
 def parse_arguments(config: RunConfig, changes: Mapping[str, Any]) -> argparse.Namespace:
     """Megatron's arguments, validated by Megatron.
 
@@ -50,6 +54,9 @@ def parse_arguments(config: RunConfig, changes: Mapping[str, Any]) -> argparse.N
     Raises:
         FlexError: a name that Megatron does not know, a value that it rejects, or invalid sizes.
     """
+    for name, count in changes.items():
+        if count is not None and check_count(name, count) > MAX_COUNT:
+            raise FlexError(f"{name}={count}: at most {MAX_COUNT:,}")
     parser = _build_parser()
     args, world = (
         _parse_flags(parser, config) if _is_flags(config) else _parse_mapping(parser, _read_config(config))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Literal, NamedTuple, cast
 
-from megatron_flex.errors import HookError
+from megatron_flex.errors import FlexError, HookError
 from megatron_flex.layout import Span
+from megatron_flex.ranges import check_count, normalize_numbers
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS
 
 Indices = int | slice | Sequence[int]
@@ -104,15 +104,18 @@ class Select:
     sequences: Indices | Literal["each"] | None = None
 
     def __post_init__(self) -> None:
-        if self.sequences is not None and self.sequences != EACH:
+        if self.sequences is not None and not (isinstance(self.sequences, str) and self.sequences == EACH):
             found = _check_entries(cast(Indices, self.sequences), "sequences")
             object.__setattr__(self, "sequences", found)
         for name in ("positions", "samples", "heads", "neurons"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _check_entries(value, name))
         object.__setattr__(self, "dims", {d: _check_entries(v, f"dims[{d!r}]") for d, v in self.dims.items()})
-        if self.of is not None and (isinstance(self.of, bool) or self.of < 1):
-            raise HookError(f"Select(of={self.of!r}): give the number of heads, at least 1")
+        try:
+            if self.of is not None:
+                check_count("of", self.of)
+        except FlexError as error:
+            raise HookError(f"Select: {error}, the number of heads") from None
 
     def choices(
         self, names: Sequence[str], heads: int | None = None, site: str = "the tensor"
@@ -227,16 +230,10 @@ def format_entries(entries: Indices | str) -> str:
 
 
 def _check_entries(value: Indices, name: str) -> slice | tuple[int, ...]:
-    if isinstance(value, slice):
-        if value.step == 0:
-            raise HookError(f"Select({name}={value!r}): a slice cannot have a step of 0")
-        return value
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return tuple(index(i) for i in (value if isinstance(value, Sequence) else [value]))
-    except TypeError:
-        raise HookError(f"Select({name}={value!r}): give a number, numbers or a slice") from None
+        return normalize_numbers(name, value, from_end=True, in_order=True)
+    except FlexError as error:
+        raise HookError(f"Select: {error}") from None
 
 
 def _normalize_entries(value: Indices) -> slice | tuple[int, ...]:

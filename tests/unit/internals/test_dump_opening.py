@@ -14,12 +14,7 @@ import torch
 from megatron_flex.dump import VALUE, Dump, DumpWriter, Manifest, ShardEntry, create_run, find_access_problem
 from megatron_flex.dump.part_format import format_part_name, format_run_folder, list_complete_parts
 from megatron_flex.dump.schema import MANIFEST_NAME
-from megatron_flex.dump.writer import run_creation
-from megatron_flex.dump.writer.run_creation import (
-    CHECKED_ITERATIONS,
-    list_begun_runs,
-    list_complete_iterations,
-)
+from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
 
@@ -63,28 +58,28 @@ def refused(path: Path, **more: Any) -> str:
     return str(found.value)
 
 
-def test_a_run_skips_what_earlier_runs_have_whole(tmp_path: Path) -> None:
+def test_a_run_writes_again_what_earlier_runs_have(tmp_path: Path) -> None:
     path = tmp_path / "some" / "dump"
     first = opened(path)
     assert (first.run, first.skipped) == (0, ())
     write(path / "run-0000", 0, range(5))
     write(path / "run-0000", 1, range(3))
     second = opened(path, ranks=1)
-    assert second.run == 1
-    assert [int(n) for n in second.skipped] == [0, 1, 2]
-    write(path / "run-0001", 0, range(3, 5))
-    third = opened(path)
-    assert [int(n) for n in third.skipped] == [0, 1, 2, 3, 4]
-    found = Manifest.read(path / "run-0002")
-    assert replace(found, skipped=tuple(found.skipped)) == third
+    assert (second.run, second.skipped) == (1, ())
+    names = [f"{n:010d}" for n in range(6)]
+    assert find_earlier_runs(path, 0, names) == {}
+    assert find_earlier_runs(path, 1, names) == {"run-0000": names[:3]}
+    write(path / "run-0001", 0, range(2, 5))
+    assert find_earlier_runs(path, 2, names[2:]) == {"run-0000": names[2:3], "run-0001": names[2:5]}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_an_iteration_without_one_of_its_parts_is_not_whole(tmp_path: Path, lost: int) -> None:
-    told = opened(tmp_path, ranks=1)
+    opened(tmp_path, ranks=1)
     write(tmp_path / "run-0000", 0, range(2))
     (tmp_path / "run-0000" / "0000000001" / format_part_name(0, lost, 3 * (lost == 2))).unlink()
-    assert list_complete_iterations(tmp_path / "run-0000", told) == {"0000000000"}
+    names = ["0000000000", "0000000001"]
+    assert find_earlier_runs(tmp_path, 1, names) == {"run-0000": names[:1]}
     assert list_complete_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
 
 
@@ -116,26 +111,6 @@ def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
         assert told(*less) is None, less
 
 
-@pytest.mark.parametrize("left", [0, 7, 300])
-def test_a_file_that_a_power_cut_cut_is_not_whole(tmp_path: Path, left: int) -> None:
-    told = opened(tmp_path, ranks=1)
-    write(tmp_path / "run-0000", 0, range(3))
-    os.truncate(tmp_path / "run-0000" / "0000000002" / format_part_name(0, 1), left)
-    assert list_complete_iterations(tmp_path / "run-0000", told) == {"0000000000", "0000000001"}
-
-
-def test_thousands_of_iterations_are_told_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, read = opened(tmp_path), []
-    for number in range(2000):
-        folder = tmp_path / "run-0000" / f"{number:010d}"
-        folder.mkdir()
-        for rank in (0, 1):
-            (folder / format_part_name(rank, 0, 1)).touch()
-    monkeypatch.setattr(run_creation, "read_part", read.append)
-    assert len(list_complete_iterations(tmp_path / "run-0000", told)) == 2000
-    assert len(read) == 2 * CHECKED_ITERATIONS
-
-
 def test_numbers_go_on_behind_the_last_run(tmp_path: Path) -> None:
     for _ in range(3):
         opened(tmp_path)
@@ -165,7 +140,7 @@ def test_what_killed_runs_leave_is_no_hindrance(tmp_path: Path) -> None:
     told = opened(tmp_path, ranks=1)
     assert told.run == 2
     write(tmp_path / "run-0002", 0, range(1))
-    assert (opened(tmp_path).run, opened(tmp_path).skipped) == (3, ("0000000000",))
+    assert opened(tmp_path).run == 3
 
 
 def test_other_dumps_and_other_folders_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Verifying and pruning: each kind of damage is found and named; what is whole stays."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import megatron_flex as mf
 from megatron_flex.dump import REPLICA, DumpWriter
 from megatron_flex.dump.part_format import read_part
 from megatron_flex.dump.reader import open_dump
@@ -14,6 +17,7 @@ from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.dump.tools.dump_cleanup import list_removals, prune_dump
 from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
+from megatron_flex.dump.writer.writers_lock import is_being_written
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.commands import Command
@@ -231,6 +235,22 @@ def test_findings_as_they_are_printed(command, dump):
     assert list_dump_contents(dump).iterations == [10]
 
 
+@pytest.mark.parametrize("wrong", ["settings", "parts"])
+def test_what_reading_refuses_is_an_error(dump, wrong):
+    """Files whose checksums are right, and whose contents no reader accepts."""
+    if wrong == "settings":
+        path = dump / "run-0000" / "manifest.json"
+        text = path.read_bytes().replace(b'"tokens": null', b'"tokens": {"slice": [0, 9, 0]}')
+        path.write_bytes(dumps.sealed_again(text))
+    else:
+        path = part(dump, 10, 0)
+        path.with_name(path.name.replace("000-of-001", "001-of-002")).write_bytes(path.read_bytes())
+        path.rename(path.with_name(path.name.replace("000-of-001", "000")))
+    with pytest.raises(DumpError):
+        open_dump(dump)[FIRST].at(10).torch()
+    assert not verify_dump(dump).good
+
+
 # -- pruning
 
 
@@ -249,7 +269,7 @@ def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_wh
     found = list_removals(dump)
     assert [(r.why, r.iteration) for r in found] == [("temporary", 10), ("incomplete", 20)]
     assert prune_dump(dump, found) == sum(r.nbytes for r in found)
-    assert runs(dump) == {0: [0, 10], 1: [20, 30]}
+    assert runs(dump) == {0: [0, 10], 1: [0, 10, 20, 30]}
     assert not stray.exists()
     assert {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}.keys() == before.keys()
     assert all(torch.equal(open_dump(dump)[FIRST].at(n).torch(), v) for n, v in before.items())
@@ -261,6 +281,36 @@ def test_prune_leaves_the_newest_run_alone_unless_told(dump):
     part(dump, 20, 3).unlink()
     assert list_removals(dump, keep_every=7, before=100) == []
     assert [r.iteration for r in list_removals(dump, force=True)] == [20]
+
+
+def test_prune_spares_each_run_that_is_being_written(dump):
+    """Two jobs write to one dump: the older one has an iteration open when the newer one begins."""
+    writer = DumpWriter(dump / "run-0000", 1, {}, mf.Dump(dump, FIRST))
+    part(dump, 20, 3).unlink()
+    write(dump, [30])
+    assert is_being_written(dump / "run-0000")
+    assert list_removals(dump, before=100) == []
+    assert [r.run for r in list_removals(dump, before=100, force=True)] == [1]
+    assert not any(dump.glob("run-0001/.*")), "the last writer of a run removes the file"
+    writer.close()
+    assert not is_being_written(dump / "run-0000")
+    assert [(r.why, r.iteration) for r in list_removals(dump)] == [("incomplete", 20)]
+
+
+def test_the_lock_of_a_writer_goes_with_its_process(dump):
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from megatron_flex.dump.writer.writers_lock import WritersLock\n"
+        "lock = WritersLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(dump / "run-0000")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert is_being_written(dump / "run-0000")
+        process.kill()
+    assert not is_being_written(dump / "run-0000")
+    assert verify_dump(dump).findings == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import megatron_flex as mf
 from megatron_flex import HookError, edits
 from megatron_flex.runtime import function_agreement as agreement
 from megatron_flex.runtime.function_digest import MAX_VALUES, Trait, digest_function
-from tests.support.messages import raises
 from tests.support.pages import ROOT, mine
 
 GLOBAL = 2.0
@@ -226,7 +225,7 @@ def test_what_is_declared_is_not_compared(name: str) -> None:
     variable = what.split("'")[1]
     one, two = (make(n) for n in (1, 2))
     if name == "method":
-        with raises(HookError, "rank_dependent()", "Scaled.edit"):
+        with pytest.raises(HookError, match="cannot be decorated"):
             mf.rank_dependent(variable)(one)
         one, two = (mf.rank_dependent(variable)(Scaled(n)).edit for n in (1, 2))
     else:
@@ -236,9 +235,9 @@ def test_what_is_declared_is_not_compared(name: str) -> None:
 
 def test_declaring() -> None:
     for names in ((), (3,)):
-        with raises(HookError, "rank_dependent()", "@mf.rank_dependent('rank')"):
+        with pytest.raises(HookError, match="needs names"):
             mf.rank_dependent(*names)
-    with raises(HookError, "rank_dependent()", "<built-in function len>"):
+    with pytest.raises(HookError, match="cannot be decorated"):
         mf.rank_dependent("x")(len)
 
     @mf.rank_dependent("rank")
