@@ -58,7 +58,8 @@ def output(tree: Tree, forward: cst.FunctionDef, where: str, said: str = "") -> 
         if isinstance(value, cst.Tuple) and value.elements:
             value = value.elements[0].value
         if not isinstance(value, cst.Name):
-            raise PatchError(f"has a return in {where} whose first value is no plain name")
+            code = tree.module.code_for_node(node).strip()
+            raise PatchError(f"has `{code:.80}` in {where}, whose first value is no plain name")
         out.append(
             tree.before(tree.statement(node, f"a return of {where}"), point("output", value.value, said))
         )

@@ -105,7 +105,10 @@ class Tree:
         ):
             at = self._parents[at]
         if not isinstance(at, cst.SimpleStatementLine) or len(at.body) != 1:
-            raise PatchError(f"has {what} on a line with other statements; give it a line of its own")
+            code = self.module.code_for_node(at).strip()
+            raise PatchError(
+                f"has {what} on a line with other statements, `{code:.80}`; give it a line of its own"
+            )
         return at
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:

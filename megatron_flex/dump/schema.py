@@ -468,10 +468,10 @@ def _check_dim(dim: Dim) -> None:
         raise ValueError(f"segments {dim.segments}, of which {dim.keep} are kept")
     ends = [0, *(n for span in dim.sequences for n in span)]
     if len(dim.sequences) > MOST_SEQUENCES or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"{len(dim.sequences)} packed sequences that are not one behind the other")
+        raise ValueError(f"packed sequences {dim.sequences!s:.100} that are not one behind the other")
     for cut in dim.cuts:
         if len(cut.segments) > MOST_SEQUENCES or min(cut.segments, default=0) < 1:
-            raise ValueError(f"a cut in {len(cut.segments)} segments, which must have a length each")
+            raise ValueError(f"a cut in segments {cut.segments!s:.100}, which must have a length each")
         if cut.order not in ("contiguous", "zigzag"):
             raise ValueError(f"order {cut.order!r} is none of contiguous, zigzag")
         if cut.copies < 1:

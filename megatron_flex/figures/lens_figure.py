@@ -130,13 +130,14 @@ def _find_streams(found: TensorSource) -> dict[int, str]:
 
 
 def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]:
+    given = f"{positions!r:.80}"
     if isinstance(positions, slice):
         positions = range(there)[positions]
     if not positions:
-        raise FigureError(f"no position of {there} is chosen; leave positions out for all")
+        raise FigureError(f"positions={given} chooses none of {there} tokens; leave positions out for all")
     wrong = next((t for t in positions if not -there <= t < there), None)
     if wrong is not None:
-        raise FigureError(f"there are {there} tokens; {wrong} is none of them")
+        raise FigureError(f"positions={given} has {wrong}, and there are {there} tokens, 0 to {there - 1}")
     return [range(there)[t] for t in positions]
 
 

@@ -418,7 +418,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     try:
         words = shlex.split(environment.get(FLAGS_VARIABLE, ""))
     except ValueError as error:
-        raise FlexError(f"{FLAGS_VARIABLE}: {str(error).lower()}; write it as in a shell") from None
+        raise FlexError(
+            f"{FLAGS_VARIABLE}={environment[FLAGS_VARIABLE]!r}: {error}; write it as in a shell"
+        ) from None
     prefix = flag_prefix()
     words = [prefix + w.removeprefix(FLAG_PREFIX) if w.startswith(FLAG_PREFIX) else w for w in words]
     try:

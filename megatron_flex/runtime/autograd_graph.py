@@ -21,6 +21,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from megatron_flex.runtime.function_transforms import running_transform
+
 
 def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """Return a function that calls a bound method while its object is alive, and returns None afterwards.
@@ -42,10 +44,13 @@ def enter_edit(tensor: Tensor) -> Tensor:
     """Return the input of an edit: the tensor with its own node in the graph, which always propagates a
     gradient, zeros if there is no other.
 
-    The result shares the tensor's memory. Without gradients it is the tensor itself.
+    The result shares the tensor's memory. Without gradients it is the tensor itself. In a transform of
+    `torch.func` it is a copy: no other rank waits for that backward pass.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
+    if running_transform() is not None:  # a torch.autograd.Function would need a rule for each transform
+        return tensor.clone()
     # torch does not type `apply`
     return cast(Tensor, _EditEntrance.apply(tensor))  # type: ignore[no-untyped-call]
 
@@ -59,7 +64,7 @@ def connect_output(made: Tensor, entrance: Tensor, sure: bool) -> Tensor:
         sure: whether `made` depends on `entrance` whenever it requires a gradient.
     """
     needed = entrance.requires_grad and torch.is_grad_enabled()
-    if made is entrance or not needed or (sure and made.requires_grad):
+    if made is entrance or not needed or (sure and made.requires_grad) or running_transform() is not None:
         return made
     # torch does not type `apply`
     return cast(Tensor, _EditExit.apply(made, entrance))  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ from megatron_flex.runtime.debug.hook_trace import Tracer
 from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, global_rank, raise_on_all_ranks
 from megatron_flex.runtime.edit_runner import BACKWARD_PASS, FORWARD_PASS, EditRunner
 from megatron_flex.runtime.full_parameters import ParameterIndex
+from megatron_flex.runtime.function_transforms import check_transform, running_transform
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
@@ -420,12 +421,16 @@ class Session:
     ) -> None:
         """Begin a call of the model outside a schedule: a step of its own, or a microbatch of `step()`."""
         if self._in_schedule:
+            if self.registry.active and running_transform() is not None:
+                self._check_transform()
             self.clock.scale(gradient_factor)
             self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
         self.check_call()
         met = self._compare(apart=True)
+        if self.registry.active and running_transform() is not None:
+            self._check_transform()
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
             self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
@@ -436,6 +441,10 @@ class Session:
         self.context_relay.begin()
         self.edit_runner.scopes.begin()
         self._in_call = True
+
+    def _check_transform(self) -> None:
+        active = (entry.hook for entry in self.registry.active)
+        check_transform(active, self.mesh, bool(self.trainable.modules))
 
     def call_ends(self, failed: bool) -> None:
         """End a call of the model outside a schedule; its backward pass may follow."""

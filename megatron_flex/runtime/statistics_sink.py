@@ -45,7 +45,7 @@ from megatron_flex.statistics.moments import (
 )
 from megatron_flex.statistics.statistics_records import Sink
 
-PARTIAL_SUM = "each rank holds a partial sum there; name a site after the reduction"
+PARTIAL_SUM = "each rank holds a partial sum there, {}; name a site after the reduction"
 
 
 def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> Tensor:
@@ -110,7 +110,7 @@ def divide_copies(layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None
 
 def _check_countable(local: Tensor, layout: Layout, mesh: Mesh) -> None:
     if is_partial(layout, mesh.sizes):
-        raise LayoutError(PARTIAL_SUM)
+        raise LayoutError(PARTIAL_SUM.format(layout.describe(mesh.sizes)))
     if local.is_complex():
         raise LayoutError(f"it is of {local.dtype}, which has no order")
     if local.ndim != len(layout.dims):

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -154,7 +155,7 @@ def test_a_training_by_bridges_events(real: bool, tmp_path: Path) -> None:
         assert answer["edited"] == [True] * 4, "in the evaluation too"
         assert answer["quiet"] == (True, True)
         assert answer["restored"] == set()
-        assert "make one for each pretrain()" in answer["said"]
+        assert_names(answer["said"], "FlexCallback", "pretrain()")
     assert list(mf.open_dump(tmp_path / "dump").iterations) == [7, 8, 9]
 
 
@@ -163,5 +164,5 @@ def test_settings_that_bridge_has_no_use_for() -> None:
     from megatron_flex.launch.launch_settings import Settings
     from megatron_flex.launch.megatron_bridge import FlexCallback
 
-    with pytest.raises(mf.FlexError, match="megatron-flex estimate"):
+    with raises(mf.FlexError, "Megatron-Bridge", "megatron-flex estimate"):
         FlexCallback(Settings(estimate=True))

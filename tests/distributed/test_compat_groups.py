@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support import compat, gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -144,18 +145,18 @@ def test_the_map_of_hooks_to_groups() -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("unknown group", "no hook is in a group 'third'"),
-        ("not there", "not in the group 'third', nothing is removed"),
-        ("all", "every hook is in the group 'all', and stays there"),
-        ("no hook", "no registered hook has 'linear_fc9' in its module_name"),
-        ("no module", "no module that a forward hook can be registered on has 'linear_fc9' in its name"),
-        ("kind", "hook_type 'backwards' is none of forward, forward_pre"),
-        ("twice", "is registered already; make another one"),
-        ("no hook function", "int cannot be in a group"),
+        ("unknown group", ("third",)),
+        ("not there", ("third",)),
+        ("all", ("all",)),
+        ("no hook", ("linear_fc9", "module_name")),
+        ("no module", ("linear_fc9",)),
+        ("kind", ("hook_type", "backwards")),
+        ("twice", (FC2[0],)),
+        ("no hook function", ("int",)),
     ],
 )
-def test_what_is_refused(case: str, words: str) -> None:
-    assert words in found()["said"][case]
+def test_what_is_refused(case: str, words: tuple[str, ...]) -> None:
+    assert_names(found()["said"][case], *words)
 
 
 def every_kind(case: Case) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def scheduled(case: Case) -> list[Any]:
 def test_groups_in_a_schedule() -> None:
     for names, error in run(2, scheduled, Case("pp2", pp=2, layers=2)):
         assert names == FC2
-        assert "come too late; run the schedule inside" in error
+        assert_names(error, "with model.hooks(...)")
 
 
 def read_only(case: Case) -> list[Any]:
@@ -234,7 +235,6 @@ def read_only(case: Case) -> list[Any]:
 def test_a_group_that_would_edit_what_can_only_be_read() -> None:
     case = Case("mla tp2", tp=2, layers=1, mla="mended", q_rank=8, te=True)
     (place, error, none, read), _ = run(2, read_only, case)
-    assert f"{place}:output has" in error
-    assert "cannot have such a hook" in error
+    assert_names(error, f"{place}:output")
     assert none == []
     assert read == [place]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from megatron_flex.compat import DummyModule, FlexModel, HookFunction
 from tests.support import compat_plain as plain
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 
 PLACES = {
@@ -105,7 +106,7 @@ def test_unpack_idx_counts_tensors_depth_first() -> None:
 def test_unpack_idx_out_of_range() -> None:
     flex = FlexModel(Around(lambda a, b: (a, None, b)), {})
     flex.register_forward_hook(HookFunction("giving", unpack_idx=2))
-    with pytest.raises(IndexError, match=r"unpack_idx=2 is out of range: the hook point has 2 tensors"):
+    with raises(IndexError, "unpack_idx=2", "2"):
         flex(torch.zeros(2))
 
 
@@ -114,7 +115,7 @@ def test_expected_shape_is_checked() -> None:
     flex.register_forward_hook(HookFunction("0.fc1", (None, 20)))
     flex(plain.data())
     flex.register_forward_hook(HookFunction("1.fc1", (None, 21)))
-    with pytest.raises(ValueError, match=r"shape \(6, 20\), not the expected \(None, 21\)"):
+    with raises(ValueError, "(6, 20)", "(None, 21)"):
         flex(plain.data())
 
 
@@ -183,7 +184,7 @@ def wrong_sizes() -> str:
 
 def test_sizes_must_make_up_the_ranks() -> None:
     for said in run(2, wrong_sizes):
-        assert "make 4 ranks" in said
+        assert_names(said, "4")
 
 
 class Columns(nn.Module):
@@ -217,7 +218,7 @@ def sharded() -> list[Any]:
     weight = flex.get_module_parameter("fc1.weight", (20, None))
     answer = [list(output.get("fc1", [])), made, weight]
     flex.register_forward_hook(HookFunction("fc2"))  # a partial sum on each rank
-    with pytest.raises(ValueError, match="hold different tensors at fc2:output"), torch.no_grad():
+    with raises(ValueError, "fc2:output"), torch.no_grad():
         flex(plain.data())
     return answer
 
@@ -275,4 +276,4 @@ def test_fully_sharded_data_parallel(how: str) -> None:
     assert close(torch.cat([first[1], second[1]]), want["output"])
     for _, _, whole, error in (first, second):
         assert torch.equal(whole, plain.model()[0].fc1.weight)
-        assert "past any hook" in error
+        assert_names(error, "get_module_parameter(name, gradient=True)")

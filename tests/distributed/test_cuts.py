@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 from tests.support.training import Trainer
 
@@ -164,7 +165,7 @@ def test_one_rank_that_cuts_does_not_leave_others_waiting(place: str, sp: bool) 
     assert run(2, ends, case, place, on_one_rank) == ["", ""]
     for text in run(2, ends, case, place, fails_on_one):
         assert "only here" in text
-        assert "on rank 1" in text
+        assert_names(text, "rank 1")
 
 
 def test_one_rank_that_cuts_among_experts() -> None:
@@ -393,7 +394,7 @@ def test_a_gradient_that_comes_never() -> None:
     model[0].requires_grad_(False)
     flex = mf.attach(model, [mf.HookFunction("0", hook_type="tensor")])
     model(torch.tensor([[1, 2]])).sum().backward()
-    with pytest.raises(mf.HookError, match="needs no gradient"):
+    with raises(mf.HookError, "0"):
         flex.restore()
 
 

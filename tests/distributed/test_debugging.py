@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.distributed.test_verify import FEW_GROUPS
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run_alone as run
 
 pytest.importorskip("megatron.core")
@@ -173,9 +174,7 @@ def test_a_line_for_each_firing_on_each_rank(tmp_path: Any) -> None:
         assert re.sub(r"[\d.]+ ms", "T", back[0]) == (
             f"{start}, backward | all_gather along tp, 4096 bytes, T | broadcast along tp, 4096 bytes, T"
         )
-        assert read[0].endswith(
-            "linear_fc2:output iteration 1 microbatch 0: (8, 2, 32) in [s/tp, b, h], kept to be sent later"
-        )
+        assert_names(read[0], "iteration 1 microbatch 0", "(8, 2, 32) in [s/tp, b, h]")
 
 
 def unregistered(case: Case) -> str:
@@ -191,9 +190,8 @@ def unregistered(case: Case) -> str:
 
 
 def test_what_cannot_be_explained() -> None:
-    assert run(1, unregistered, Case("one", layers=2)) == [
-        f"this HookFunction on '{LAYER}' is not registered; nothing to explain"
-    ]
+    (text,) = run(1, unregistered, Case("one", layers=2))
+    assert_names(text, "HookFunction", LAYER)
 
 
 # -- the debugger --------------------------------------------------------------------------------------
@@ -301,21 +299,20 @@ COMMANDS = ["p inputs.shape", "factor = 3.0", "p factor", "c"]
 def test_a_debugger_in_an_edit_of_the_leader(way: str) -> None:
     (losses, heard, told, _), (others, _, said, _) = run(2, debugged, TP2, way, "once", COMMANDS)
     assert "return inputs * factor" in heard[0]
-    assert "torch.Size([16, 2, 32])" in heard[1]
+    assert_names(heard[1], "torch.Size([16, 2, 32])")
     assert heard[3].replace("p factor", "").strip().startswith("3.0")
-    assert "the other ranks wait for what this one returns" in told[0]
-    assert f"{LAYER}:mid, iteration 0, microbatch 0" in told[0]
+    assert_names(told[0], f"{LAYER}:mid", "iteration 0", "microbatch 0")
     assert said == []
     assert losses == others, "what is changed in the debugger counts for all ranks"
     if way == "port":
-        assert "waiting for a debugger: nc 127.0.0.1 " in told[1]
+        assert_names(told[1], "nc 127.0.0.1")
 
 
 def test_a_debugger_in_an_edit_of_all_ranks_stops_on_one() -> None:
     commands = ["p inputs.shape", "c"]
     (losses, heard, told, _), (others, _, said, _) = run(2, debugged, TP2, "port", "replicated", commands)
-    assert "torch.Size([16, 2, 32])" in heard[1]
-    assert "the other ranks run the edit too and wait after it: change nothing here" in told[0]
+    assert_names(heard[1], "torch.Size([16, 2, 32])")
+    assert_names(told[0], "run='once'")
     assert said == []
     assert losses == others
 
@@ -325,7 +322,7 @@ def test_to_quit_is_an_error_on_all_ranks() -> None:
     first, second = run(2, debugged, TP2, "port", "once", ["q"])
     assert first[3] == second[3]
     assert "BdbQuit" in first[3]
-    assert "(on rank 0)" in first[3]
+    assert_names(first[3], "rank 0")
 
 
 def test_without_a_terminal_or_a_port() -> None:
@@ -333,8 +330,8 @@ def test_without_a_terminal_or_a_port() -> None:
 
     first, second = run(2, nowhere, TP2)
     assert first == second
-    assert "set FLEX_DEBUG_PORT=5678 and connect with nc 127.0.0.1 5678" in first
-    with pytest.raises(mf.HookError, match=r"elsewhere call Python's breakpoint\(\)"):
+    assert_names(first, "FLEX_DEBUG_PORT=5678", "nc 127.0.0.1 5678")
+    with raises(mf.HookError, "mf.breakpoint()", "breakpoint()"):
         mf.breakpoint()
 
 

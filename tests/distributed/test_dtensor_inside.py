@@ -25,6 +25,7 @@ from megatron_flex.adapters.layout_rules import Spread, UnknownLayout
 from megatron_flex.adapters.mesh_axes import mesh_of_device_meshes
 from tests.distributed.test_dtensor import Plan, build, parallel
 from tests.support import llama
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 INSIDE = {  # to the place of the single-process model with the same tensor
@@ -311,7 +312,6 @@ def test_a_parameter_without_a_rule_refuses_only_itself() -> None:
         assert found["plain"]
         assert found["packed"]
         assert list(found["without"]) == ["odd"]
-        assert "odd belongs to a DTensor placed as" in found["refused"]
-        assert "equal parts" in found["refused"]
+        assert_names(found["refused"], "odd", "DTensor")
         assert found["named"] == ["packed", "plain"]
-        assert any("odd (DTensor placed as" in text for text in found["warned"])
+        assert any("odd (DTensor" in text for text in found["warned"])

@@ -168,7 +168,7 @@ def test_calls_outside_a_schedule(tmp_path: Path) -> None:
     (found, other) = run(2, called, TP2, str(tmp_path / "d"))
     assert found == other
     assert len(found) == 1
-    assert "iteration 3 is in the dump without gradients" in found[0]
+    assert_names(found[0], 3, "with flex.step():")
     with mf.open_dump(tmp_path / "d") as dump:
         assert [dump[OUT].at(i).shape[1] // gpt.BATCH for i in dump.iterations] == [1, 1, 3, 1, 1, 1]
         name = f"{OUT}.grad"
@@ -229,8 +229,8 @@ def test_the_life_of_dumps(tmp_path: Path) -> None:
 
     answers = run(PP2.world, life, PP2, str(tmp_path))
     for answer in answers:
-        assert "is being written by another dump" in answer["same"]
-        assert "is not registered here" in answer["gone"]
+        assert_names(answer["same"], tmp_path)
+        assert_names(answer["gone"], tmp_path)
         assert "broken on purpose" in answer["failed"]
     (told_again,) = answers[0]["again"]
     assert_names(told_again, tmp_path / "plain", "iterations 1 to 2", "run-0000", "run-0001")
@@ -284,7 +284,7 @@ def test_runs_of_an_iteration(tmp_path: Path) -> None:
     import megatron_flex as mf
 
     (first,), second = run(2, runs, TP2, str(tmp_path))
-    assert first.startswith("iteration 14 is trained again and only its first run is dumped")
+    assert_names(first, 14)
     assert second == [], "what is alike on all ranks is printed once"
     with mf.open_dump(tmp_path / "first") as dump:
         assert dump.iterations == [7, 14]
@@ -324,10 +324,9 @@ def test_hidden_places_are_left_out_or_refused(tmp_path: Path) -> None:
     for answer in run(2, places, case, str(tmp_path)):
         assert answer["hidden"]
         assert len(answer["told"]) == 1
-        assert answer["told"][0].startswith("left out of the dump: ")
         assert all(name in answer["told"][0] for name in answer["hidden"][:8])
-        assert answer["exact"].startswith(f"no hook can be registered at {answer['hidden'][0]}")
-        assert "matches no site" in answer["none"]
+        assert_names(answer["exact"], answer["hidden"][0])
+        assert_names(answer["none"], "decoder.layer.*")
         assert "decoder.nothing" in answer["parameter"]
         assert "differ" in answer["differs"]
         assert answer["left"] == ["all"]

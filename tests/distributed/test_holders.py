@@ -15,6 +15,7 @@ from megatron_flex.adapters import detect
 from tests.distributed.matrix import BOUND, relative
 from tests.support import families, gpt, oracle, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -218,14 +219,9 @@ def refusals(case: Case) -> dict[str, str]:
 
 def test_refusals() -> None:
     for told in run(2, refusals, replace(CRITIC, sp=False)):
-        assert told["weights"].startswith(
-            "the conversion of weights is for one model of Megatron's, and Critic"
-        )
-        assert "GPTModel as 'policy'" in told["weights"]
-        assert told["linear"].startswith(
-            "Sequential holds a ColumnParallelLinear and is not a supported model"
-        )
-        assert "tensor_model_parallel_size=4 and the rest of the model 2" in told["groups"]
+        assert_names(told["weights"], "Critic", "GPTModel", "policy")
+        assert_names(told["linear"], "Sequential", "ColumnParallelLinear")
+        assert_names(told["groups"], "tensor_model_parallel_size=4", "2")
 
 
 class OnLogits(nn.Module):
@@ -259,5 +255,5 @@ def on_logits(case: Case) -> tuple[str, tuple[int, ...]]:
 
 def test_the_layout_of_logits_is_not_followed() -> None:
     for told, shape in run(2, on_logits, PLAIN):
-        assert "the layout of temperature:output is not known" in told
+        assert_names(told, "temperature:output")
         assert shape == (gpt.BATCH, gpt.SEQUENCE, gpt.VOCABULARY)

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flex.errors import FlexError
 from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import design, estimated, gpt, ranks
 from tests.support.counting import Call, added, counting
 from tests.support.gpt import Case
+from tests.support.messages import raises
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -373,11 +375,11 @@ def _lived(case: Case, folder: str, names: list[str]) -> dict[str, Any]:
         def both(flex: Any) -> None:
             register(flex)
             if name == "idle":
-                with pytest.raises(Exception, match="no hook is active"):
+                with raises(FlexError):
                     flex.estimate(sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH)
                 return
             if name != "statistics":  # whose one sum is as long whatever they are of
-                with pytest.raises(Exception, match="give estimate"):
+                with raises(FlexError, "estimate()", "sequence_length=", "micro_batch_size="):
                     flex.estimate()
             said[name] = flex.estimate(
                 sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH, microbatches=case.microbatches

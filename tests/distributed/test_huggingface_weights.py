@@ -19,6 +19,7 @@ from tests.distributed.matrix import relative
 from tests.support import gpt, hugging_face, wrapped
 from tests.support.gpt import Case
 from tests.support.hugging_face import FAMILIES
+from tests.support.messages import assert_names
 from tests.support.pages import blocks_in, mine
 from tests.support.pool import run
 from tests.support.rank import changes
@@ -322,10 +323,10 @@ def test_a_folder_with_weights_is_not_overwritten(truths: dict[str, Truth]) -> N
     before = (Path(folder) / "model.safetensors").read_bytes()
     first, second = run(2, write_over, case("tp2", tp=2), folder)
     assert first == second
-    assert first[0].endswith("model.safetensors is there already; give a folder without weights")
-    fix = "build the Megatron model with the arguments of config_from_hf"
-    tied = f"share_embeddings_and_output_weights is False, not True: {fix}"
-    assert first[1:] == [tied, f"num_layers is 4, not 2: {fix}"]
+    there, tied, layers = first
+    assert_names(there, Path(folder) / "model.safetensors")
+    assert_names(tied, "share_embeddings_and_output_weights", False, True, "config_from_hf")
+    assert_names(layers, "num_layers", 4, 2, "config_from_hf")
     assert (Path(folder) / "model.safetensors").read_bytes() == before
 
 
@@ -348,7 +349,8 @@ def write_over(case: Case, folder: str) -> list[str]:
 def test_settings_that_differ_are_reported(truths: dict[str, Truth]) -> None:
     found, other = run(2, load_into_another, case("tp2", tp=2), truths["llama"].folder)
     assert found == other
-    assert found == ("layernorm_epsilon is 0.001, not 1e-06",)
+    (text,) = found
+    assert_names(text, "layernorm_epsilon", 0.001, 1e-06)
 
 
 def load_into_another(case: Case, folder: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.test_matrix import GPT, check
 from tests.support import families, gpt, oracle, ranks, ssm
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -125,7 +126,7 @@ def refusal(case: Case) -> str:
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
 def test_context_parallel_inside_mamba_is_refused() -> None:
     case = Case("M cp2", cp=2, pattern="M", extra=ssm.MAMBA)
-    assert all("context parallel inside Mamba" in told for told in run(2, refusal, case))
+    assert all("Mamba" in told for told in run(2, refusal, case))
 
 
 def names_of(case: Case) -> list[str]:
@@ -157,5 +158,5 @@ def shared_embedding(case: Case) -> list[str]:
 
 def test_the_gradient_of_an_embedding_on_two_stages_is_refused() -> None:
     answer, *_ = run(2, shared_embedding, Case("mtp pp2", pp=2, layers=2, extra=ONE))
-    assert "two pipeline stages hold this weight" in answer[0]
+    assert_names(answer[0], "get_module_parameter(name, gradient=True)")
     assert answer[1:] == ["embedding.word_embeddings.weight"], "the whole parameters have it once"

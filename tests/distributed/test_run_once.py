@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.distributed import matrix
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -111,7 +112,7 @@ def test_an_edit_that_would_differ_between_ranks() -> None:
     assert losses == others
     assert len(read) == case.microbatches
     assert (first, second) == (case.microbatches, 0)
-    with pytest.raises(Exception, match="ranks that must hold the same along tp differ"):
+    with pytest.raises(Exception, match=r"decoder\.layers\.0:output, microbatch 0: "):
         run(2, noisy, case, "replicated")
 
 
@@ -130,7 +131,7 @@ def failing(case: Case) -> str:
 def test_what_goes_wrong_on_one_rank_is_raised_on_all_ranks() -> None:
     said = run(4, failing, Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2))
     assert len(set(said)) == 1
-    assert "(on rank 0)" in said[0]
+    assert_names(said[0], "rank 0")
 
 
 def constant(case: Case) -> list[float]:
@@ -158,5 +159,5 @@ def test_where_an_edit_runs_is_one_of_two() -> None:
     import megatron_flex as mf
 
     make = partial(mf.HookFunction, "decoder", run="everywhere")
-    with pytest.raises(mf.HookError, match="'everywhere' is none of replicated, once"):
+    with raises(mf.HookError, "everywhere"):
         make()

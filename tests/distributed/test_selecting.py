@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.distributed.matrix import BOUND, relative
 from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 from tests.support.wishes import Wish, wished
 
@@ -291,10 +292,10 @@ def test_beside_edits_and_wholes_and_how_much_is_kept() -> None:
         assert answer["sends"]["sure"] == answer["sends"]["asks"]
         assert set(answer["sends"]["asks"]) == {"all_reduce"}
     says = found[0]["says"]
-    assert "positions: 16 is beyond a dim of 16; name some from -16 to 15" in says["beyond"]
-    assert "positions: 20: chooses none of 16" in says["empty"]
-    assert "heads: 4 is beyond a dim of 4" in says["heads"]
-    assert "topk(17, s): 17 of 16 entries" in says["top"]
-    assert "samples: 2 is beyond a dim of 2" in says["gradient"]
-    assert "samples: 2 is beyond a dim of 2" in says["edit"]
-    assert "give one of them another name with keep_as=" in says["two"]
+    assert_names(says["beyond"], "positions", 16, -16, 15)
+    assert_names(says["empty"], "positions", 20, 16)
+    assert_names(says["heads"], "heads", 4)
+    assert_names(says["top"], "topk(17, s)", "17", "16")
+    assert_names(says["gradient"], "samples", 2)
+    assert_names(says["edit"], "samples", 2)
+    assert_names(says["two"], "keep_as=")

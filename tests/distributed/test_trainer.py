@@ -298,7 +298,7 @@ def leaving() -> dict[str, Any]:
     model = accelerator.prepare(llama.single())
     tokens = llama.batch(0)[0]
     with (
-        pytest.warns(mf.FlexWarning, match="restored before the last microbatch") as told,
+        pytest.warns(mf.FlexWarning) as told,
         mf.attach(model, [mf.HookFunction("layers.1")]),
         accelerator.accumulate(model),
     ):

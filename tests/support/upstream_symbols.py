@@ -257,6 +257,12 @@ TORCH_MODULE_SYMBOLS = (
         "the entrance of a call, outside hooks, has no public name",
     ),
     *_of("torch", "torch.nn.modules.module", "_IncompatibleKeys", "the type that load_state_dict() returns"),
+    *_of(
+        "torch",
+        "torch._C._functorch",
+        "peek_interpreter_stack",
+        "whether a transform of torch.func runs has no public name",
+    ),
     *_of("torch", "torch.nn.modules.batchnorm", "_NormBase", "the base class of all batch normalisation"),
     *_of(
         "torch",

@@ -8,6 +8,7 @@ from megatron_flex.errors import SiteError
 from megatron_flex.gpt_names import GptNames, layer_pattern, own_name
 from megatron_flex.layout import replicated
 from megatron_flex.sites import Site, SiteTable, check_pattern, find_recorded_names
+from tests.support.messages import raises
 
 LAYERS = [
     "input",
@@ -106,7 +107,7 @@ def test_layers_of_prediction_that_are_no_pair() -> None:
     names = GptNames("*-*-/?-")
     assert names.to_model("decoder.layers.1.mlp:output") == "decoder.layers.3.mlp:output"
     assert names.to_gpt(f"{PREDICTION}.layers.1.mlp:output") is None
-    with pytest.raises(SiteError, match=r"its layers of prediction would have to be \*-, and are \?-; use"):
+    with raises(SiteError, "gpt:mtp.layers.0.mtp_model_layer.mlp:output", "*-", "?-"):
         names.to_model(f"{PREDICTION}.mlp:output")
 
 
@@ -146,35 +147,32 @@ def test_a_module_that_is_called_gpt_keeps_its_points() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (["0.mixer", "1.self_attention", "2.mlp"], "layer 0 would have to be attention, in the pattern ?*-"),
-        (["0.self_attention", "1.self_attention", "2.mlp"], "layer 1 would have to be MLP or experts"),
-        (["0.self_attention", "1.mlp", "2.self_attention"], "its last layer has no MLP, in the pattern *-*"),
-        ([], "it has no decoder.layers"),
+        (["0.mixer", "1.self_attention", "2.mlp"], ("0", "?*-")),
+        (["0.self_attention", "1.self_attention", "2.mlp"], ("1", "**-")),
+        (["0.self_attention", "1.mlp", "2.self_attention"], ("*-*",)),
+        ([], ("decoder.layers",)),
     ],
 )
-def test_layers_that_are_no_pairs_are_refused(names: list[str], why: str) -> None:
+def test_layers_that_are_no_pairs_are_refused(names: list[str], why: tuple[str, ...]) -> None:
     sites = ["embedding:output", *(f"decoder.layers.{n}:output" for n in names)]
     for pattern in ("gpt:decoder.layers.0.mlp", "gpt:embedding", "gpt:**"):
-        with pytest.raises(SiteError, match="pairs of attention and MLP") as error:
+        with raises(SiteError, pattern, *why):
             found(pattern, None, sites)
-        assert why in str(error.value)
-        assert pattern in str(error.value)
-        assert "\n" not in str(error.value)
 
 
 def test_a_name_that_matches_nothing_is_answered_by_the_names_of_a_gpt_model() -> None:
-    with pytest.raises(SiteError, match=r"'gpt:decoder.layers.2.mlp': by a GPTModel's names.*there are 0-1$"):
+    with raises(SiteError, "gpt:decoder.layers.2.mlp", "0-1"):
         found("gpt:decoder.layers.2.mlp")
-    with pytest.raises(SiteError, match=r"has no point 'gate'; it has output"):
+    with raises(SiteError, "gpt:decoder.layers.1.mlp:gate", "decoder.layers.1.mlp:gate", "output"):
         found("gpt:decoder.layers.1.mlp:gate")
-    with pytest.raises(SiteError, match="empty part"):
+    with raises(SiteError, "gpt:", "decoder.layers.*"):
         found("gpt:")
 
 
 def test_patterns_are_checked_without_a_model() -> None:
     check_pattern("gpt:decoder.layers.*:mid")
     for wrong in ("gpt:", "gpt:a:b:c", "other:decoder.layers.1:mid"):
-        with pytest.raises(SiteError, match="empty part"):
+        with raises(SiteError, wrong, "decoder.layers.*"):
             check_pattern(wrong)
 
 
@@ -184,5 +182,5 @@ def test_recorded_names_are_found_by_those_of_a_gpt_model() -> None:
     assert find_recorded_names("gpt:decoder.layers.1.mlp.grad", names, "it", "*-*-") == names[2:]
     assert find_recorded_names("gpt:decoder.layers.*.mlp", names, "it", "*-*-") == names[1:2]
     assert find_recorded_names("gpt:decoder.layers.0.mlp", names, "it", "*-*-") == []
-    with pytest.raises(SiteError, match=r"in the pattern \?\?\?-"):
+    with raises(SiteError, "gpt:decoder.layers.2:output", "???-"):
         find_recorded_names("gpt:decoder.layers.1:mid", names, "it")

@@ -9,6 +9,7 @@ from torch import nn
 import megatron_flex as mf
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
+from tests.support.messages import raises
 
 
 def model() -> nn.Module:
@@ -73,7 +74,7 @@ def test_what_was_removed_by_hand_or_with_the_model():
     handle = flex.register_forward_hook(hook)
     flex.remove_hook(hook)
     handle.remove()
-    with pytest.raises(HookError, match="not registered"):
+    with raises(HookError, "HookFunction", "0"):
         flex.remove_hook(hook)
     late = flex.register_forward_hook(mf.HookFunction("1"))
     flex.session.close()
@@ -84,7 +85,7 @@ def test_detach_is_restore():
     whole = model()
     flex = mf.attach(whole)
     assert flex.detach() is whole
-    with pytest.raises(HookError, match="restored"):
+    with raises(HookError, "FlexModel"):
         flex.register_forward_hook(mf.HookFunction("0"))
 
 
@@ -126,7 +127,7 @@ def test_a_trainable_module_is_removed():
         whole(X).sum().backward()
         assert adapter.weight.grad is None
         handle.remove()
-        with pytest.raises(HookError, match="'adapter' is registered; those that are: none"):
+        with raises(HookError, "adapter"):
             flex.remove_trainable_module("adapter")
 
 

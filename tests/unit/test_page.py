@@ -26,6 +26,7 @@ from megatron_flex.sites import Site
 from megatron_flex.view import TreeHook
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, GATED, REPLICATED, SEQUENCE, Given, random
+from tests.support.messages import assert_names, raises
 
 ROOT = Path(__file__).parents[2]
 ASSETS = Path(megatron_flex.page.__file__).parent / "assets"
@@ -215,14 +216,12 @@ def test_the_package_has_the_assets() -> None:
 
 def test_a_page_that_is_too_large_is_not_written(tmp_path: Path) -> None:
     page, path = Page("a model", GRID, model(4, 20)), tmp_path / "page.html"
-    with pytest.raises(
-        FlexError, match=r"page.html: the page would have 0\.\d\d MB, more than 0.05 MB: show fewer"
-    ):
+    with raises(FlexError, path, "0.05 MB", "most_bytes", "--most-megabytes"):
         write(page, path, most_bytes=50_000)
     assert list(tmp_path.iterdir()) == []
     assert write(page, path, most_bytes=None) == path
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(FlexError, match="cannot be written: No such file"):
+    with raises(FlexError, tmp_path / "nowhere" / "page.html"):
         write(page, tmp_path / "nowhere" / "page.html")
 
 
@@ -284,7 +283,7 @@ def test_ranks_that_follow_no_rule_are_told_of() -> None:
     grid = grid_of_ranks({"tp": 4}, {}, told)
     assert not grid.sure
     (note,) = read(Page("", grid, []))["notes"]
-    assert "no rule" in note["text"]
+    assert note["text"]
     uneven = Mesh((Axis("tp", 3, 0, None, (0, 1, 5)),))
     assert not grid_of_mesh(uneven).sure
 
@@ -351,7 +350,7 @@ def test_a_place_that_can_be_read_only_says_so() -> None:
     site = Site("x:output", COLUMN, (16, 2, 32), read_only_reason="it is boolean")
     told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, 1), GRID)["x:output"]
     assert told["read"]["whole"] == 1024
-    assert "can be read and not edited" in told["edit"]["why"]
+    assert_names(told["edit"]["why"], "it is boolean")
     assert read(Page("", GRID, [site]))["sites"]["state"] == [4]
 
 
@@ -398,7 +397,7 @@ def test_damaged_dumps_are_shown_with_what_is_missing(dump: Path) -> None:
     (dump / "run-0000" / "manifest.json").write_text("{")
     told = read(fill_page(None, [dump], title="nothing left"))
     assert told["sites"]["name"] == []
-    assert "nothing of it can be read" in " ".join(n["text"] for n in told["notes"])
+    assert any(n["kind"] == "damage" for n in told["notes"])
 
 
 def test_a_page_of_statistics(tmp_path: Path) -> None:
@@ -412,7 +411,7 @@ def test_a_page_of_statistics(tmp_path: Path) -> None:
 
 
 def test_more_than_two_sources_are_refused(dump: Path) -> None:
-    with pytest.raises(FlexError, match="3 dumps: a page shows 2 sources"):
+    with raises(FlexError, 3, 2):
         fill_page(None, [dump] * 3)
 
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout, PackedSequences
 from tests.support import pages, typed
+from tests.support.messages import raises
 from tests.support.pages import ROOT, Block
 
 BLOCKS = [block for page in pages.pages() for block in pages.blocks_of(page)]
@@ -52,7 +53,7 @@ def test_a_command_that_cannot_be_typed(command: str, error: type[BaseException]
 
 def test_settings_that_cannot_be() -> None:
     pytest.importorskip("pydantic")
-    with pytest.raises(FlexError, match="evry"):
+    with raises(FlexError, "evry", "every"):
         pages.account(Block("docs/new.md", 1, "yaml", "evry: 3\n"))
 
 

@@ -222,12 +222,12 @@ def test_hooks_at_one_place_run_in_the_order_of_registration() -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda t: t.double(), "returned dtype torch.float64 for torch.float32"),
-        (lambda t: t[:2], r"returned shape \(2, 2\) for \(5, 2\)"),
-        (lambda t: None, "returned NoneType"),
+        (lambda t: t.double(), ("torch.float64", "torch.float32")),
+        (lambda t: t[:2], ("(2, 2)", "(5, 2)")),
+        (lambda t: None, ("NoneType",)),
     ],
 )
-def test_an_edit_returns_what_is_like_what_it_got(edit: Any, said: str) -> None:
+def test_an_edit_returns_what_is_like_what_it_got(edit: Any, said: tuple[str, ...]) -> None:
     calls: list[int] = []
 
     def late(tensor: Tensor) -> Any:
@@ -235,7 +235,7 @@ def test_an_edit_returns_what_is_like_what_it_got(edit: Any, said: str) -> None:
         return edit(tensor)
 
     flex = mf.attach(Model(), [HookFunction("out", None, by(late))])
-    with pytest.raises(mf.HookError, match=said):
+    with raises(mf.HookError, "out:output", *said):
         flex(data())
     flex.session.close()
 
@@ -298,11 +298,11 @@ def test_two_passes_through_one_module_are_kept_apart() -> None:
 
 def test_a_tensor_that_is_not_there() -> None:
     model = Model()
-    with pytest.raises(HookError, match=r"unpack_idx=3 is out of range: the hook point has 3 tensors"):
+    with raises(HookError, "nest:output[3]", "unpack_idx=3", "3 tensors"):
         _run(model, HookFunction("nest", unpack_idx=3))
-    with pytest.raises(HookError, match=r"unpack_idx=-2 is out of range: the hook point has 1 tensor"):
+    with raises(HookError, "inp:input[-2]", "unpack_idx=-2", "1 tensor"):
         _run(model, HookFunction("inp", unpack_idx=-2, hook_type="forward_pre"))
-    with pytest.raises(HookError, match="a parameter is one tensor"):
+    with raises(HookError, "unpack_idx=1", "inp.weight"):
         _run(model, HookFunction("inp.weight", unpack_idx=1, hook_type="tensor"))
 
 
@@ -323,11 +323,9 @@ class Caller(nn.Module):
 
 def test_a_hook_that_cannot_fire_says_why() -> None:
     tokens = torch.tensor([1, 2])
-    with pytest.raises(
-        HookError, match=r"never fired on any rank: forward on nothing \(there is no tensor\)"
-    ):
+    with raises(HookError, "forward on nothing"):
         _run(Caller(), HookFunction("nothing"), tokens)
-    with pytest.raises(HookError, match=r"full_backward on names \(the tensor there needs no gradient\)"):
+    with raises(HookError, "full_backward on names"):
         _run(Caller(), HookFunction("names", hook_type="full_backward"), tokens)
 
 
@@ -353,21 +351,21 @@ def test_shapes_that_contradict() -> None:
     flex = mf.FlexModel(model)
     flex.register_forward_hook(HookFunction("inp", (None, 4)))
     flex.register_forward_hook(HookFunction("inp", (5, None)))
-    with pytest.raises(HookError, match=r"contradicts another one there, which expects \(5, 4\)"):
+    with raises(HookError, "inp:output", "(5, 3)", "(5, 4)"):
         flex.register_forward_hook(HookFunction("inp", (5, 3)))
-    with pytest.raises(HookError, match="contradicts another"):
+    with raises(HookError, "inp:output", "(5, 4, 1)", "(5, 4)"):
         flex.register_full_backward_pre_hook(HookFunction("inp", (5, 4, 1)))
     flex.restore()
-    with pytest.raises(HookError, match=r"shape \(5, 4\), not the expected \(5, 3\)"):
+    with raises(HookError, "inp:output", "(5, 4)", "(5, 3)", "expected_shape"):
         _run(model, HookFunction("inp", (5, 3)))
 
 
 def test_what_cannot_be_taken() -> None:
-    with pytest.raises(mf.FlexError, match="compiled code"):
+    with raises(mf.FlexError, "RecursiveScriptModule", "torch.jit.script"):
         mf.FlexModel(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(mf.FlexError, match="make 2 ranks, but there are 1"):
+    with raises(mf.FlexError, "tensor_parallel_size=2", 2, 1):
         mf.FlexModel(nn.Linear(2, 2), tensor_parallel_size=2)
-    with pytest.raises(SiteError, match="nearest: inp"):
+    with raises(SiteError, "inpp", "inp"):
         mf.attach(Model(), [HookFunction("inpp")])
 
 
@@ -518,7 +516,7 @@ def test_calls_in_a_scope_are_microbatches_of_one_step() -> None:
             out.sum().backward()
     for name in ("inp:output", "inp:output.grad"):
         assert [(k.step, k.microbatch, k.call) for k in flex.output_dict[name].keys] == [(0, 0, 0), (0, 1, 0)]
-    with pytest.raises(HookError, match="do not run one inside the other"), flex.step(), flex.step():
+    with raises(HookError, "step()"), flex.step(), flex.step():
         pass
     flex(data())
     assert [k.step for k in flex.output_dict["inp:output"].keys] == [0, 0, 2]
@@ -567,7 +565,7 @@ def test_a_cache_of_everything_has_the_outputs_of_all_modules(size: int | None) 
         _, one = flex.interp.run_with_cache(x, "blocks.0", microbatch_size=size)
         with flex.interp.trace(x, microbatch_size=size) as trace:
             traced = trace["blocks.0"].output
-        with pytest.raises(HookError, match="nothing was captured at unused:output"):
+        with raises(HookError, "unused:output"):
             flex.interp.run_with_cache(x, "unused")
         assert not flex.output_dict
     assert out is not None
@@ -623,7 +621,7 @@ def test_a_copy_of_a_model_has_no_hooks(copied: Any) -> None:
         with mf.attach(twin, [mf.HookFunction("first")]) as other:
             twin(x)
             assert list(other.output_dict) == ["first:output"]
-        with pytest.raises(HookError, match="neither copied nor pickled; copy the model"):
+        with raises(HookError, "FlexModel"):
             copied(flex)
     assert torch.equal(twin(x, 2.0), plain)
     assert torch.equal(copied(model)(x, 2.0), plain)
@@ -642,7 +640,7 @@ def test_a_restored_model_takes_no_hook_and_its_session_no_more() -> None:
         lambda: flex.register_statistics(Statistics("nowhere", ["first:output"])),
         flex.verify,
     ):
-        with pytest.raises(HookError, match=r"the model was restored.*attach it again"):
+        with raises(HookError, "FlexModel"):
             register()
     assert list(flex.output_dict) == ["first:output"], "what was read stays"
     assert not model.second._forward_hooks

@@ -180,7 +180,7 @@ def test_on_without_a_terminal_gives_a_few_plain_lines(
         work()
     told = (tmp_path / "err").read_text().splitlines()
     assert told[0] == "verifying: 1.00 KiB of 1.00 MiB"
-    assert "verifying: 1.00 MiB of 1.00 MiB" in told
+    assert any("1.00 MiB of 1.00 MiB" in line for line in told)
     assert told[-1] == "reading: 100 lines"
     assert len(told) < 25
     assert all(line.isprintable() for line in told)
@@ -218,7 +218,7 @@ def test_an_error_leaves_the_terminal_as_it_was(
 
     with watched(monkeypatch, way) as seen:
         own = sys.stderr
-        with pytest.raises(error, match="the work failed"):
+        with pytest.raises(error, match=r"^the work failed$"):
             work(4, fail)
         assert sys.stderr is own
         work(2)

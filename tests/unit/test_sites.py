@@ -8,6 +8,7 @@ from megatron_flex import sites
 from megatron_flex.errors import SiteError
 from megatron_flex.layout import replicated
 from megatron_flex.sites import Site, SiteTable, model_order
+from tests.support.messages import raises
 
 NAMES = [
     "embedding:output",
@@ -60,15 +61,15 @@ def test_two_stars_cross_steps() -> None:
 
 
 def test_nothing_found_names_the_nearest() -> None:
-    with pytest.raises(SiteError, match=r"decoder.layers.3.mpl.fc1.*nearest: decoder.layers.3.mlp.fc1"):
+    with raises(SiteError, "decoder.layers.3.mpl.fc1", "decoder.layers.3.mlp.fc1"):
         TABLE.match("decoder.layers.3.mpl.fc1", "output")
-    with pytest.raises(SiteError, match="no point 'partial'; it has input, output"):
+    with raises(SiteError, "partial", "input", "output"):
         TABLE.match("decoder.layers.3.mlp.fc1", "partial")
 
 
 def test_a_name_twice_is_an_error() -> None:
     site = Site("a:output", replicated("s"), ("s",))
-    with pytest.raises(SiteError, match="twice"):
+    with raises(SiteError, "a:output"):
         SiteTable([site, site])
 
 

@@ -291,16 +291,16 @@ class Twice(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("function", "dims", "words"),
     [
-        (lambda x: x.sum(-1), (1,), "sum goes over dim 1, which is sharded over tp"),
-        (lambda x, y: x @ y.T, (1, 1), "a partial sum"),
-        (lambda x: torch.linalg.qr(x), (0,), "what linalg_qr does to sharded tensors is not known"),
+        (lambda x: x.sum(-1), (1,), "sum"),
+        (lambda x, y: x @ y.T, (1, 1), "matmul"),
+        (lambda x: torch.linalg.qr(x), (0,), "linalg_qr"),
         (lambda x: torch.linalg.qr(x * 1)[0] + 1, (0,), "linalg_qr"),
-        (lambda x, y: x + y, (1, None), "as if sharded too"),
-        (lambda x, y: x + y, (0, 1), "dim"),
+        (lambda x, y: x + y, (1, None), "add"),
+        (lambda x, y: x + y, (0, 1), "add"),
         (
             lambda x: x.numpy() is None or x.detach() + torch.from_numpy(x.numpy()),
             (0,),
-            "not a torch function",
+            "torch",
         ),
     ],
 )
@@ -316,7 +316,6 @@ def test_changed_unseen() -> None:
     x.add_(1)  # where nothing is followed
     found = trace.mark(x).spread
     assert isinstance(found, UnknownLayout)
-    assert "changed in place" in found.why
 
 
 def test_written_through_a_view() -> None:

@@ -97,7 +97,7 @@ def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(tmp_path)
     assert ran(load_function("flex_named.hooks:double")) == 2
     assert ran(load_function("flex_named.hooks:Inner.triple")) == 3
-    with pytest.raises(FlexError, match=r"no module 'flex_named\.hoks' on Python's path"):
+    with raises(FlexError, "flex_named.hoks", "file.py"):
         load_function("flex_named.hoks:double")
 
 
@@ -127,53 +127,50 @@ def test_to_ablate_is_to_put_zeros() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("hooks.py:dubble", "hooks.py has no 'dubble'; nearest: double"),
-        ("hooks.py:Inner.tripel", "hooks.py has no 'Inner.tripel'; nearest: triple"),
-        ("hooks.py:number", "hooks.py:number is of type int, not a function"),
-        ("hooks.py", "hooks.py: name the function in a file after a colon, file.py:function"),
-        ("hooks.py:", "name the function in a file after a colon"),
-        ("none.py:f", "no file none.py on this rank"),
-        ("flex_none:f", "no module 'flex_none' on Python's path"),
-        ("flex_none.inner:f", "no module 'flex_none' on Python's path"),
-        ("os.path.join", "os.path.join: name a function after a colon, os.path:join"),
-        ("sclae=2", "no preset 'sclae'; nearest: scale"),
-        ("scale=x", "scale: factor='x' is not a number"),
-        ("scale=2 |", "no preset ''"),
+        ("hooks.py:dubble", ("hooks.py", "dubble", "double")),
+        ("hooks.py:Inner.tripel", ("hooks.py", "Inner.tripel", "triple")),
+        ("hooks.py:number", ("hooks.py:number", "int")),
+        ("hooks.py", ("hooks.py", "file.py")),
+        ("hooks.py:", ("hooks.py:", "file.py")),
+        ("none.py:f", ("none.py",)),
+        ("flex_none:f", ("flex_none", "file.py")),
+        ("flex_none.inner:f", ("flex_none", "file.py")),
+        ("os.path.join", ("os.path.join", "os.path:join")),
+        ("sclae=2", ("sclae", "scale")),
+        ("scale=x", ("scale", "factor='x'")),
+        ("scale=2 |", ()),
     ],
 )
-def test_what_cannot_be_named(said: str, message: str, hooks: Path) -> None:
-    with pytest.raises(FlexError) as raised:
+def test_what_cannot_be_named(said: str, message: tuple[str, ...], hooks: Path) -> None:
+    with raises(FlexError, *message):
         load_function(said)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "error", "line"),
     [
-        ("\ndef f(:\n", "SyntaxError: invalid syntax ({file}, line 2)"),
-        ("x = 1\n1 / 0\n", "ZeroDivisionError: division by zero ({file}, line 2)"),
-        ("import flex_nowhere\n", "ModuleNotFoundError: No module named 'flex_nowhere' ({file}, line 1)"),
-        ("\n\nraise RuntimeError('one\\ntwo')\n", "RuntimeError: one two ({file}, line 3)"),
-        ("import sys\nsys.exit(3)\n", "SystemExit: 3 ({file}, line 2)"),
-        ("def g():\n    return h\ng()\n", "NameError: name 'h' is not defined ({file}, line 2)"),
+        ("\ndef f(:\n", "SyntaxError: invalid syntax", 2),
+        ("x = 1\n1 / 0\n", "ZeroDivisionError: division by zero", 2),
+        ("import flex_nowhere\n", "ModuleNotFoundError: No module named 'flex_nowhere'", 1),
+        ("\n\nraise RuntimeError('one\\ntwo')\n", "RuntimeError: one two", 3),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2),
+        ("def g():\n    return h\ng()\n", "NameError: name 'h' is not defined", 2),
     ],
 )
-def test_errors_in_a_file_are_told_with_its_line(source: str, said: str, tmp_path: Path) -> None:
+def test_errors_in_a_file_are_told_with_its_line(source: str, error: str, line: int, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(source)
     loaded = {name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)}  # by other tests
     for _ in range(2):  # not half imported the second time
-        with pytest.raises(FlexError) as raised:
+        with raises(FlexError, "broken.py", file, line, error):
             load_function("broken.py:f")
-        assert str(raised.value) == f"broken.py cannot be imported: {said.format(file=file)}"
     assert {name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)} == loaded
 
 
 def test_errors_in_a_module_are_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flex_named_wrong.py").write_text("\nimport flex_nowhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FlexError, match=r"No module named 'flex_nowhere' \(.*flex_named_wrong\.py, line 2\)"):
+    with raises(FlexError, "flex_nowhere", "flex_named_wrong.py", "2"):
         load_function("flex_named_wrong:f")
 
 
@@ -212,22 +209,21 @@ def test_edits_that_fail_are_left_out_if_that_is_said() -> None:
     [
         (
             {"edit": "hooks.py:short", "site": "a"},
-            "--flex-edit hooks.py:short: editing function short(inputs)",
+            ("--flex-edit hooks.py:short", "short(inputs)"),
         ),
-        ({"edit": "hooks.py:dubble", "site": "a"}, "--flex-edit hooks.py:dubble: hooks.py has no 'dubble'"),
-        ({"edit": "scalee=2", "site": "a"}, "--flex-edit scalee=2: no preset 'scalee'"),
-        ({"edit": "zero"}, "--flex-edit zero: no site is named, neither there nor by --flex-sites"),
-        ({"edit": "zero", "site": " "}, "--flex-edit zero: no site is named"),
+        ({"edit": "hooks.py:dubble", "site": "a"}, ("--flex-edit hooks.py:dubble", "dubble", "double")),
+        ({"edit": "scalee=2", "site": "a"}, ("--flex-edit scalee=2", "scalee", "scale")),
+        ({"edit": "zero"}, ("--flex-edit zero", "--flex-sites")),
+        ({"edit": "zero", "site": " "}, ("--flex-edit zero", "--flex-sites")),
         (
             {"edit": "zero", "site": "a", "groups": ["all"]},
-            "--flex-edit zero: every hook is in the group 'all'",
+            ("--flex-edit zero", "all"),
         ),
     ],
 )
-def test_edits_that_cannot_be(edit: dict[str, Any], message: str, hooks: Path) -> None:
-    with pytest.raises(FlexError) as raised:
+def test_edits_that_cannot_be(edit: dict[str, Any], message: tuple[str, ...], hooks: Path) -> None:
+    with raises(FlexError, *message):
         resolve_settings(Settings(edits=(EditSettings(**edit),)))
-    assert str(raised.value).startswith(message)
 
 
 # --- dumps and statistics
@@ -325,19 +321,18 @@ def test_the_home_folder_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"dumps": [{"path": "d"}]}, "--flex-dump d: nothing is named; give --flex-sites PATTERN"),
-        ({"statistics": {}}, "--flex-stats flex-stats: nothing is named; give --flex-sites PATTERN"),
-        ({"sites": ["a"]}, "nothing to do; give --flex-dump"),
-        ({"every": 3}, "nothing to do"),
-        ({"control": "x"}, "nothing to do"),
-        ({"sites": ["a"], "dumps": [{"path": "d"}, {"path": "./d"}]}, "{cwd}/d is the folder of two dumps"),
-        ({"sites": ["a"], "dumps": [{"path": "d"}], "statistics": {"path": "d"}}, "{cwd}/d is the folder of"),
+        ({"dumps": [{"path": "d"}]}, ("--flex-dump d", "--flex-sites PATTERN")),
+        ({"statistics": {}}, ("--flex-stats flex-stats", "--flex-sites PATTERN")),
+        ({"sites": ["a"]}, ("--flex-dump", "--flex-stats")),
+        ({"every": 3}, ("--flex-dump", "--flex-stats")),
+        ({"control": "x"}, ("--flex-dump", "--flex-stats")),
+        ({"sites": ["a"], "dumps": [{"path": "d"}, {"path": "./d"}]}, ("{cwd}/d",)),
+        ({"sites": ["a"], "dumps": [{"path": "d"}], "statistics": {"path": "d"}}, ("{cwd}/d",)),
     ],
 )
-def test_settings_that_cannot_be(said: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(FlexError) as raised:
+def test_settings_that_cannot_be(said: dict[str, Any], message: tuple[str, ...], tmp_path: Path) -> None:
+    with raises(FlexError, *(m.format(cwd=tmp_path) for m in message)):
         resolve_settings(Settings.model_validate(said))
-    assert str(raised.value).startswith(message.format(cwd=tmp_path))
 
 
 @pytest.mark.parametrize("said", [{}, {"cpu": True}, {"estimate": True}, {"verify": 1}, {"list_sites": "**"}])

@@ -17,6 +17,7 @@ from megatron_flex.errors import HookError, LayoutError
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, count_parts, extract
 from megatron_flex.layout.region import is_partial
 from megatron_flex.runtime.selection import INDICES, CaptureSelection, SelectionPlan, plan_selection
+from tests.support.messages import raises
 from tests.unit.test_layout import SIZES, layouts, make
 
 CPU = torch.device("cpu")
@@ -257,7 +258,7 @@ def test_uneven_dims() -> None:
     check(CaptureSelection(mf.Select(samples=4), mf.reduce.mean("s")), whole[:, 4:].mean(0), True)
     check(CaptureSelection(mf.Select(samples=4), mf.reduce.mean("b")), whole[:, 4], True)
     plans = planned(CaptureSelection(mf.Select(samples=9)), layout, shards)
-    with pytest.raises(HookError, match=r"samples: 9 is beyond a dim of 5"):
+    with raises(HookError, "samples", 9, 5):
         plans[0].finish(whole)
 
 
@@ -276,9 +277,9 @@ def test_heads_side_by_side_and_apart(name: str) -> None:
     copied = Layout((Dim("s"), Dim("g", (Cut("c", copies=2),))))
     shards = [x[:, 0, n // 2 * 6 : n // 2 * 6 + 6] for n in range(4)]
     assert torch.equal(fulfilled(CaptureSelection(mf.Select(heads=-1)), copied, shards)[""], x[:, 0, -1:])
-    with pytest.raises(HookError, match=r"their number at .* is not known"):
+    with raises(HookError, "of=their"):
         plan_selection(CaptureSelection(mf.Select(heads=0)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
-    with pytest.raises(HookError, match=r"12 features are not 5 heads; pass of=their number"):
+    with raises(HookError, "12", "5", "of=their"):
         plan_selection(CaptureSelection(mf.Select(heads=0, of=5)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
 
 
@@ -293,92 +294,100 @@ QUERY = site(Dim("s"), Dim("b"), Dim("n"), Dim("d"), shape=("s", "b", 4, 2))
 @pytest.mark.parametrize(
     ("wanted", "where", "words"),
     [
-        (CaptureSelection(mf.Select(positions=64)), STREAM, ""),  # only the data tell
-        (CaptureSelection(mf.Select(heads=3), mf.reduce.mean("s")), QUERY, ""),
-        (CaptureSelection(mf.Select(heads=4)), QUERY, "4 is beyond a dim of 4"),
-        (CaptureSelection(mf.Select(neurons=[1, 8])), STREAM, "8 is beyond a dim of 8"),
-        (CaptureSelection(mf.Select(dims={"n": 1})), STREAM, "no 'n'"),
+        (CaptureSelection(mf.Select(positions=64)), STREAM, ()),  # only the data tell
+        (CaptureSelection(mf.Select(heads=3), mf.reduce.mean("s")), QUERY, ()),
+        (CaptureSelection(mf.Select(heads=4)), QUERY, ("heads", 4, -4, 3)),
+        (CaptureSelection(mf.Select(neurons=[1, 8])), STREAM, ("neurons", 8)),
+        (CaptureSelection(mf.Select(dims={"n": 1})), STREAM, ("dims", "m:output", "[s, b, h]", "n")),
     ],
 )
-def test_what_is_wrong_before_a_step(wanted: CaptureSelection, where: mf.Site, words: str) -> None:
-    with pytest.raises(HookError, match=words) if words else nullcontext():
+def test_what_is_wrong_before_a_step(
+    wanted: CaptureSelection, where: mf.Site, words: tuple[object, ...]
+) -> None:
+    with raises(HookError, *words) if words else nullcontext():
         wanted.check(where)
 
 
 @pytest.mark.parametrize(
     ("wanted", "where", "told"),
     [
-        (CaptureSelection(mf.Select(heads=0)), STREAM, "heads: m:output has dims [s, b, h], none of heads"),
+        (
+            CaptureSelection(mf.Select(heads=0)),
+            STREAM,
+            ("heads", "m:output", "[s, b, h]"),
+        ),
         (
             CaptureSelection(mf.Select(heads=4)),
             QUERY,
-            "heads: 4 is beyond a dim of 4; name some from -4 to 3",
+            ("heads", 4, -4, 3),
         ),
-        (CaptureSelection(mf.Select(neurons=8)), STREAM, "neurons: 8 is beyond a dim of 8"),
-        (CaptureSelection(mf.Select(neurons=slice(9, None))), STREAM, "neurons: 9: chooses none of 8"),
-        (CaptureSelection(mf.Select(dims={"x": 0})), STREAM, "dims: m:output has dims [s, b, h], no 'x'"),
-        (CaptureSelection(mf.Select(neurons=0, dims={"h": 0})), STREAM, "choose once along a dim"),
+        (CaptureSelection(mf.Select(neurons=8)), STREAM, ("neurons", 8)),
+        (CaptureSelection(mf.Select(neurons=slice(9, None))), STREAM, ("neurons", 9, 8)),
+        (CaptureSelection(mf.Select(dims={"x": 0})), STREAM, ("dims", "m:output", "[s, b, h]", "x")),
+        (
+            CaptureSelection(mf.Select(neurons=0, dims={"h": 0})),
+            STREAM,
+            ("neurons 0", "h 0", "dims['h']", "m:output"),
+        ),
         (
             CaptureSelection(reduce=mf.reduce.mean("t")),
             STREAM,
-            "mean(t): m:output has dims [s, b, h], no 't'",
+            ("mean(t)", "m:output", "[s, b, h]", "t"),
         ),
-        (CaptureSelection(reduce=mf.reduce.mean("h", -1)), STREAM, "not different dims"),
+        (CaptureSelection(reduce=mf.reduce.mean("h", -1)), STREAM, ("mean(h, -1)", "m:output")),
         (
             CaptureSelection(reduce=mf.reduce.topk(9, "h")),
             STREAM,
-            "topk(9, h): 9 of 8 entries; take at most 8",
+            ("topk(9, h)", "9", "8"),
         ),
         (
             CaptureSelection(reduce=mf.reduce.dot(torch.ones(7))),
             STREAM,
-            "a direction of 7 for a last dim of 8",
+            ("dot(7", 7, 8),
         ),
         (
             CaptureSelection(mf.Select(neurons=[0, 1]), mf.reduce.dot(torch.ones(8))),
             STREAM,
-            "a direction of 8 for a last dim of 2",
+            ("dot(8", 8, 2),
         ),
     ],
 )
 def test_what_is_wrong_is_said_where_the_hook_stands(
-    wanted: CaptureSelection, where: mf.Site, told: str
+    wanted: CaptureSelection, where: mf.Site, told: tuple[object, ...]
 ) -> None:
-    with pytest.raises(HookError) as caught:
+    with raises(HookError, *told):
         wanted.check(where)
-    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: mf.Select(positions="last"), "positions='last'"),
-        (lambda: mf.Select(positions=True), "positions=True"),
-        (lambda: mf.Select(positions=slice(0, 4, 0)), "positions=slice(0, 4, 0)"),
-        (lambda: mf.Select(of=0), "at least 1"),
-        (lambda: mf.reduce.topk(0, "h"), "at least 1"),
-        (lambda: mf.reduce.mean(), "name the dims"),
-        (lambda: mf.reduce.sum("s", "s"), "each once"),
-        (lambda: mf.reduce.dot(torch.ones(2, 2, 2)), "[h] or [k, h], not (2, 2, 2)"),
-        (lambda: mf.reduce.dot([1.0]), "[h] or [k, h], not list"),
-        (lambda: mf.HookFunction("m", select=-1), "is no Select"),
-        (lambda: mf.HookFunction("m", reduce="mean"), "is none of reduce.mean"),
-        (lambda: mf.HookFunction("m", keep_as="a b"), "is no name"),
-        (lambda: mf.HookFunction("m", keep_as="grad"), "is no name"),
+        (lambda: mf.Select(positions="last"), ("Select", "positions='last'")),
+        (lambda: mf.Select(positions=True), ("Select", "positions=True")),
+        (lambda: mf.Select(positions=slice(0, 4, 0)), ("Select", "positions=slice(0, 4, 0)", 0)),
+        (lambda: mf.Select(of=0), ("Select", "of=0", 1)),
+        (lambda: mf.reduce.topk(0, "h"), ("topk(0)", "k", 1)),
+        (lambda: mf.reduce.mean(), ("mean()",)),
+        (lambda: mf.reduce.sum("s", "s"), ("sum(s, s)",)),
+        (lambda: mf.reduce.dot(torch.ones(2, 2, 2)), ("[h]", "[k, h]", "(2, 2, 2)")),
+        (lambda: mf.reduce.dot([1.0]), ("[h]", "[k, h]", "list")),
+        (lambda: mf.HookFunction("m", select=-1), ("select=-1", "Select(positions=-1)")),
+        (lambda: mf.HookFunction("m", reduce="mean"), ("reduce='mean'", "reduce.mean")),
+        (lambda: mf.HookFunction("m", keep_as="a b"), ("keep_as='a b'",)),
+        (lambda: mf.HookFunction("m", keep_as="grad"), ("keep_as='grad'", "edited", "indices")),
         (
             lambda: mf.HookFunction("m", None, lambda m, x, c, t: x, save=False, select=mf.Select()),
-            "leave out save=False",
+            ("save=False",),
         ),
     ],
 )
-def test_what_cannot_be_understood(call: Any, told: str) -> None:
-    with pytest.raises(HookError) as caught:
+def test_what_cannot_be_understood(call: Any, told: tuple[object, ...]) -> None:
+    with raises(HookError, *told):
         call()
-    assert told in str(caught.value)
 
 
 def test_a_tensor_that_does_not_fit_its_layout() -> None:
-    with pytest.raises(LayoutError, match="has 2 dims"):
+    with raises(LayoutError, "(4, 2)", 2, "[s/b zigzag/a, b, h]", 3):
         plan_selection(
             CaptureSelection(mf.Select(positions=0)), SEQUENCE, (4, 2), torch.float32, CPU, SIZES, {}
         )

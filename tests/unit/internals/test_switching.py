@@ -10,6 +10,7 @@ import pytest
 import megatron_flex as mf
 from megatron_flex.launch.hook_control import MAX_CONTROL_BYTES, parse_control_words, read_control_file
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
+from tests.support.messages import assert_names, raises
 
 KNOWN = ["edit", "steer", "dump"]
 
@@ -41,15 +42,14 @@ def test_of_the_words_that_mean_a_hook_the_last_counts(
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("+stear", "no hook is in a group 'stear'; nearest: steer"),
-        ("steer", "'steer' is none of +group, -group, all, none; nearest: steer"),
-        ("+", "no hook is in a group ''"),
+        ("+stear", ("stear", "steer")),
+        ("steer", ("steer", "-group")),
+        ("+", ()),
     ],
 )
-def test_words_that_cannot_be(word: str, said: str) -> None:
-    with pytest.raises(mf.HookError) as error:
+def test_words_that_cannot_be(word: str, said: tuple[str, ...]) -> None:
+    with raises(mf.HookError, *said):
         parse_switches([word], KNOWN)
-    assert said in str(error.value)
 
 
 def test_what_a_file_holds(tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     assert isinstance(content, bytes)
     assert parse_control_words(content) == ("none", "+steer", "-dump", "+edit")
     assert parse_control_words(b"") == ()
-    with pytest.raises(mf.FlexError, match="no text"):
+    with raises(mf.FlexError, "-dump"):
         parse_control_words(b"\x80\xff\x00")
     path.write_bytes(b"#" * (MAX_CONTROL_BYTES + 1))
-    assert "more than 65536 bytes" in str(read_control_file(path))
-    assert "cannot be read: Is a directory" in str(read_control_file(tmp_path))
+    assert_names(read_control_file(path), path, 65536)
+    assert_names(read_control_file(tmp_path), tmp_path, "Is a directory")
     path.chmod(0)
     if os.geteuid() != 0:
-        assert "cannot be read: Permission denied" in str(read_control_file(path))
+        assert_names(read_control_file(path), path, "Permission denied")

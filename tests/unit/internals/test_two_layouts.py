@@ -12,6 +12,7 @@ pytest.importorskip("pydantic")
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import settings_from_argv
 from megatron_flex.launch.two_layouts import drop_flags, plan_two_layouts
+from tests.support.messages import raises
 
 SCRIPT = (
     "pretrain_gpt.py --tensor-model-parallel-size 4 --sequence-parallel --train-samples 9 --vocab-size 50"
@@ -79,15 +80,15 @@ def test_only_the_number_of_replicas_differs() -> None:
 @pytest.mark.parametrize(
     ("script", "against", "more", "said"),
     [
-        ("--lr 1", "--tensor-model-parallel-size 1", {}, "no script"),
-        ("a.py", "", {}, "--against names no flags"),
-        ("a.py", "--tensor-model-parallel-size x", {}, "--tensor-model-parallel-size x: no whole number"),
-        ("a.py", "", {"processes": [2, 2]}, "--against names no flags"),
-        ("a.py", "--lr 1", {"processes": [2]}, "--processes 2: give two numbers"),
+        ("--lr 1", "--tensor-model-parallel-size 1", {}, ("SCRIPT", "--against")),
+        ("a.py", "", {}, ("--against",)),
+        ("a.py", "--tensor-model-parallel-size x", {}, ("--tensor-model-parallel-size x", 1)),
+        ("a.py", "", {"processes": [2, 2]}, ("--against",)),
+        ("a.py", "--lr 1", {"processes": [2]}, ("--processes 2", "4,2")),
     ],
 )
-def test_what_cannot_be(script: str, against: str, more: dict[str, object], said: str) -> None:
-    with pytest.raises(FlexError, match=said):
+def test_what_cannot_be(script: str, against: str, more: dict[str, object], said: tuple[object, ...]) -> None:
+    with raises(FlexError, *said):
         plan(against, script, **more)
 
 
@@ -102,7 +103,7 @@ def test_the_command_prints_what_it_would_run(capsys: pytest.CaptureFixture[str]
     assert len(lines) == 4
     assert all(line.partition(" ")[0] == "torchrun" for line in lines[:1])
     assert lines[-1] == "megatron-flex compare there/first there/second"
-    with pytest.raises(FlexError, match="--against needs a value"):
+    with raises(FlexError, "--against"):
         run_two_layouts([*SCRIPT.split(), "--against"])
 
 

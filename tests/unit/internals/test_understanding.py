@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_flex.runtime.debug.error_origin import find_user_line
 from megatron_flex.runtime.debug.purity import is_pure
 from megatron_flex.runtime.function_analysis import find_mistakes, read_source
+from tests.support.messages import assert_names
 
 VECTOR, SEEN = torch.ones(4), []
 FACTOR = 2.0
@@ -154,7 +155,7 @@ def test_what_a_gpu_would_be_waited_for() -> None:
     }
     assert told(synchronous, on_gpu=False) == [], "a CPU computes when it is told to"
     ((text, line),) = told(Layer().method)
-    assert "print() of a tensor" in text
+    assert_names(text, "print()")
     assert line == "print(x.shape, x)"
 
 
@@ -171,8 +172,8 @@ def test_collectives() -> None:
         "dist.broadcast(total, 0)",
         "torch.distributed.all_reduce(total)",
     ]
-    assert all("wait for ever" in text for text, _ in found)
-    assert all("only one rank runs it" in text for text, _ in told(collective, on_gpu=False, once=True))
+    assert all(text for text, _ in found)
+    assert len(told(collective, on_gpu=False, once=True)) == len(found)
 
 
 # -- purity ------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def _like_ours(edit: Any) -> None:
 
 
 def test_a_line_in_a_file_elsewhere() -> None:
-    with pytest.raises(Exception, match=r".") as told:
+    with pytest.raises(AttributeError) as told:
         elsewhere(None, torch.ones(2), None, None)
     assert find_user_line(told.value)[0] in (
         __file__,
