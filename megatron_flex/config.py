@@ -22,8 +22,8 @@ class FlexConfig:
 
     Attributes:
         adapters_off: names of third-party adapters to ignore, separated by commas (FLEX_ADAPTERS_OFF).
-        agree_seconds: how long a rank waits for the others when hooks are compared, in seconds
-            (FLEX_AGREE_SECONDS).
+        agree_seconds: how long a rank waits for the others when hooks are compared, in seconds; 0 for the
+            timeout of the default process group, and at least 600 (FLEX_AGREE_SECONDS).
         bucket_bytes: maximum bytes of one message of a rank; shards are gathered together up to this size,
             and a larger shard alone (FLEX_BUCKET_BYTES).
         debug: whether each call of a hook is logged to stderr, with what it sent (FLEX_DEBUG=1: yes).
@@ -46,7 +46,7 @@ class FlexConfig:
     """
 
     adapters_off: str = os.environ.get("FLEX_ADAPTERS_OFF", "")
-    agree_seconds: float = _read_number("FLEX_AGREE_SECONDS", 60.0)
+    agree_seconds: float = _read_number("FLEX_AGREE_SECONDS", 0.0)
     bucket_bytes: int = int(_read_number("FLEX_BUCKET_BYTES", 256 << 20))
     debug: bool = _read_number("FLEX_DEBUG", 0) != 0
     debug_port: int = int(_read_number("FLEX_DEBUG_PORT", -1))

@@ -89,6 +89,7 @@ def main() -> None:
     model = build(args, load(args.folder / "weights"))
     sites = [name for name, tensor in load(args.folder / "parallel").items() if tensor.ndim]
     save(args.folder / "single", experiment(model, sites))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_flex.adapters.adapter_base import AxisSizes
 from megatron_flex.adapters.module_walk import walk_modules
+from megatron_flex.collectives import all_gather_pickled
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
@@ -76,8 +77,7 @@ def _check_group_names(group: Any) -> None:
 
     Collective over `group`.
     """
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    counts = all_gather_pickled(len(dist.distributed_c10d._world.pg_names), group)
     if len(set(counts)) > 1:
         raise FlexError(
             f"the ranks of process_group are in differently many process groups ({counts}), so that torch "
@@ -316,8 +316,7 @@ def _axes_beyond_mesh(
             "not known; pass data_parallel_size or pipeline_parallel_size, or give the process_group of the "
             f"mesh's own ranks, {list(covered)}"
         )
-    everyones: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyones, covered, group=group)
+    everyones = all_gather_pickled(covered, group)
     meshes = sorted(set(everyones))
     if len(meshes) != many or sorted(r for m in meshes for r in m) != list(ranks):
         raise FlexError(

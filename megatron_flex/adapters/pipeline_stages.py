@@ -26,8 +26,7 @@ from megatron_flex.adapters.data_parallel import DDPParameters
 from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
 from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
 from megatron_flex.adapters.taps import WrappingTap
-from megatron_flex.collectives import await_value, store_value
-from megatron_flex.config import flex_config
+from megatron_flex.collectives import agreement_seconds, await_value, store_value
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, TapCallback
 
@@ -73,7 +72,7 @@ class StageLayouts:
         if follower is None:
             return
         if stage > 0:
-            spreads = await_value(self._key(stage - 1), flex_config.agree_seconds)
+            spreads = await_value(self._key(stage - 1), agreement_seconds())
             follower.entering = [spread_from_json(spread) for spread in spreads]
         follower.left = None
 

@@ -48,11 +48,14 @@ from megatron_flex.collectives.pipeline_relay import (
 from megatron_flex.collectives.rank_agreement import (
     EXCHANGE_BYTES,
     Agreement,
+    agreement_seconds,
+    all_gather_pickled,
     await_value,
     gather_objects,
     max_over_ranks,
     store_value,
 )
+from megatron_flex.collectives.rank_liveness import note_open
 from megatron_flex.collectives.reductions import (
     SAMPLE_AXES,
     BackgroundReduction,
@@ -100,7 +103,9 @@ __all__ = [
     "Timestamp",
     "Transport",
     "TransportBytes",
+    "agreement_seconds",
     "align_size",
+    "all_gather_pickled",
     "allocate_bytes",
     "assemble_on_all_ranks",
     "assemble_on_stage",
@@ -129,6 +134,7 @@ __all__ = [
     "join_sum",
     "max_over_ranks",
     "meter",
+    "note_open",
     "open_transports",
     "pack_values",
     "plan_full_gather",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.mesh import Axis
 
 
@@ -83,8 +84,8 @@ def call_metered(
         kwargs: its keyword arguments, without `group`.
     """
     if meter.sink is None:
-        call(*args, group=axis.group, **kwargs)
+        run_collective(call, *args, group=axis.group, **kwargs)
         return
     start = Timestamp(result)
-    call(*args, group=axis.group, **kwargs)
+    run_collective(call, *args, group=axis.group, **kwargs)
     meter.sink(CollectiveCall(op, axis.name, result.nbytes, start, Timestamp(result)))

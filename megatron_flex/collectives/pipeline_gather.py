@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.messages import align_size, as_bytes, message_offsets, pack
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -71,7 +72,7 @@ class PipelineGather:
             note = json.dumps([(tag, shape, str(dtype)[6:]) for tag, shape, dtype in described]).encode()
             last = described, crc32(note)
         header = torch.tensor([len(note), last[1], *base], dtype=torch.int64, device=device)
-        dist.gather(header, None, axis.ranks[0], group=axis.group)
+        run_collective(dist.gather, header, None, axis.ranks[0], group=axis.group)
         small = [t for _, t in items if 0 < t.nbytes <= PACKED_BYTES]
         sent = [torch.frombuffer(bytearray(note), dtype=torch.uint8)] if note else []
         sent += [pack(small, [t.nbytes for t in small])] if small else []
@@ -84,7 +85,7 @@ class PipelineGather:
         axis, device = self._axis, self._device()
         header = torch.zeros(4, dtype=torch.int64, device=device)
         headers = [torch.empty_like(header) for _ in range(axis.size)]
-        dist.gather(header, headers, axis.ranks[0], group=axis.group)
+        run_collective(dist.gather, header, headers, axis.ranks[0], group=axis.group)
         rows = [h.tolist() for h in headers[1:]]
         notes: dict[int, Tensor] = {}
         works = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flex.errors import MAX_NAMED_RANKS, HookError, name_ranks
+from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.rank_liveness import FINISHED, rank_liveness
+from megatron_flex.config import flex_config
+from megatron_flex.errors import MAX_NAMED_RANKS, HookError, describe_error, name_ranks
 from megatron_flex.mesh import Axis, Mesh
 
 ABSENT_RANKS = (
@@ -25,9 +29,16 @@ DIFFERENT_PLACES = (
     "ranks are at different points ({places}): run as many steps on every rank, and call on all of them what "
     "every rank has to call"
 )
+GAVE_UP = (
+    "rank {rank} came to {place} and waited for this rank, rank {me}, but gave up: {why}; call it again on "
+    "all ranks, or let ranks wait longer (FLEX_AGREE_SECONDS)"
+)
+COMPLETE = "complete"  # the outcome of a round in which all ranks have arrived
 PLACE_SEPARATOR = "\n"  # in a place: the text after it is compared too, but not shown
 PLACE_MARK = "@"  # prefix of the places at which ranks compare hooks
 MEETING = 1800.0  # seconds, as for torch's collectives: a rank may still have steps to run
+FAILED_MEETING = 30.0  # seconds after a failed step: the others may wait for this rank inside of it
+LEAST_WAIT = 600.0  # seconds; the first step of a large job compiles, reads data and opens connections
 WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its watcher
 FIRST_FLAGS = 28  # flags in the first message of an exchange
 EXCHANGE_BYTES = 8 * (4 + FIRST_FLAGS)  # bytes of that message
@@ -69,7 +80,8 @@ def _all_reduce_max(
 ) -> list[int]:
     tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
     for axis in axes:
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group, async_op=watch is not None)
+        options = {"op": dist.ReduceOp.MAX, "group": axis.group, "async_op": watch is not None}
+        work = run_collective(dist.all_reduce, tensor, **options)
         if watch is not None and work is not None:
             _wait_and_watch(work, watch, blocking=device == "cpu")  # NCCL's aborts the collective
     return [int(n) for n in tensor.tolist()]
@@ -113,10 +125,30 @@ def _all_gather_items(item: Any, axes: Sequence[Axis]) -> list[Any]:
     items = [item]
     for axis in reversed(axes):
         if axis.size > 1:
-            slots: list[Any] = [None] * axis.size
-            dist.all_gather_object(slots, items, group=axis.group)
-            items = [i for slot in slots for i in slot]
+            items = [i for slot in all_gather_pickled(items, axis.group) for i in slot]
     return items
+
+
+def all_gather_pickled(item: Any, group: Any) -> list[Any]:
+    """The items of all ranks of a process group.
+
+    `all_gather_object` does the same with tensors of its own, for which the exit would not wait.
+    """
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(device)
+    lengths = _all_gather_rows(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    sizes = lengths.flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    rows = _all_gather_rows(padded, group).cpu()
+    texts = [row[:n].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+    return [pickle.loads(text) for text in texts]  # noqa: S301  # of ranks of this job, as torch does it
+
+
+def _all_gather_rows(row: torch.Tensor, group: Any) -> torch.Tensor:
+    rows = row.new_empty((dist.get_world_size(group), len(row)))
+    run_collective(dist.all_gather, list(rows), row, group=group)
+    return rows
 
 
 class Agreement:
@@ -136,7 +168,8 @@ class Agreement:
         few = f"ranks{'-'.join(map(str, self._ranks))}/" if joined and ranks else ""
         self.name, self.seconds, self.absent, self.round = few + name, seconds, absent, 0
         joined = joined and len(self._ranks) > 1
-        self._store: Any = dist.distributed_c10d._get_default_store() if joined else None
+        self._members = frozenset(self._ranks)
+        self._store: Any = rank_liveness().store if joined else None
 
     @property
     def meets(self) -> bool:
@@ -165,7 +198,14 @@ class Agreement:
         place = self._key(_place_key(replica))
         return bool(self._store.check([place])) and int(self._store.get(place)) < step
 
-    def meet(self, place: str, where: str, after: tuple[int, int] | None = None, alike: bool = False) -> None:
+    def meet(
+        self,
+        place: str,
+        where: str,
+        after: tuple[int, int] | None = None,
+        alike: bool = False,
+        failed: bool = False,
+    ) -> None:
         """Wait at a place, such as `restore()`, that all ranks must reach.
 
         Args:
@@ -174,6 +214,8 @@ class Agreement:
             after: the last step that this rank ran, and its data parallel replica: a rank in a later step
                 detects that this one waits in vain; None where this rank detected another one.
             alike: whether `where` must be the same on all ranks, too.
+            failed: whether the last step raised an error on this rank. Where only this rank had it, the
+                others wait for this rank inside the step, and do not come: this rank does not wait long.
 
         Raises:
             HookError: on every rank, if some ranks are at another place, or did not arrive in time.
@@ -181,10 +223,29 @@ class Agreement:
         if self._store is not None and after is not None:
             step, replica = after
             for key in (self._key(_place_key(None)), self._key(_place_key(replica))):
-                if not self._store.check([key]) or int(self._store.get(key)) > step:
-                    self._store.set(key, str(step))
+                self._store_least(key, step)
         what = f"{PLACE_MARK}{place}{PLACE_SEPARATOR}{where}" if alike else PLACE_MARK + place
-        self.compare_details(what, where=where, seconds=MEETING)
+        self.compare_details(what, where=where, seconds=FAILED_MEETING if failed else MEETING)
+
+    def _store_least(self, key: str, step: int) -> None:
+        """Lower a number in the store, atomically: other ranks may do so at the same time."""
+        known, mine = b"", str(step)
+        while True:
+            found = self._store.compare_set(key, known.decode(), mine)
+            if int(found) <= step:
+                return
+            known = found
+
+    def check_ended(self) -> None:
+        """Raise if a rank ended with an error, or was killed.
+
+        Raises:
+            HookError: on the ranks that call this.
+        """
+        ended = rank_liveness().find_ended() if self._store is not None else {}
+        for rank, why in ended.items():
+            if why != FINISHED and rank in self._members:
+                raise HookError(f"rank {rank} ended ({why}); see its own error, and restart the job")
 
     def note(self, where: str) -> None:
         """Publish the step of this rank, for ranks that may wait for it."""
@@ -227,7 +288,22 @@ class Agreement:
         """
         if self._store is None:
             return {}
-        seconds = self.seconds if seconds is None else seconds
+        try:
+            return self._compare_round(what, code, values, differ, where, seconds or self.seconds)
+        finally:  # also after an error: this rank has been counted in this round
+            self.round += 1
+            while self._outcome() not in ("", COMPLETE):  # ranks that came before gave up more than once
+                self.round += 1
+
+    def _compare_round(
+        self,
+        what: str,
+        code: str,
+        values: str,
+        differ: Callable[[dict[int, str]], str] | None,
+        where: str,
+        seconds: float,
+    ) -> dict[int, str]:
         if not what.startswith(PLACE_MARK):
             self._store.set(self._key("hooks"), "1")
         world, rank = len(self._ranks), dist.get_rank()
@@ -237,18 +313,58 @@ class Agreement:
         if values:
             self._publish_values(rank, values)
         if self._store.add(self._key("arrived"), 1) == world:
-            self._store.set(self._key("complete"), "1")
-        try:
-            self._store.wait([self._key("complete")], timedelta(seconds=seconds))
-        except Exception as error:  # stores raise various errors for a timeout
-            raise HookError(self._absent(what, where, seconds)) from error
+            self._store.compare_set(self._key("outcome"), "", COMPLETE)
+        outcome = self._await_outcome(what, where, seconds)
+        if outcome != COMPLETE:
+            other, _, why = outcome.partition(" ")
+            raise HookError(GAVE_UP.format(rank=other, place=_describe_place(what), me=rank, why=why))
         equal = int(self._store.add(self._key(f"equal{digest}"), 0))
-        wrong = self._differing(differ) if equal != world else ""
-        other = self._differing_values() if values and not wrong else {}
-        self.round += 1
-        if wrong:
-            raise HookError(wrong)
-        return other
+        if equal != world:
+            raise HookError(self._differing(differ))
+        return self._differing_values() if values else {}
+
+    def _await_outcome(self, what: str, where: str, seconds: float) -> str:
+        """Wait until all ranks have arrived, or one has given up: the first of them sets the outcome.
+
+        Raises:
+            HookError: this rank gave up: a rank has ended, or did not arrive in time.
+        """
+        key, end = self._key("outcome"), time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            pause = min(WATCH_SECONDS, max(end - began, 0.01))
+            try:
+                self._store.wait([key], timedelta(seconds=pause))
+                return self._outcome()
+            except Exception as error:  # stores raise various errors for a timeout
+                if time.monotonic() - began < pause / 2:
+                    raise HookError(
+                        f"rank {dist.get_rank()} cannot compare with other ranks at {_describe_place(what)}: "
+                        f"the rendezvous store failed ({describe_error(error)}); restart the job"
+                    ) from error
+                why, text = f"it waited {seconds:g} s", ""
+                if ended := self._find_ended():
+                    why = ", ".join(f"rank {r} ended ({reason})" for r, reason in ended.items())
+                    text = (
+                        f"{why} before it came to {_describe_place(what)}, where rank {dist.get_rank()} is; "
+                        "see its own error, and restart the job"
+                    )
+                elif time.monotonic() >= end:
+                    text = self._absent(what, where, seconds)
+                mine = f"{dist.get_rank()} {why}"
+                if text and self._store.compare_set(key, "", mine).decode() == mine:
+                    raise HookError(text) from error
+
+    def _find_ended(self) -> dict[int, str]:
+        """The ranks that have ended without arriving in this round."""
+        ended = rank_liveness().find_ended()
+        missing = [r for r in ended if r in self._members and self._statement_of(r) is None]
+        return {r: ended[r] for r in missing[:MAX_NAMED_RANKS]}
+
+    def _outcome(self) -> str:
+        """How the current round ended; empty if it has not."""
+        key = self._key("outcome")
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _publish_values(self, rank: int, values: str) -> None:
         """Publish the values of the rank that arrives first, and of some ranks with different values."""
@@ -312,6 +428,19 @@ class Agreement:
             f"hooks differ between ranks ({differences}); register the same hooks, in the same order, on "
             "every rank"
         )
+
+
+def agreement_seconds() -> float:
+    """How long a rank waits for the others: `FLEX_AGREE_SECONDS`, or as long as torch's collectives, and at
+    least `LEAST_WAIT`.
+    """
+    if flex_config.agree_seconds:
+        return flex_config.agree_seconds
+    if not (dist.is_available() and dist.is_initialized()):
+        return LEAST_WAIT
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(device) for device in group._device_types]
+    return max(LEAST_WAIT, *(float(b.options._timeout.total_seconds()) for b in backends))
 
 
 def _place_key(replica: int | None) -> str:

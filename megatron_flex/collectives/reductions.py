@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
+from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.messages import begin_collective
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis, Mesh
 
@@ -29,9 +31,9 @@ def combine_replicas(flat: Tensor, mesh: Mesh) -> Tensor:
     """
     stages, data = mesh["pp"], mesh["dp"]
     if stages.size > 1 and mesh.is_first(SAMPLE_AXES):
-        dist.reduce(flat, stages.ranks[0], group=stages.group)
+        run_collective(dist.reduce, flat, stages.ranks[0], group=stages.group)
     if data.size > 1 and mesh.is_first(("pp", *SAMPLE_AXES)):
-        dist.all_reduce(flat, group=data.group)
+        run_collective(dist.all_reduce, flat, group=data.group)
         flat /= data.size
     return broadcast_from_first(flat, Mesh(tuple(mesh[n] for n in ("pp", *SAMPLE_AXES))))
 
@@ -73,7 +75,7 @@ def sum_along(tensor: Tensor, mesh: Mesh, axes: Sequence[str]) -> None:
     """
     for axis in (mesh[n] for n in axes):
         if axis.size > 1:
-            call_metered("all_reduce", axis, tensor, lambda group: dist.all_reduce(tensor, group=group))
+            call_metered("all_reduce", axis, tensor, dist.all_reduce, tensor)
 
 
 class BackgroundReduction:
@@ -110,13 +112,7 @@ class BackgroundReduction:
         return PendingReduction(works, vector, maxima)
 
     def _begin(self, tensor: Tensor, op: Any) -> Any:
-        found: list[Any] = []
-
-        def call(group: Any) -> None:
-            found.append(dist.all_reduce(tensor, op=op, group=group, async_op=True))
-
-        call_metered("all_reduce", self.axis, tensor, call)
-        return found[0]
+        return begin_collective("all_reduce", self.axis, tensor, dist.all_reduce, tensor, op)
 
 
 class PendingReduction:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broadcast_from_first
+from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.leader_gather import PendingShard, gather_to_leader, is_leader
 from megatron_flex.collectives.rank_agreement import gather_objects
 from megatron_flex.layout import Cut, Dim, Layout
@@ -181,7 +182,7 @@ def assemble_on_stage(
     for axis, coord in ((mesh[name], coord) for name, coord in owner):
         if axis.size > 1:
             full = _buffer(like, axis) if full is None else full
-            dist.broadcast(full, axis.ranks[coord], group=axis.group)
+            run_collective(dist.broadcast, full, axis.ranks[coord], group=axis.group)
     return full if everywhere or is_leader(mesh) else None
 
 
@@ -204,7 +205,7 @@ def send_from_stage(
         return full if axis.coord == stage else None
     if everywhere:
         tensor = full if axis.coord == stage and full is not None else _buffer(like, axis)
-        dist.broadcast(tensor, axis.ranks[stage], group=axis.group)
+        run_collective(dist.broadcast, tensor, axis.ranks[stage], group=axis.group)
         return tensor
     if axis.coord == stage and full is not None:
         dist.send(_view_as_bytes(full).to(_device(axis)), axis.ranks[0], group=axis.group)
@@ -229,7 +230,7 @@ def join_flat_parts(tensor: Tensor, part: tuple[int, int] | None, group: Any) ->
         return tensor
     out = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     out.view(-1)[slice(*part)] = tensor.reshape(-1)[slice(*part)]
-    dist.all_reduce(out, group=group)
+    run_collective(dist.all_reduce, out, group=group)
     return out
 
 
@@ -270,11 +271,11 @@ def find_differing_axes(
     for row, axis in enumerate(compared):
         mine = [v.get(axis.name, NO_VALUE) for v in values]
         both = torch.tensor([mine, [NO_VALUE if m == NO_VALUE else -m for m in mine]], device=device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=axis.group)
+        run_collective(dist.all_reduce, both, op=dist.ReduceOp.MAX, group=axis.group)
         flags[row] = ((both[0] != -both[1]) & (both[0] != NO_VALUE)).int()
     for axis in mesh:
         if axis.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.group)
+            run_collective(dist.all_reduce, flags, op=dist.ReduceOp.MAX, group=axis.group)
     found = flags.tolist()
     return [[a.name for a, row in zip(compared, found, strict=True) if row[i]] for i in range(len(values))]
 

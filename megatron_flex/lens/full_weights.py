@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megatron_flex.collectives import Agreement, gather_objects
-from megatron_flex.config import flex_config
+from megatron_flex.collectives import Agreement, agreement_seconds, gather_objects
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.layout import Sizes
 from megatron_flex.lens.lens_names import LensNames
@@ -40,7 +39,7 @@ class FullWeights:
         self.names, self._session = names, session
         self._kept: dict[str, Tensor] = {}
         self._head: str | None = None  # why there is no W_U; None until the ranks have told each other
-        self._agreement = Agreement(f"weights{FullWeights._count}", flex_config.agree_seconds)
+        self._agreement = Agreement(f"weights{FullWeights._count}", agreement_seconds())
         FullWeights._count += 1
 
     @property

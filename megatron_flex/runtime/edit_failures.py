@@ -206,16 +206,16 @@ class EditSkips:
             if number not in self._warned and all(n.number != number for n in self._new):
                 self._new.append(FirstFailure(number, text, find_user_line(left.error)))
 
-    def settle(self, failed: bool, mesh: Mesh, at: str, watch: Callable[[], None]) -> bool:
-        """Return, at the end of a step, whether some rank failed; the first rank warns of newly skipped
-        edits.
+    def settle(self, failed: int, mesh: Mesh, at: str, watch: Callable[[], None]) -> int:
+        """Return, at the end of a step, the worst failure of any rank, where 0 is none; the first rank warns
+        of newly skipped edits.
 
         Collective over the mesh; `at` and `watch` as in `max_over_ranks`.
         """
-        wrong, news = max_over_ranks([int(failed), int(bool(self._new))], mesh, at, watch)
+        worst, news = max_over_ranks([failed, int(bool(self._new))], mesh, at, watch)
         if news:
             self._warn_of_skipped(mesh)
-        return bool(wrong)
+        return worst
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
         mine, self._new = [(global_rank(), n) for n in self._new], []

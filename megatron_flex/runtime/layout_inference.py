@@ -213,22 +213,22 @@ class LayoutInference:
         Collective over `tp` and `cp`; `at` and `watch` as in `max_over_ranks`.
         """
         code, self._inferred = self._inferred, 0
-        if self._registry.expects and self._differ(code, at, watch):
-            return SHAPES_DIFFER
         mine, self._sketches = self._sketches, []
         assumed, self._assumed = self._assumed, {}
+        # Every rank makes all of these exchanges: what it knows alone decides nothing before the last one.
+        wrong = SHAPES_DIFFER if self._registry.expects and self._differ(code, at, watch) else ""
         count = [len(mine) + len(assumed)]
         if not self._registry.compares or not max_over_ranks(count, self._samples, at, watch)[0]:
-            return ""
+            return wrong
         for axis in self._samples:
             facts = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
-            if axis.name == TENSOR_AXIS and (wrong := self._describe_unlike([theirs for _, theirs in facts])):
-                return wrong
-            for theirs, _ in facts:
-                for one, other in zip(mine, theirs, strict=False):
-                    if not one.fits(other, axis.name):
-                        return _describe_difference(one, other, axis.name)
-        return ""
+            if axis.name == TENSOR_AXIS:
+                differing = self._describe_unlike([theirs for _, theirs in facts])
+                wrong = wrong or differing
+            pairs = [(one, other) for theirs, _ in facts for one, other in zip(mine, theirs, strict=False)]
+            unlike = [pair for pair in pairs if not pair[0].fits(pair[1], axis.name)]
+            wrong = wrong or (_describe_difference(*unlike[0], axis.name) if unlike else "")
+        return wrong
 
     def forget(self) -> None:
         """Forget a failed step: its sites are compared again in their next pass, as other ranks may not have

@@ -115,13 +115,23 @@ class Recorder:
             if arrivals := transport.start():
                 self._receive(arrivals)
 
-    def flush(self) -> None:
-        """Deliver the recorded tensors to the captures of the receiving rank. Collective in the model
-        replica.
+    def collect(self, failed: bool = False) -> str:
+        """End the step as far as that needs no collective; why captures cannot be delivered, or nothing.
+
+        Every rank calls it before the ranks agree that the step is good; `failed` as in `Transport.collect`.
         """
-        for number, transport in enumerate(self._transports):
-            gathers = any(t.unsent for t in self._transports[number + 1 :])
-            self._receive(transport.finish(gathers))
+        return "; ".join(filter(None, [t.collect(failed) for t in self._transports]))
+
+    def fall_back(self) -> None:
+        """Deliver later steps by collectives alone, as another transport failed. Every rank calls it."""
+        self.close()
+
+    def flush(self) -> None:
+        """Deliver the recorded tensors to the captures of the receiving rank, once `collect` was good on all
+        ranks. Collective in the model replica.
+        """
+        for transport in self._transports:
+            self._receive(transport.finish())
         self._finishes.clear()
         arrived, self._arrived = self._arrived, []
         if self._leader:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite, Undo
 from megatron_flex.adapters.module_walk import shared_walk
-from megatron_flex.collectives import Agreement, gather_objects, is_leader
+from megatron_flex.collectives import Agreement, agreement_seconds, gather_objects, is_leader, note_open
 from megatron_flex.config import flex_config
-from megatron_flex.errors import HookError, error_attributes
+from megatron_flex.errors import FlexError, HookError, error_attributes
 from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
@@ -50,6 +50,7 @@ LATE_GRADIENT = (
     "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
     "not meet there: run the backward pass too in `with flex.step():`"
 )
+NOT_COLLECTED = 2  # the failure of a transport; 1 is that of a hook
 PACKED_SEQUENCES = (
     "packed sequences (packed_seq_params) have no batch dim along which gather_data_parallel could put the "
     "samples of data parallel ranks together; attach without it"
@@ -87,7 +88,7 @@ class Session:
         Session._counts[ranks] += 1
         self.agreement = StepAgreement(name, self.registry, self.clock, self.mesh, self._list_model_ids)
         self._recorder = Recorder(self.mesh, self.captures, self.agreement.check_waiting_ranks)
-        meeting = Agreement(f"{name}/gradients", flex_config.agree_seconds, ranks, NO_GRADIENT)
+        meeting = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
         self.trainable = TrainableModules(
             adapter, self.clock, meeting, gather_data_parallel, self._await_backward
         )
@@ -106,7 +107,10 @@ class Session:
         self._awaits_backward = False
         self.verification = VerificationRequest()
         self.delivered: Callable[[], None] | None = None
+        self._failed = False  # whether the last step raised an error on this rank
+        self._name = name
         self._unwatch: Undo | None = adapter.watch(self)
+        note_open(name, True)
 
     def _list_sites(self, over_data: bool) -> tuple[list[Site], list[ParameterSite]]:
         """Exchange sites and parameters with the other stages, and return those of this rank."""
@@ -257,7 +261,7 @@ class Session:
             HookError: as for `FlexModel.restore()`; the model is restored nevertheless.
         """
         try:
-            self.agreement.meet("restore()")
+            self.agreement.meet("restore()", self._failed)
         except Exception:  # raised again: the model is restored whatever the other ranks do
             self.close(failed=True)
             raise
@@ -282,6 +286,7 @@ class Session:
         self.verification.stop()
         self.trace(False)
         self.taps.remove_all()
+        note_open(self._name, False)
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -509,6 +514,7 @@ class Session:
         return self.mesh if self._in_schedule and not self._calls else self._replica()
 
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
+        self._failed = failed
         watched = self.verification.on
         found = self.verification.step_ends(failed, mesh) if watched else []
         self._finish(failed, mesh, called)
@@ -541,14 +547,22 @@ class Session:
         differ = self.dispatcher.inference.differ(at, self.agreement.check_waiting_ranks)
         if differ:
             failure = failure or StepFailure(differ, HookError(differ))
+        lost = self._recorder.collect(failure is not None) if self.registry.sends_captures else ""
+        if lost:
+            failure = failure or StepFailure(lost, FlexError(lost))
         can_fail = self.registry.compares or any(h.can_fail for h in hooks)
         wrong = can_fail and self._skips.settle(
-            failure is not None, mesh, at, self.agreement.check_waiting_ranks
+            NOT_COLLECTED if lost else int(failure is not None),
+            mesh,
+            at,
+            self.agreement.check_waiting_ranks,
         )
         self.context_relay.settle()
-        self.sinks.ends(wrong, mesh, called)
+        self.sinks.ends(bool(wrong), mesh, called)
         if wrong:
             self._recorder.drop()
+            if wrong == NOT_COLLECTED:
+                self._recorder.fall_back()
             raise_on_all_ranks(failure, mesh, hooks)
         self.dispatcher.edits.gradients.confirm()
         if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_flex.collectives import Agreement
-from megatron_flex.config import flex_config
+from megatron_flex.collectives import Agreement, agreement_seconds
 from megatron_flex.dump import Dump
 from megatron_flex.dump.schema import Manifest
 from megatron_flex.mesh import Mesh
@@ -33,7 +32,7 @@ class SessionSinks:
     ) -> None:
         self._registry, self._update_taps = registry, update_taps
         # A separate agreement: a rank still inside a step would match the session's with a different text.
-        agreement = Agreement(f"{name}/sinks", flex_config.agree_seconds, mesh.ranks)
+        agreement = Agreement(f"{name}/sinks", agreement_seconds(), mesh.ranks)
         self._dumps = SessionDumps(registry, mesh, clock, agreement.compare)
         self._statistics = SessionStatistics(registry, mesh, clock, agreement.compare)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from megatron_flex.collectives import Agreement
-from megatron_flex.config import flex_config
+from megatron_flex.collectives import Agreement, agreement_seconds
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
@@ -38,7 +37,7 @@ class StepAgreement:
         model_ids: Callable[[], AbstractSet[int]],
     ) -> None:
         self._registry, self._clock, self._mesh = registry, clock, mesh
-        self._exchange = Agreement(name, flex_config.agree_seconds, mesh.ranks)
+        self._exchange = Agreement(name, agreement_seconds(), mesh.ranks)
         self._functions = FunctionAgreement(self._exchange, model_ids)
         self._compared = -1  # the version of the registry that the ranks have compared
         self._apart = False
@@ -87,11 +86,15 @@ class StepAgreement:
             self._exchange.note(f"step {following}")
         return due
 
-    def meet(self, place: str) -> None:
+    def meet(self, place: str, failed: bool = False) -> None:
         """Wait, if hooks are registered, until all ranks reach a point that every rank has to reach.
 
         This precedes any other collective: a rank still inside a step would match that collective with a
         different one.
+
+        Args:
+            place: a description of the point.
+            failed: whether the last step raised an error on this rank.
 
         Raises:
             HookError: some ranks are elsewhere; raised on all ranks that do not wait in the framework's
@@ -101,7 +104,7 @@ class StepAgreement:
             # Without a schedule, data parallel replicas may call the model different numbers of times.
             alike = self._mesh["dp"].size == 1
             after = self._clock.step, self._mesh["dp"].coord
-            self._exchange.meet(place, f"after step {self._clock.step}", after, alike)
+            self._exchange.meet(place, f"after step {self._clock.step}", after, alike, failed)
 
     def check_waiting_ranks(self) -> None:
         """Raise, while this rank waits at the end of a step, if another rank waits elsewhere.
@@ -109,6 +112,7 @@ class StepAgreement:
         Raises:
             HookError: on all ranks that wait.
         """
+        self._exchange.check_ended()
         if self._exchange.wanted(self._clock.step, self._replica()):
             self._exchange.meet(STEP_END, self.now)
 

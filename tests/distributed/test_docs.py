@@ -72,7 +72,9 @@ for tensors in flex.output_dict.values():
 
 def test_the_readme_runs(tmp_path: Path) -> None:
     (code,) = blocks(ROOT / "README.md")
-    (tmp_path / "example.py").write_text(code + README_TRUTH, encoding="utf-8")
+    body, end = code.rstrip().rsplit("\n", 1)
+    assert end == "torch.distributed.destroy_process_group()"
+    (tmp_path / "example.py").write_text(f"{body}\n{README_TRUTH}{end}\n", encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run"]
     done = subprocess.run(
         [*launcher, "--standalone", "--nproc-per-node", "2", "example.py"],

@@ -341,6 +341,12 @@ TORCH_DISTRIBUTED_SYMBOLS = (
     ),
     *_of(
         "torch",
+        "torch.distributed",
+        "ProcessGroup._get_backend ProcessGroup._device_types",
+        "the timeout of a process group has no public name",
+    ),
+    *_of(
+        "torch",
         "torch.distributed.distributed_c10d",
         "_world",
         "names and ranks of process groups have no public table",

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.rank_agreement import all_gather_pickled
 from megatron_flex.collectives.transport.segments import Segment
 from megatron_flex.collectives.transport.shard_placement import (
     Member,
@@ -58,6 +60,22 @@ def locate_node_shards(record: TensorRecord, node: Sequence[Member], sizes: Size
     return NodeShards(at, start)
 
 
+class NodeMessage(NamedTuple):
+    """The shards of one node in one step, on the leader.
+
+    Attributes:
+        first: the rank that sends them.
+        buffer: the memory for them.
+        node: the ranks of that node.
+        places: the offset of each rank's shard in the buffer, for each record.
+    """
+
+    first: int
+    buffer: torch.Tensor
+    node: Sequence[Member]
+    places: Sequence[dict[int, int]]
+
+
 class NodeExchange:
     """Messages between the first ranks of the nodes. Nodes without the leader collect shards as they are.
 
@@ -70,31 +88,21 @@ class NodeExchange:
 
     def first_of(self, wrong: str) -> str:
         """The errors of all nodes, in words; empty if there are none."""
-        answers: list[Any] = [None] * len(self.firsts)
-        dist.all_gather_object(answers, wrong, group=self.group)
+        answers = all_gather_pickled(wrong, self.group)
         return "; ".join(dict.fromkeys(s for s in answers if s))
 
     def least(self, size: int) -> int:
         """The least size of all nodes."""
         found = torch.tensor([size], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
+        run_collective(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
-    def bring(
-        self,
-        records: Sequence[TensorRecord],
-        segment: Segment,
-        sent: int,
-        members: Sequence[Member],
-        sizes: Sizes,
-    ) -> None:
-        """Send the shards of the other nodes to their places on the leader's node."""
-        if self.rank != self.firsts[0]:
-            if sent:
-                dist.send(segment.tensor(0, (sent,), torch.uint8), self.firsts[0], group=self.group)
-            return
-        arrivals = []
-        for first in self.firsts[1:]:
+    def expect(
+        self, records: Sequence[TensorRecord], members: Sequence[Member], sizes: Sizes
+    ) -> list[NodeMessage]:
+        """On the leader, memory for what the other nodes send; no communication."""
+        messages = []
+        for first in self.firsts[1:] if self.rank == self.firsts[0] else ():
             name = next(m.node for m in members if m.rank == first)
             node = [m for m in members if m.node == name]
             start, places = 0, []
@@ -103,13 +111,36 @@ class NodeExchange:
                 places.append(parts.at)
                 start = parts.end
             if start:
-                buffer = torch.empty(start, dtype=torch.uint8)
-                arrivals.append((dist.irecv(buffer, first, group=self.group), buffer, node, places))
-        for work, buffer, node, places in arrivals:
+                messages.append(NodeMessage(first, torch.empty(start, dtype=torch.uint8), node, places))
+        return messages
+
+    def bring(
+        self,
+        messages: Sequence[NodeMessage],
+        records: Sequence[TensorRecord],
+        segment: Segment,
+        sent: int,
+        sizes: Sizes,
+    ) -> None:
+        """Send the shards of the other nodes to their places on the leader's node.
+
+        Args:
+            messages: from `expect`.
+            records: of the step.
+            segment: the slot of this node.
+            sent: bytes that this node sends.
+            sizes: of the axes.
+        """
+        if self.rank != self.firsts[0]:
+            if sent:
+                dist.send(segment.tensor(0, (sent,), torch.uint8), self.firsts[0], group=self.group)
+            return
+        works = [dist.irecv(m.buffer, m.first, group=self.group) for m in messages]
+        for work, message in zip(works, messages, strict=True):
             if work is not None:
                 work.wait()
-            for record, at in zip(records, places, strict=True):
-                self._place(record, buffer, node, at, segment, sizes)
+            for record, at in zip(records, message.places, strict=True):
+                self._place(record, message.buffer, message.node, at, segment, sizes)
 
     def _place(
         self,

@@ -52,10 +52,6 @@ class Transport(Protocol):
     def active(self) -> bool:
         """Whether anything was submitted in this step."""
 
-    @property
-    def unsent(self) -> int:
-        """The number of captures that a collective has still to send."""
-
     def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
         """Copy the local shard of a capture, which the caller may overwrite afterwards. No communication.
 
@@ -70,7 +66,6 @@ class Transport(Protocol):
 
         Raises:
             LayoutError: the shape does not fit the layout.
-            FlexError: a rank has ended, or recorded something else in the step before.
         """
 
     def start(self) -> list[Arrival]:
@@ -80,18 +75,28 @@ class Transport(Protocol):
             What arrived of the captures that were sent before, on the receiving rank.
         """
 
-    def finish(self, gathers: bool) -> list[Arrival]:
-        """Deliver everything that was submitted.
+    def collect(self, failed: bool = False) -> str:
+        """End the step as far as that needs no collective, before the ranks agree that it is good.
+
+        All ranks of the stage call it, whatever failed on them. Errors of the transport are returned, not
+        raised: the ranks are about to enter a collective, by which all of them learn of the error.
 
         Args:
-            gathers: whether another transport runs a collective afterwards: then no rank goes on before
-                all ranks agree that the step is good.
+            failed: whether the step failed on this rank, so that ranks may have submitted different tensors.
+
+        Returns:
+            Why the captures cannot be delivered; the transport is not used again then. Empty if they can.
+
+        Raises:
+            HookError: from the watch.
+        """
+
+    def finish(self) -> list[Arrival]:
+        """Deliver everything that was submitted, once `collect` was good on all ranks. Collective within the
+        stage.
 
         Returns:
             What arrived, on the receiving rank; nothing on the others.
-
-        Raises:
-            FlexError: a rank has ended, or the ranks recorded different tensors.
         """
 
     def drop(self, failed: bool) -> None:

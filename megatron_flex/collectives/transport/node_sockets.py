@@ -6,11 +6,11 @@ only the process that received a note has it.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
 import secrets
-import select
 import selectors
 import socket  # noqa: TID251
 import struct
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, describe_error
 
 POLL_SECONDS = 1.0  # seconds until a rank that waits for a note calls its watcher
 SECONDS = 1800.0  # as torch's collectives wait; a rank that has died is noticed at once
@@ -27,6 +27,7 @@ JOINING = 60.0  # in which the ranks of a node connect to each other
 GREETING = 5.0  # in which a new connection sends its rank and token; it is closed otherwise
 WAITING = 64  # new connections that may take that time together
 MAX_NOTE_BYTES = 1 << 16  # bytes of a note
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this process or machine has no more
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -35,7 +36,6 @@ class NodeConnection:
 
     def __init__(self, connected: socket.socket, other: str) -> None:
         self._socket, self.other = connected, other
-        connected.settimeout(SECONDS)
         _connections.add(self)
 
     def send(self, note: dict[str, Any], fd: int | None = None) -> None:
@@ -45,6 +45,7 @@ class NodeConnection:
             FlexError: the other rank has ended, or does not read.
         """
         try:
+            self._socket.settimeout(SECONDS)
             socket.send_fds(self._socket, [json.dumps(note).encode()], [] if fd is None else [fd])
         except OSError as error:
             raise FlexError(self._lost(error)) from error
@@ -55,15 +56,19 @@ class NodeConnection:
         Raises:
             FlexError: the other rank has ended, or sends nothing.
         """
-        until = time.monotonic() + SECONDS
-        while watch is not None and not select.select([self._socket], [], [], POLL_SECONDS)[0]:
-            if time.monotonic() > until:
-                raise FlexError(self._lost(TimeoutError()))
+        end = time.monotonic() + SECONDS
+        while True:
+            try:
+                # The socket's own timeout: `select.select` fails on descriptors above 1,023.
+                self._socket.settimeout(SECONDS if watch is None else POLL_SECONDS)
+                text, fds, _, _ = socket.recv_fds(self._socket, MAX_NOTE_BYTES, 1)
+                break
+            except TimeoutError as error:
+                if watch is None or time.monotonic() > end:
+                    raise FlexError(self._lost(error)) from error
+            except OSError as error:
+                raise FlexError(self._lost(error)) from error
             watch()
-        try:
-            text, fds, _, _ = socket.recv_fds(self._socket, MAX_NOTE_BYTES, 1)
-        except OSError as error:
-            raise FlexError(self._lost(error)) from error
         if not text:
             raise FlexError(self._lost(None))
         return json.loads(text), (fds[0] if fds else None)
@@ -78,7 +83,9 @@ class NodeConnection:
                 f"{self.other} did not report within {SECONDS:g} s that its shards are written; "
                 "it hangs, or ended its step without the others"
             )
-        return f"{self.other} has ended, and its shards of the captures are needed; see its own error"
+        if error is not None and not isinstance(error, (BrokenPipeError, ConnectionError)):
+            return f"the connection to {self.other} failed ({describe_error(error)})"
+        return f"{self.other} has ended, or closed its connection to this rank; see its own error"
 
 
 class NodeServer:
@@ -111,6 +118,7 @@ class NodeServer:
 
         Raises:
             FlexError: one of them did not.
+            OSError: this process cannot open more connections.
         """
         lines: dict[int, NodeConnection] = {}
         end = time.monotonic() + JOINING
@@ -149,8 +157,10 @@ class NodeServer:
     def _accept(self, waiting: selectors.BaseSelector) -> None:
         try:
             connected, _ = self._socket.accept()
-        except OSError:  # it has gone again
-            return
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
+            return  # it has gone again
         if _peer_user(connected) != os.getuid():
             connected.close()
             return
@@ -187,17 +197,16 @@ def connect_to_node(name: str, token: str, rank: int, other: str) -> NodeConnect
         connecting = _make_socket()
     except (OSError, AttributeError):  # not on this system
         return None
-    connecting.settimeout(JOINING)
-    try:
-        connecting.connect("\0" + name)
-    except OSError:
-        connecting.close()
-        return None
-    if _peer_user(connecting) != os.getuid():
-        connecting.close()
-        return None
     line = NodeConnection(connecting, other)
-    line.send({"rank": rank, "token": token})
+    try:
+        connecting.settimeout(JOINING)
+        connecting.connect("\0" + name)
+        if _peer_user(connecting) != os.getuid():
+            raise PermissionError(f"the socket {name} is another user's")
+        line.send({"rank": rank, "token": token})
+    except (OSError, FlexError):
+        line.close()
+        return None
     return line
 
 

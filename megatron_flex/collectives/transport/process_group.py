@@ -183,11 +183,6 @@ class ProcessGroupTransport:
         """Whether captures wait to be sent, or are being sent."""
         return bool(self._pending or self._sent)
 
-    @property
-    def unsent(self) -> int:
-        """The number of captures that wait to be sent."""
-        return len(self._pending)
-
     def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
         """Copy the local shard if the receiving rank needs it: `Transport.submit`."""
         if route is not None:  # the rows of every rank are needed: they go back to their tokens first
@@ -207,7 +202,11 @@ class ProcessGroupTransport:
         """
         return self._post() if self._waiting_bytes > flex_config.pending_bytes else []
 
-    def finish(self, gathers: bool) -> list[Arrival]:
+    def collect(self, failed: bool = False) -> str:
+        """Nothing is sent without a collective."""
+        return ""
+
+    def finish(self) -> list[Arrival]:
         """Send everything and wait for it.
 
         Collective within the stage: `tp` and `cp`, and for the tensors of experts `ep` and `etp`.

@@ -231,7 +231,13 @@ class SlotRing:
         except OSError as error:
             self.lacking = f"{self.folder}: {error.strerror}"
             return None
-        slot = Slot(self._made, Segment(os.dup(fd), size), fd)
+        try:
+            segment = Segment(os.dup(fd), size)
+        except OSError as error:
+            os.close(fd)
+            self.lacking = f"{self.folder}: {error.strerror}"
+            return None
+        slot = Slot(self._made, segment, fd)
         weakref.finalize(slot, os.close, fd)
         self._made += 1
         self.slots.append(slot)

@@ -1,11 +1,14 @@
 """Captures without a collective: each rank writes its shards to shared memory, where the leader reads full
 tensors.
 
-    forward, backward   every rank copies its shard to its place in the current slot; no one waits end of the
-    step     every rank sends a note to the first rank of its node, and continues
-                        the first rank waits for the notes, returns the tensors in the slot without a copy,
-                        and answers with the slot of the next step
-    next step           a rank reads that answer when it first has something to write
+    forward, backward   every rank copies its shard to its place in the current slot; no one waits
+    end of the step     every rank sends a note to the first rank of its node; the first rank waits for the
+                        notes, has the tensors in the slot without a copy, and answers with the slot of the
+                        next step, for which the others wait
+
+An error on one rank (no more descriptors, a closed connection, a full folder) is never raised inside a step,
+as the other ranks would wait for this one: `collect` reports it before the ranks agree, by a collective, that
+the step is good. All ranks then raise, and later steps go with another transport.
 
 The place of a shard follows from the captures before it, which are the same on all ranks. A capture that does
 not fit goes with another transport; all ranks decide alike. Between nodes, the first rank of each node sends
@@ -14,12 +17,13 @@ one message for a step. During setup the ranks of a stage find which of them sha
 
 from __future__ import annotations
 
+import errno
 import os
 import socket  # noqa: TID251
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -48,9 +52,15 @@ from megatron_flex.collectives.transport.shard_placement import (
     sum_planes,
 )
 from megatron_flex.config import flex_config
-from megatron_flex.errors import FlexError, FlexWarning
+from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
+
+NOT_SENT = (
+    "this step's captures are dropped, as they could not be sent through shared memory: {why}; later steps "
+    "gather them by collectives; if the process has too many open files, raise the limit (ulimit -n), and "
+    "FLEX_SHARED_BYTES=0 uses no shared memory"
+)
 
 
 class SharedMemoryTransport:
@@ -82,9 +92,9 @@ class SharedMemoryTransport:
         self._segment: Segment | None = None
         self._capacity = 0
         self._announced: set[int] = set()
-        self._answer_pending = ring is None  # an answer that was not read yet
         self._copies: DeviceCopies | None = None
-        self._broken, self._warned = "", False
+        self._failure, self._warned = "", False  # the first error of this rank; the transport then ends
+        self._arrived: list[Arrival] = []
         self.watch: Watch | None = None
         self._records: list[tuple[Any, TensorSpace, int]] = []  # of the leader
         self._submitted: list[
@@ -93,9 +103,19 @@ class SharedMemoryTransport:
         self._at, self._need = 0, 0  # where the next goes, and what all together would have needed
         self._sent = 0  # bytes of what goes to another node
         self._skip = False
-        if ring is not None:
-            self._next(ring.take(1))
-            self._answer(self._agreed_capacity())
+
+    def begin(self) -> None:
+        """Agree on the first slot with the other ranks of the stage.
+
+        Raises:
+            FlexError: a connection failed.
+            OSError: this rank cannot map the slot.
+        """
+        if self._ring is None:
+            self._read_answer()
+            return
+        self._next(self._ring.take(1))
+        self._answer(self._agreed_capacity())
 
     @classmethod
     def open(cls, mesh: Mesh, watch: Watch | None) -> SharedMemoryTransport | None:
@@ -109,11 +129,6 @@ class SharedMemoryTransport:
     def active(self) -> bool:
         """Whether anything was submitted in this step, gathered captures included."""
         return bool(self._submitted)
-
-    @property
-    def unsent(self) -> int:
-        """None: no collective sends them."""
-        return 0
 
     # -- while the model runs ----------------------------------------------------------------------------
 
@@ -130,8 +145,6 @@ class SharedMemoryTransport:
         if space.place is None or local.layout != torch.strided:
             return False
         self._need += size
-        if self._answer_pending:
-            self._read_answer()
         at = self._at
         if self._skip or at + size > self._capacity:
             return False
@@ -139,7 +152,8 @@ class SharedMemoryTransport:
         if self.me == 0:
             self._records.append((tag, space, at))
         if self._segment is None or not self._here or local.is_cuda:
-            self._write(TensorRecord(tag, space, at), local)
+            with self._recording_errors():
+                self._write(TensorRecord(tag, space, at), local)
             return True
         for target in space.targets:
             entries = self._segment.entries(space.dtype)
@@ -179,44 +193,78 @@ class SharedMemoryTransport:
         """Nothing is left to send: every rank has written its shard to its place."""
         return []
 
-    def finish(self, gathers: bool) -> list[Arrival]:
-        """End the step: `Transport.finish`. Ranks that do not receive wait only if `gathers`."""
-        if self._copies is not None:
-            self._copies.finish()
-        if self._answer_pending:
-            self._read_answer()
-        mine = self.note_of_step()
+    def collect(self, failed: bool = False) -> str:
+        """End the step with the ranks of the node and the first ranks of the others: `Transport.collect`."""
+        with self._recording_errors():
+            if self._copies is not None:
+                self._copies.finish()
+        mine = self.note_of_step(failed)
         if self._ring is None:
-            (line,) = self._lines.values()
-            line.send(mine)
-            self._answer_pending = True
-            self._begin(skip=False)
-            if gathers:
-                self._read_answer()
-            return []
-        wrong = self._differing(mine)
+            self._report(mine)
+        else:
+            self._collect_node(mine)
+        return self._failure and NOT_SENT.format(why=self._failure)
+
+    def finish(self) -> list[Arrival]:
+        """The tensors that `collect` has found."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _report(self, mine: dict[str, Any]) -> None:
+        """Tell the node's first rank that the shards are written, and learn where to write next."""
+        self._begin(skip=False)
+        (line,) = self._lines.values()
+        with self._recording_errors():
+            try:
+                line.send(mine)
+            except FlexError:
+                line.close()  # the first rank must not wait for the note
+                raise
+            self._read_answer()
+
+    def _collect_node(self, mine: dict[str, Any]) -> None:
+        """Take the tensors of the step once all ranks have written them, and answer.
+
+        Every part is reached whatever failed before it: the other ranks wait for it.
+        """
+        with self._recording_errors():
+            differing = self._compare_notes(mine)
+            self._failure = self._failure or differing
         records = [TensorRecord(*record) for record in self._records]
         need, sent, before = self._need, self._sent, self._segment
         self._begin(skip=False)
-        if self._across is not None:
-            wrong = self._across.first_of(wrong)
-            if not wrong and before is not None:
-                self._across.bring(records, before, sent, self.members, self.sizes)
-        if wrong:
-            self._fail(wrong)
-        out = self._collect_tensors(records if self._leads else [], need)
-        capacity = self._agreed_capacity()
-        if need > capacity:
-            self._warn_if_lacking(need)
-        self._answer(capacity)
-        return out
+        across = self._across
+        if across is not None:
+            incoming, good = [], False
+            with self._recording_errors():
+                incoming = across.expect(records, self.members, self.sizes)
+            with self._recording_errors():
+                good = not across.first_of(self._failure or ("failed" if mine["failed"] else ""))
+            with self._recording_errors():
+                if good and before is not None:
+                    across.bring(incoming, records, before, sent, self.sizes)
+        with self._recording_errors():
+            self._arrived = self._collect_tensors(records if self._leads else [], need)
+        if self._failure:
+            self._next(None)
+        capacity = 0
+        with self._recording_errors():
+            capacity = self._agreed_capacity()
+        with self._recording_errors():
+            self._answer(capacity)
+        with self._recording_errors():
+            if need > capacity:
+                self._warn_if_lacking(need)
+        if self._failure or mine["failed"]:
+            self._arrived = []
 
-    def note_of_step(self) -> dict[str, Any]:
-        """What all ranks of the node must have in common at the end of a step."""
+    def note_of_step(self, failed: bool) -> dict[str, Any]:
+        """What all ranks of the node must have in common at the end of a step, unless it failed on one."""
         crc = 0
         for tag, words in self._submitted:
             crc = crc32(f"{tag!s}{words}".encode(), crc)
-        return {"count": len(self._submitted), "crc": crc, "skip": self._skip}
+        failed = failed or bool(self._failure)
+        return {"count": len(self._submitted), "crc": crc, "skip": self._skip, "failed": failed}
 
     def drop(self, failed: bool) -> None:
         """Discard the step, which perhaps failed at different places: what comes next is gathered.
@@ -226,8 +274,10 @@ class SharedMemoryTransport:
         """
         if not failed and not self._submitted:
             return
-        if self._copies is not None:
-            self._copies.finish()
+        with self._recording_errors():
+            if self._copies is not None:
+                self._copies.finish()
+        self._arrived = []
         self._begin(skip=True)
 
     def close(self) -> None:
@@ -237,7 +287,7 @@ class SharedMemoryTransport:
             self._copies = None
         for line in self._lines.values():
             line.close()
-        self._lines, self._answer_pending = {}, False
+        self._lines, self._arrived = {}, []
         self._slot = self._segment = None
         self._segments.clear()
         self._records.clear()
@@ -262,23 +312,39 @@ class SharedMemoryTransport:
         self._at = self._need = self._sent = 0
         self._skip = skip
 
-    def _differing(self, mine: dict[str, Any]) -> str:
-        """Wait for the notes of the other ranks of the node; how they differ, empty if they do not."""
-        wrong = []
+    @contextmanager
+    def _recording_errors(self) -> Iterator[None]:
+        """Keep an error for `collect` to report, as the other ranks do not have it."""
+        try:
+            yield
+        except HookError:  # of the watch: the ranks are at different points
+            raise
+        except Exception as error:
+            self._failure = self._failure or describe_error(error)
+
+    def _compare_notes(self, mine: dict[str, Any]) -> str:
+        """Wait for the notes of the other ranks of the node; how they differ, empty if they do not.
+
+        `mine["failed"]` is set if the step failed on any of them: they may have recorded different tensors.
+        """
+        wrong, lost = [], []
         for number, line in self._lines.items():
             try:
                 theirs, _ = line.receive(self.watch)
+            except HookError:  # of the watch
+                raise
             except FlexError as error:
-                wrong.append(str(error))
+                lost.append(str(error))
                 continue
-            if theirs != mine:
+            mine["failed"] = mine["failed"] or theirs["failed"]
+            if any(theirs[name] != mine[name] for name in ("count", "crc", "skip")):
                 rank = self.members[number].rank
                 wrong.append(
                     f"rank {rank} recorded {theirs['count']} tensors in a step in which rank "
                     f"{self.members[self.me].rank} recorded {mine['count']}, or tensors of other sites or "
                     "shapes; all ranks of a stage must capture the same tensors, in the same order"
                 )
-        return "; ".join(wrong)
+        return "; ".join(lost + ([] if mine["failed"] else wrong))
 
     def _collect_tensors(self, records: list[TensorRecord], need: int) -> list[tuple[Any, Tensor]]:
         ring, slot, segment = self._ring, self._slot, self._segment
@@ -310,51 +376,50 @@ class SharedMemoryTransport:
         size = 0 if self._segment is None else self._segment.size
         return size if self._across is None else self._across.least(size)
 
-    def _answer(self, capacity: int, wrong: str = "") -> None:
-        """Send the other ranks of the node the place where they write next."""
+    def _answer(self, capacity: int) -> None:
+        """Send the other ranks of the node the place where they write next.
+
+        Raises:
+            FlexError: a rank did not get it; the others have it nevertheless.
+        """
         ring, slot = self._ring, self._slot
         assert ring is not None
         self._capacity = capacity
         number = None if slot is None else slot.number
         size = 0 if slot is None else slot.segment.size
-        note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers, "wrong": wrong}
+        note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers}
         new = slot is not None and slot.number not in self._announced
+        failed: FlexError | None = None
         for line in self._lines.values():
-            # A rank that has ended needs no answer; if it should not have, the next step's end notices.
-            with suppress(FlexError):
+            try:
                 line.send(note, slot.fd if new and slot is not None else None)
+            except FlexError as error:
+                line.close()  # that rank must not wait for the answer
+                failed = error
         if slot is not None:
             self._announced.add(slot.number)
+        if failed is not None:
+            raise failed
 
     def _read_answer(self) -> None:
-        """Read the answer of the node's first rank, waiting for it if need be."""
-        if self._broken:
-            raise FlexError(self._broken)
+        """Read the answer of the node's first rank, waiting for it.
+
+        Raises:
+            FlexError: the connection failed.
+            OSError: this process has no more descriptors or memory for the slot.
+        """
         (line,) = self._lines.values()
         note, fd = line.receive(self.watch)
-        if fd is not None and note["slot"] is not None:
+        self._segment, self._capacity = None, note["capacity"]
+        if fd is not None:
             self._segments[note["slot"]] = Segment(fd, note["size"])
-        elif fd is not None:
-            os.close(fd)
-        self._answer_pending = False
         self._segments = {n: s for n, s in self._segments.items() if n in note["kept"]}
-        self._segment, self._capacity = self._segments.get(note["slot"]), note["capacity"]
+        self._segment = self._segments.get(note["slot"])
         if self._copies is not None:
             self._copies.keep(self._segments.values())
-        if note["wrong"]:
-            self._answer_pending, self._broken = True, note["wrong"]
-            raise FlexError(self._broken)
-
-    def _fail(self, wrong: str) -> None:
-        """Raise, here now and on the others when they next write."""
-        self._slot = self._segment = None
-        self._answer_pending, self._broken = True, wrong
-        for number, line in list(self._lines.items()):
-            try:
-                line.send({"slot": None, "size": 0, "capacity": 0, "kept": [], "wrong": wrong})
-            except FlexError:  # that rank has ended
-                del self._lines[number]
-        raise FlexError(wrong)
+        if note["slot"] is not None and self._segment is None:
+            # The system drops a descriptor that the receiving process has no room for.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def _warn_if_lacking(self, need: int) -> None:
         ring = self._ring
@@ -398,26 +463,31 @@ def open_shared_memory(mesh: Mesh) -> SharedMemoryTransport | None:
         if len(firsts) > 1:
             across = open_node_exchange([members[i].rank for i in firsts], member.rank)
             good = good and across is not None
-    if not all(gather_objects(good, mesh, axes)):
-        if line is not None:
-            line.close()
-        if door is not None:
-            door.close()
-        return None
+    good = all(gather_objects(good, mesh, axes))
     lines: dict[int, NodeConnection] = {} if line is None else {first: line}
-    ring = None
-    if me == first and door is not None:
-        near = {i: f"rank {m.rank}" for i, m in enumerate(members) if m.node == member.node and i != me}
-        try:
+    transport: SharedMemoryTransport | None = None
+    # The other ranks wait for the error of one: it is told to them, and its captures are gathered.
+    with suppress(OSError, FlexError, RuntimeError):
+        ring = None
+        if good and me == first and door is not None:
+            near = {i: f"rank {m.rank}" for i, m in enumerate(members) if m.node == member.node and i != me}
             lines = door.let_in(near)
-        except BaseException:
-            door.close()
-            raise
-        remove_stale_files(flex_config.shared_folder)
-        ring = SlotRing(flex_config.shared_folder, flex_config.shared_bytes)
+            remove_stale_files(flex_config.shared_folder)
+            ring = SlotRing(flex_config.shared_folder, flex_config.shared_bytes)
+        if good:
+            begun = SharedMemoryTransport(members, me, mesh, lines, ring, across)
+            begun.begin()
+            transport = begun
     if door is not None:
         door.close()
-    return SharedMemoryTransport(members, me, mesh, lines, ring, across)
+    if transport is None:
+        for line in lines.values():
+            line.close()
+    if good and all(gather_objects(transport is not None, mesh, axes)):
+        return transport
+    if transport is not None:
+        transport.close()
+    return None
 
 
 def _open_server() -> NodeServer | None:

@@ -1,0 +1,200 @@
+"""An error of a transport on one rank: all ranks raise it, or captures go with collectives; no rank waits."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import gpt, messages, ranks
+from tests.support.gpt import Case
+from tests.support.pool import run
+from tests.support.rank import changes
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux alone has such sockets")
+
+FC1 = "decoder.layers.*.mlp.linear_fc1"
+MANY = 1100  # descriptors; `select.select` fails at 1,024
+Fault = Callable[[Any], AbstractContextManager[None]]  # of the open session
+
+
+@contextmanager
+def failing(module: Any, name: str, number: int) -> Iterator[None]:
+    """Every call of the function raises an OSError."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    plain = getattr(module, name)
+    setattr(module, name, fail)
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
+@contextmanager
+def lost_descriptor(_: Any) -> Iterator[None]:
+    """A note arrives without its descriptor, as in a process that has no room for it."""
+    plain = socket.recv_fds
+
+    def received(*args: Any) -> Any:
+        text, fds, *rest = plain(*args)
+        for fd in fds:
+            os.close(fd)
+        return text, [], *rest
+
+    socket.recv_fds = received
+    try:
+        yield
+    finally:
+        socket.recv_fds = plain
+
+
+@contextmanager
+def closed(flex: Any) -> Iterator[None]:
+    """The rank's connections are closed."""
+    for transport in flex.session._recorder._transports:
+        for line in getattr(transport, "_lines", {}).values():
+            line.close()
+    yield
+
+
+def at(module: Any, name: str, number: int) -> Fault:
+    return lambda _: failing(module, name, number)
+
+
+FAULTS: dict[str, Fault] = {
+    "no descriptor arrives": lost_descriptor,
+    "open": at(os, "open", errno.EMFILE),
+    "folder is full": at(os, "posix_fallocate", errno.ENOSPC),
+    "dup": at(os, "dup", errno.EMFILE),
+    "mmap": at(mmap, "mmap", errno.ENOMEM),
+    "send": at(socket, "send_fds", errno.ENOBUFS),
+    "receive": at(socket, "recv_fds", errno.ENOMEM),
+    "closed": closed,
+}
+SETUP: dict[str, Fault] = {"socket": at(socket, "socket", errno.EMFILE)}
+
+
+def outcomes(case: Case, victim: int) -> dict[str, list[Any]]:
+    """For each fault on one rank what comes of three steps: what the leader captured, or the error.
+
+    The fault is there while the session is attached and in its first step, or in its second step, which
+    captures more, so that it needs another slot.
+    """
+    import megatron_flex as mf
+    from megatron_flex.collectives.transport import segments
+
+    changes.setattr(segments, "FIRST", 1 << 12)
+    changes.setattr(segments, "SLOT_ROUNDING", 1 << 12)
+    chunks = ranks.start(case)
+    rank = torch.distributed.get_rank()
+
+    def session(fault: Fault, setup: bool) -> list[Any]:
+        out: list[Any] = []
+        with fault(None) if setup and rank == victim else nullcontext():
+            more = (mf.HookFunction(s, groups=["more"]) for s in ("decoder.layers.*", "decoder.layers.*.mlp"))
+            flex = mf.attach(chunks, [mf.HookFunction(FC1, groups=["one"]), *more])
+            flex.select("none", "+one")
+            out.append(step(flex))
+        for number in (1, 2):
+            if number == 1:
+                flex.select("all")
+            with fault(flex) if not setup and number == 1 and rank == victim else nullcontext():
+                out.append(step(flex))
+        flex.restore()
+        return out
+
+    def step(flex: Any) -> Any:
+        flex.output_dict.clear()
+        try:
+            gpt.step(case, chunks, 0)
+        except mf.HookError as error:
+            return str(error)
+        return {name: [t.clone() for t in tensors] for name, tensors in flex.output_dict.items()}
+
+    out = {"none": session(lambda _: nullcontext(), setup=True)}
+    for name, fault in {**FAULTS, **SETUP}.items():
+        if name != "closed":
+            out[f"{name}, setup"] = session(fault, setup=True)
+        if name not in SETUP:
+            out[f"{name}, step"] = session(fault, setup=False)
+    return out
+
+
+def same(got: Any, wanted: Any) -> bool:
+    return got.keys() == wanted.keys() and all(
+        len(got[n]) == len(wanted[n]) and all(map(torch.equal, got[n], wanted[n])) for n in wanted
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "victim"),
+    [
+        (Case("tp2", tp=2, layers=2), 0),
+        (Case("tp2", tp=2, layers=2), 1),
+        (Case("tp2 pp2", tp=2, pp=2, layers=2), 3),
+    ],
+    ids=["first", "other", "stage 1"],
+)
+def test_an_error_of_one_rank_is_one_of_all(case: Case, victim: int) -> None:
+    answers = run(case.tp * case.pp, outcomes, case, victim, timeout=170)
+    failed = 0
+    for fault in answers[0]:
+        for number, found in enumerate(zip(*(a[fault] for a in answers), strict=True)):
+            texts = {f for f in found if isinstance(f, str)}
+            if texts:
+                assert number == (0 if fault.endswith("setup") else 1), (fault, number, texts)
+                assert all(isinstance(f, str) for f in found), (fault, number, found)
+                (text,) = texts
+                messages.assert_names(text, f"rank {victim}", "FLEX_SHARED_BYTES=0", "ulimit -n")
+                failed += 1
+            else:
+                wanted = [a["none"][number] for a in answers]
+                assert all(map(same, found, wanted)), (fault, number)
+    assert failed >= 3, "the mistakes are made where they hurt"
+    assert answers[0]["none"][0], "the leader has captures"
+
+
+def many(case: Case) -> Any:
+    import megatron_flex as mf
+
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * MANY, most), most))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]
+    try:
+        chunks = ranks.start(case)
+        with mf.attach(chunks, [mf.HookFunction(FC1)]) as flex:
+            for _ in range(2):
+                gpt.step(case, chunks, 0)
+            found = max(
+                (
+                    line._socket.fileno()
+                    for t in flex.session._recorder._transports
+                    for line in getattr(t, "_lines", {}).values()
+                ),
+                default=0,
+            )
+            return {n: len(t) for n, t in flex.output_dict.items()}, found
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+
+
+def test_more_descriptors_than_select_takes() -> None:
+    case = Case("tp2", tp=2, layers=1)
+    (leader, fd), (other, further) = run(2, many, case, timeout=60)
+    assert min(fd, further) > 1023
+    assert len(leader) == 1
+    assert other == {}
