@@ -74,9 +74,9 @@ class LayoutError(FlexError):
         ...     assemble(layout, [torch.zeros(4, 8), torch.zeros(5, 8)], {"tp": 2})
         ... except LayoutError as error:
         ...     print(error)
+        ...     print(error.dim)
         shards have [4, 5] entries in dim 's'; they must fit one length
-        >>> error.dim
-        's'
+        s
     """
 
     def __init__(self, *args: object, dim: str | int | None = None, **attributes: Any) -> None:
@@ -92,9 +92,9 @@ class SiteError(FlexError):
         ...     flex.sites("decoder.layers.7.mlp")
         ... except SiteError as error:
         ...     print(error)
+        ...     print(error.site)
         pattern 'decoder.layers.7.mlp' matches no site...there are 0-3
-        >>> error.site
-        'decoder.layers.7.mlp'
+        decoder.layers.7.mlp
     """
 
 
@@ -110,9 +110,9 @@ class HookError(FlexError):
         ...         train_step(chunks)
         ... except HookError as error:
         ...     print(str(error).partition(": ")[2])
+        ...     print(error.site, error.hook is hook, error.rank)
         the tensor has shape (16, 2, 32), not the expected (16, 2, 64); drop expected_shape
-        >>> error.site, error.hook is hook, error.rank
-        ('decoder.layers.3:output', True, 0)
+        decoder.layers.3:output True 0
     """
 
 
@@ -147,9 +147,9 @@ class DumpError(FlexError):
         ...     open_dump("dumps/nothing")
         ... except DumpError as error:
         ...     print(error)
+        ...     print(error.path)
         dumps/nothing: cannot be read: No such file or directory
-        >>> error.path
-        'dumps/nothing'
+        dumps/nothing
     """
 
     def __init__(self, *args: object, path: str | PathLike[str] | None = None, **attributes: Any) -> None:
