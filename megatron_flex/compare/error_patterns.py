@@ -382,7 +382,7 @@ def explain_divergence(
         return [*hints, *_find_error_places(pair, energies, held)]
     zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
     if zeros:
-        return [f"{zeros[0]} is zero everywhere"]
+        return [f"all entries of {zeros[0]} are 0"]
     ratio = found.dots / found.squares_a
     rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
@@ -454,7 +454,7 @@ def _find_permutations(
         known = {}
         for share in held.get(place, ()) if dim == TOKEN_AXIS else ():
             if share.axis == "cp":
-                text = f"as if {share.run}'s {share.size} context parallel ranks had contiguous parts"
+                text = f"as if {share.run}'s ranks had contiguous parts along cp={share.size}, not zigzag"
                 known[f"{text}, and not zigzag ones"] = make_contiguous_order(share.size, share.run == "A")
         hint = find_permutation(name, a, b, pair.numbers[place], known, noise)
         if not hint and dim == TOKEN_AXIS:

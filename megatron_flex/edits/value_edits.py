@@ -99,7 +99,7 @@ class clamp(Edit):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low is None and self.high is None:
-            raise HookError("clamp() has no bound; give it low, high or both")
+            raise HookError("clamp() has no bound; give it low=, high= or both")
 
     def needs(self) -> set[str]:
         return set()

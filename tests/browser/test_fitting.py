@@ -11,6 +11,7 @@ import pytest
 from megatron_flex import open_dump
 from tests.browser.conftest import Make, Open
 from tests.support.browsing import Opened
+from tests.support.messages import assert_names
 
 SIZES = [(1400, 900), (1024, 800), (390, 844)]
 PHONE = (390, 844)
@@ -191,9 +192,10 @@ def test_layers_are_coloured_by_what_was_recorded(show: Open, made: Make) -> Non
     found = re.search(r"RMS ([\d.e-]+)", words)
     assert found is not None
     assert float(found[1]) == pytest.approx(sizes[2], rel=2e-3)
-    assert "of mlp.linear_fc1:output, iteration 2" in window.text(".layer-scale")
+    assert_names(window.text(".layer-scale"), "mlp.linear_fc1:output", 2)
     window.pick("site", "decoder.layers.1:output")
-    assert "of output, iteration 2" in window.text(".layer-scale")
+    assert_names(window.text(".layer-scale"), "output", 2)
+    assert "mlp" not in window.text(".layer-scale")
     window.page.locator(".layer-scale select").select_option("stage")
     assert len({tuple(c) for c in colours(window).values()}) == 2
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.launching import SCRIPTS, has_pretrain
+from tests.support.messages import assert_names
 
 
 def check(*flags: str) -> None:
@@ -37,4 +38,4 @@ def test_flags_are_checked() -> None:
     command = [sys.executable, str(SCRIPTS / "analyses.py"), "--weights", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no file 'weights' in /nowhere; make one with scripts/quickstart --keep /nowhere" in done.stderr
+    assert_names(done.stderr, "'weights'", "/nowhere", "scripts/quickstart --keep /nowhere")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.messages import any_names
+
 pytest.importorskip("fairscale")
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -19,7 +21,7 @@ def test_it_agrees_with_one_process() -> None:
     command = [sys.executable, "-W", "ignore", str(SCRIPTS / "llama_fairscale.py"), "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "14 tensors all agree to 1e-05 relative: 4 processes against one" in done.stdout
+    assert any_names(done.stdout.splitlines(), 14, "1e-05", 4)
     for place in ("layers.1:output", "layers.1.feed_forward.act:output.grad", "loss, ablated"):
         assert place in done.stdout
 

@@ -8,7 +8,7 @@ is the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,11 @@ def assert_names(text: object, *values: object) -> None:
     """Assert that a text, such as an error or a command's output, names each value."""
     absent = missing_values(str(text), *values)
     assert not absent, f"{absent} not named in: {text}"
+
+
+def any_names(texts: Iterable[object], *values: object) -> bool:
+    """Whether one of the texts, such as notes or lines of output, names all of the values."""
+    return any(not missing_values(str(text), *values) for text in texts)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("typer")
 from tests.support.commands import Command
+from tests.support.messages import assert_names
 
 
 @pytest.fixture
@@ -18,4 +19,4 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_a_folder_without_a_model(command: Command, tmp_path: Path) -> None:
     done = command("align", tmp_path / "nothing", "--", "train.py")
     assert done.status == 2
-    assert "nothing has no config.json; give a folder that save_pretrained wrote" in done.err
+    assert_names(done.err, tmp_path / "nothing", "config.json", "save_pretrained")

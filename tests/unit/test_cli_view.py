@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.support import dumps, measured
 from tests.support.commands import Command
 from tests.support.dumps import COLUMN, Given, random
+from tests.support.messages import assert_names
 from tests.unit.test_page import Elements
 
 SIZES = {
@@ -84,23 +87,22 @@ def test_a_configuration(command: Command, with_dump: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "values"),
     [
-        (
-            ["nowhere"],
-            "nowhere: no configuration (.yaml, .yml, .json), dump or folder of statistics is there",
-        ),
-        (["."], "no run-0000 is in it"),
-        (["one", "--mesh", "tp=2"], "--mesh and --world-size are for a configuration"),
-        (["one", "--match", "x"], "--match is for a configuration"),
-        (["one", "two", "one"], "3 dumps: a page shows 2 sources"),
-        (["measured", "measured", "one"], "a page shows 2 sources"),
-        (["one", "--most-megabytes", "0.01"], "more than 0.01 MB: show fewer sites"),
-        (["one", "--out", "no/where.html"], "cannot be written"),
+        (["nowhere"], ["nowhere", ".yaml", ".yml", ".json"]),
+        (["."], ["run-0000"]),
+        (["one", "--mesh", "tp=2"], ["--mesh", "--world-size"]),
+        (["one", "--match", "x"], ["--match"]),
+        (["one", "two", "one"], [3, 2]),
+        (["measured", "measured", "one"], [1, 2]),
+        (["one", "--most-megabytes", "0.01"], [0.01]),
+        (["one", "--out", "no/where.html"], ["no/where.html", os.strerror(errno.ENOENT)]),
     ],
 )
-def test_what_cannot_be_shown_is_told_in_one_line(command: Command, words: list[str], said: str) -> None:
+def test_what_cannot_be_shown_is_told_in_one_line(
+    command: Command, words: list[str], values: list[object]
+) -> None:
     done = command("view", *words)
     assert done.status == 2
-    assert said in done.err
+    assert_names(done.err, *values)
     assert done.err.count("\n") == 1

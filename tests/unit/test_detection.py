@@ -20,6 +20,7 @@ from megatron_flex.adapters import FrameworkMatch, compose, detect, make_mesh
 from megatron_flex.adapters.detection import TESTED_RANGES, Version, check_versions, parse_release
 from megatron_flex.config import flex_config
 from tests.support import distribution
+from tests.support.messages import assert_names, raises, warns
 
 
 class Special(nn.Linear):
@@ -60,15 +61,14 @@ def test_a_plain_module_is_told_in_a_few_lines():
     found = mf.detect(nn.Linear(2, 2))
     assert (found.framework, found.mesh) == ("plain", "one rank")
     lines = str(found).splitlines()
-    assert lines[:2] == ["plain: no framework's parallel modules are in it", "  mesh: one rank"]
-    assert any(line.startswith("  with the modules themselves: ") for line in lines)
-    assert any(line.startswith("  not megatron-core: ") for line in lines)
+    assert lines[0].startswith("plain: ")
+    assert_names(found, "mesh", "megatron-core")
     assert not found.versions, "no framework, no version"
 
 
 def test_a_list_of_chunks_is_taken_as_flexmodel_takes_it():
     assert mf.detect([nn.Linear(2, 2)]).framework == "plain"
-    with pytest.raises(FlexError, match="2 virtual chunks that no known framework"):
+    with raises(FlexError, 2, "Linear"):
         mf.detect([nn.Linear(2, 2), nn.Linear(2, 2)])
 
 
@@ -87,9 +87,9 @@ def test_a_registered_adapter_is_used_and_can_be_taken_out(register: Any):
 
 def test_two_names_for_two_adapters(register: Any):
     register(Claiming("special"))
-    with pytest.raises(FlexError, match=r"an adapter 'special' is registered already \(registered by"):
+    with raises(FlexError, "'special'", __name__):
         register(Claiming("special"))
-    with pytest.raises(FlexError, match=r"an adapter 'megatron-core' is registered already \(built in\)"):
+    with raises(FlexError, "'megatron-core'"):
         register(Claiming("megatron-core"))
 
 
@@ -97,15 +97,8 @@ def test_two_claims_are_an_error_that_names_both(register: Any):
     register(Claiming("special"))
     register(Claiming("other"))
     for ask in (mf.detect, mf.FlexModel):
-        with pytest.raises(FlexError) as error:
+        with raises(FlexError, "special", "special's Special", "other", "other's Special", __name__):
             ask(model())
-        for word in (
-            "special (registered by",
-            "because special's Special",
-            "other",
-            "because other's Special",
-        ):
-            assert word in str(error.value)
 
 
 def test_an_adapter_may_come_before_another(register: Any):
@@ -113,7 +106,7 @@ def test_an_adapter_may_come_before_another(register: Any):
     register(Claiming("better", before=("special",)))
     found = mf.detect(model())
     assert found.framework == "better"
-    assert ("special", "it gives way to better") in found.others
+    assert_names(dict(found.others)["special"], "better")
 
 
 def test_what_is_around_a_model_gives_way_to_what_is_in_it(register: Any):
@@ -122,13 +115,13 @@ def test_what_is_around_a_model_gives_way_to_what_is_in_it(register: Any):
     register(Claiming("special"))
     found = mf.detect(model())
     assert found.framework == "special"
-    assert ("engine", "it gives way to special") in found.others
+    assert_names(dict(found.others)["engine"], "special")
 
 
 def test_two_that_come_before_each_other_are_two_claims(register: Any):
     register(Claiming("one"), before=("two",))
     register(Claiming("two"), before=("one",))
-    with pytest.raises(FlexError, match=r"several frameworks claim this model: one .*; two "):
+    with raises(FlexError, "one", "two", "one's Special", "two's Special"):
         mf.detect(model())
 
 
@@ -137,7 +130,7 @@ def test_a_refusal_of_an_adapter_is_its_own_words(register: Any):
         raise FlexError("switch the sharding of biases off")
 
     register(refusing)
-    with pytest.raises(FlexError, match="switch the sharding of biases off"):
+    with raises(FlexError, "switch the sharding of biases off"):
         mf.FlexModel(model())
 
 
@@ -147,10 +140,10 @@ def test_an_adapter_that_fails_is_told_and_harms_no_others(register: Any, answer
         return 1 / 0 if answer == "raises" else "special"
 
     register(broken)
-    with pytest.warns(FlexWarning, match=r"adapter 'broken' \(registered by .*test_detection\) failed: "):
+    with warns(FlexWarning, "'broken'", __name__):
         found = mf.detect(nn.Linear(2, 2))
     assert found.framework == "plain"
-    told = "ZeroDivisionError" if answer == "raises" else "must return a FrameworkMatch or None"
+    told = "ZeroDivisionError" if answer == "raises" else "FrameworkMatch or None"
     assert any(told in part.why for part in found.others)
 
 
@@ -187,7 +180,7 @@ def test_an_installed_distribution_brings_an_adapter(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [("import no_such_package", "no_such_package"), ("x = 1", "has no attribute 'find'")]
+    ("code", "told"), [("import no_such_package", "no_such_package"), ("x = 1", "'find'")]
 )
 def test_a_broken_entry_point_is_told_with_its_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str
@@ -196,7 +189,7 @@ def test_a_broken_entry_point_is_told_with_its_distribution(
         distribution.install(tmp_path, "flex_broken", code, "broken = flex_broken:find")
     )
     monkeypatch.delitem(sys.modules, "flex_broken", raising=False)
-    with pytest.warns(FlexWarning, match=rf"adapter 'broken' \(entry point of flex-broken 1.2\) .*{told}"):
+    with warns(FlexWarning, "'broken'", "flex-broken 1.2", told):
         mf.FlexModel(nn.Linear(2, 2)).restore()
     monkeypatch.setattr(flex_config, "adapters_off", "other, broken")
     assert "broken" not in {part.name for part in mf.detect(nn.Linear(2, 2)).others}
@@ -257,10 +250,10 @@ def test_a_pre_release_behind_the_range_is_no_error(text: str, early: bool):
     assert version.early is early
     assert version.inside is False
     if early:
-        with pytest.warns(FlexWarning, match="outside the tested range"):
+        with warns(FlexWarning, version.text):
             check_versions((version,))
     else:
-        with pytest.raises(FlexError, match="outside the tested range"):
+        with raises(FlexError, version.text, "FLEX_UNTESTED=1"):
             check_versions((version,))
 
 
@@ -279,17 +272,17 @@ def test_a_version_outside_the_range_is_an_error_that_names_it(monkeypatch: pyte
 
 
 def _refused(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = f"torch {torch.__version__}, inside the tested range 2.13 to below 2.14"
-    assert [str(v) for v in mf.detect(sharded).versions] == [version]
+    (version,) = mf.detect(sharded).versions
+    assert version.inside
+    assert_names(version, f"torch {torch.__version__}", 2.13, 2.14)
     monkeypatch.setattr(torch, "__version__", "2.3.1")
-    with pytest.raises(FlexError) as error:
+    with raises(FlexError, "torch 2.3.1", 2.13, "FLEX_UNTESTED=1"):
         mf.FlexModel(sharded)
-    for word in ("torch 2.3.1", "2.13", "FLEX_UNTESTED=1"):
-        assert word in str(error.value)
     found = mf.detect(sharded)
-    assert "outside the tested range" in str(found), "it is told, not refused, where it is asked"
+    assert not found.versions[0].inside, "it is told, not refused, where it is asked"
+    assert_names(found, "torch 2.3.1")
     mf.FlexModel(nn.Linear(2, 2)).restore()  # torch alone is no framework
     mf.FlexModel(nn.DataParallel(nn.Linear(2, 2))).restore()  # nor are wrappers that it promises to keep
     monkeypatch.setattr(flex_config, "untested", True)
-    with pytest.warns(FlexWarning, match=r"torch 2\.3\.1, outside the tested range"):
+    with warns(FlexWarning, "torch 2.3.1"):
         check_versions(found.versions)

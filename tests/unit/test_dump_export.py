@@ -13,7 +13,7 @@ from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
-from tests.support.messages import assert_names
+from tests.support.messages import any_names, assert_names
 
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 FC1, OUT, LAST = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0", "decoder.layers.1"
@@ -96,7 +96,7 @@ def test_iterations_of_different_shapes_have_a_tensor_each_if_told(command, tmp_
     write(tmp_path / "dump", {OUT: Given(sites(tokens=4)[OUT].value[:1], SEQUENCE)}, iterations=[20])
     done = command("dump", "export", "dump", "out.safetensors")
     assert done.status == 2
-    assert "iterations have different shapes" in done.err
+    assert_names(done.err, OUT, "[4, 4, 4]", "[4, 8, 4]", "--per-iteration")
     assert not list(tmp_path.glob("*out*"))
     assert command("dump", "export", "dump", "out.safetensors", "--per-iteration").status == 0
     found = load_file("out.safetensors")
@@ -112,7 +112,7 @@ def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch,
     write(tmp_path / "dump", given)
     done = command("dump", "export", "dump", "out.zarr", "-f", "zarr")
     assert done.status == 0
-    assert ("bfloat16 is float32 there" in done.out) is (dtype == torch.bfloat16)
+    assert any_names(done.out.splitlines(), "bfloat16", "float32") is (dtype == torch.bfloat16)
     group = zarr.open_group("out.zarr", mode="r")
     assert len(list(group.array_keys())) == 5
     for name, g in given.items():
@@ -287,7 +287,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(command, tmp_path, mo
     write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
     monkeypatch.setattr("megatron_flex.dump.export_target.find_spec", lambda _: None)
     done = command("dump", "export", "dump", "out", "-f", to)
-    assert done.err == f"megatron-flex: the package {to} is not installed: pip install megatron-flex[{to}]\n"
+    assert done.err.startswith("megatron-flex: ")
+    assert done.err.count("\n") == 1
+    assert_names(done.err, to, f"pip install megatron-flex[{to}]")
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (1, 7, 1, 3), (2, 0, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
@@ -34,6 +35,7 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
 from tests.support.dumps import COLUMN, GATED, NORM, REPLICATED, SEQUENCE, SUMMED, WEIGHT, Given, random
+from tests.support.messages import raises
 
 BLOCKED = ("megatron", "numpy", "safetensors", "fairscale", "apex", "deepspeed", "transformers", "accelerate")
 MESHES: list[dict[str, int]] = [
@@ -136,7 +138,7 @@ def test_slices_are_those_of_numpy(sliced: tuple[mf.OpenDump, Tensor], keys: lis
     array = dump["a"]
     for key in keys:
         if sum(k is Ellipsis for k in key) > 1 or len(key) - (Ellipsis in key) > expected.ndim:
-            with pytest.raises(DumpError, match=r"indices for|more than one"):
+            with raises(DumpError, site="a", path=str(dump.path)):
                 array[key]
             return
         try:
@@ -159,10 +161,21 @@ def sliced(tmp_path_factory: pytest.TempPathFactory) -> tuple[mf.OpenDump, Tenso
     return small(tmp_path_factory.mktemp("d") / "d", value, mesh=mesh), value
 
 
-@pytest.mark.parametrize("key", [None, 1.5, "a", [0.5], (0, None), [[0], [1]], True])
-def test_what_is_no_index(tmp_path: Path, key: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "named", "dim"),
+    [
+        (None, None, "iteration"),
+        (1.5, 1.5, "iteration"),
+        ("a", "'a'", "iteration"),
+        ([0.5], 0.5, "iteration"),
+        ((0, None), None, "sample"),
+        ([[0], [1]], [0], "iteration"),
+        (True, True, "iteration"),
+    ],
+)
+def test_what_is_no_index(tmp_path: Path, key: Any, named: Any, dim: str) -> None:
     array = small(tmp_path / "d")["a"]
-    with pytest.raises(DumpError, match=r"no index of|in a list of indices"):
+    with raises(DumpError, named, f"'{dim}'", site="a"):
         array[key]
 
 
@@ -174,13 +187,13 @@ def test_an_array_says_what_it_is(tmp_path: Path) -> None:
     assert (array.ndim, array.size, array.nbytes, len(array)) == (4, 2048, 4096, 2)
     assert array[0, 0, 0, 0].shape == ()
     assert isinstance(array[0, 0, 0, 0].item(), float)
-    with pytest.raises(TypeError, match="no length"):
+    with raises(TypeError, "a"):
         len(array[0, 0, 0, 0])
     assert array.numpy().dtype == np.float32
     assert np.asarray(array, dtype=np.float64).dtype == np.float64
     assert array.torch(torch.float64, "cpu").dtype == torch.float64
     assert [a.shape for a in array] == [(8, 16, 8)] * 2
-    with pytest.raises(ValueError, match="without a copy"):
+    with raises(ValueError):
         np.array(array, copy=False)
 
 
@@ -270,9 +283,7 @@ def test_several_passes_in_a_microbatch(tmp_path: Path) -> None:
     value = random(2, 8, 16, 8)
     dumps.write(tmp_path / "d", {"a": Given(value, calls=3)}, mesh={"tp": 2})
     dump = mf.open_dump(tmp_path / "d")
-    with pytest.raises(
-        DumpError, match=r"called 3 times in a microbatch: read one call, d\['a', 0\] to d\['a', 2\]"
-    ):
+    with raises(DumpError, 3, "d['a', 0]", "d['a', 2]", site="a", path=str(tmp_path / "d")):
         dump["a"]
     for call in range(3):
         torch.testing.assert_close(dump["a", call].torch(), value * (call + 1))
@@ -286,9 +297,9 @@ def test_names(tmp_path: Path) -> None:
     assert list(dump) == ["layer.mlp:output"]
     assert len(dump) == 1
     assert "layer.mlp.grad" not in dump
-    with pytest.raises(DumpError, match=r"no site 'layer.mpl'; nearest: layer.mlp:output"):
+    with raises(DumpError, "layer.mlp:output", site="layer.mpl", path=str(tmp_path / "d")):
         dump["layer.mpl"]
-    with pytest.raises(DumpError, match=r"no parameter 'w'"):
+    with raises(DumpError, "'w'", site="w", path=str(tmp_path / "d")):
         dump.parameter("w")
 
 
@@ -358,9 +369,7 @@ def test_runs_of_other_meshes_are_one_dump(tmp_path: Path) -> None:
     assert array.at(4, 0).iterations == [4, 0]
     assert torch.equal(array.at(4, 0)[:, 1].torch(), torch.stack([value[4, 1] * 2, value[0, 1]]))
     assert torch.equal(array[1:][0].at(3)[0].torch(), value[3] * 2)
-    with pytest.raises(
-        DumpError, match=r"iteration \(9, 0\) is not there, or incomplete; there are 0 to 5, 6 in all"
-    ):
+    with raises(DumpError, "(9, 0)", 0, 5, 6, site="a"):
         array.at(9)
 
 
@@ -382,7 +391,7 @@ def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
     assert dump.iterations == []
     assert dump.sites == ["a"]
     assert dump.order == []
-    with pytest.raises(DumpError, match=r"no iteration of .* is complete"):
+    with raises(DumpError, "a", path, path=str(path)):
         dump["a"].torch()
     assert small(path, value).iterations == [0, 1]
     next(path.glob("run-0001/0000000001/00002-*")).unlink()
@@ -433,10 +442,8 @@ def test_iterations_of_other_lengths_are_read_one_by_one(tmp_path: Path) -> None
     small(path, second, iterations=[1])
     array = mf.open_dump(path)["a"]
     assert torch.equal(array[0].torch(), first[0])
-    with pytest.raises(
-        DumpError,
-        match=r"\[8, 24, 8\].*iteration 1, and \[8, 16, 8\].*\.at\(number\).*\.microbatch_arrays\(\)",
-    ):
+    shapes = "[8, 24, 8]", "[8, 16, 8]"
+    with raises(DumpError, *shapes, 1, 0, ".at(number)", ".microbatch_arrays()", site="a"):
         array.torch()
     assert torch.equal(array.at(1).torch(), second)
     pieces = list(array.microbatch_arrays())
@@ -452,7 +459,7 @@ def test_iterations_of_other_lengths_are_read_one_by_one(tmp_path: Path) -> None
 def test_pieces_of_one_microbatch(tmp_path: Path) -> None:
     array = small(tmp_path / "d")["a"]
     assert len(list(array[1:].microbatch_arrays())) == 4
-    with pytest.raises(DumpError, match="slice each piece"):
+    with raises(DumpError, "a", site="a", path=str(tmp_path / "d")):
         list(array[:, 1:].microbatch_arrays())
 
 
@@ -471,16 +478,14 @@ def damage(path: Path) -> Path:
 @pytest.mark.parametrize("check", ["first", "blocks", "never"])
 def test_checksums_of_what_is_read(tmp_path: Path, check: Any) -> None:
     small(tmp_path / "d")
-    name = damage(tmp_path / "d").name
+    damaged = damage(tmp_path / "d")
     array = mf.open_dump(tmp_path / "d", check=check)["a"]
     if check == "never":
         array.torch()
     else:
-        with pytest.raises(
-            DumpError, match=rf"{name}: the bytes of a \(value.*rank 0\).*block 0 of 1 is wrong.*is damaged"
-        ):
+        with raises(DumpError, damaged, "a", 1, "0 of 1", site="a", path=str(damaged)):
             array.torch()
-        with pytest.raises(DumpError, match="is damaged"):
+        with raises(DumpError, "0 of 1", path=str(damaged)):
             array[0, :, 0].torch()
 
 
@@ -494,7 +499,7 @@ def test_those_blocks_are_compared_that_are_read(tmp_path: Path) -> None:
             assert dump.files.integrity.bytes_checked == blocks * 131072
         dump["a"][0, :, 2:5].torch()  # one run of bytes over three blocks
         assert dump.files.integrity.bytes_checked == 6 * 131072
-        with pytest.raises(DumpError, match="block 7 of 8 is wrong"):
+        with raises(DumpError, "7 of 8", site="a"):
             dump["a"][0, 0, 7, :1].torch()
         assert dump["a"][0, :, 6].torch().shape == (2, 16384)
 
@@ -505,7 +510,7 @@ def test_a_checksum_is_compared_once(tmp_path: Path) -> None:
     dump["a"].torch()
     damage(tmp_path / "d")
     dump["a"].torch()
-    with pytest.raises(DumpError, match="none of blocks, first, never"):
+    with raises(DumpError, "check='sometimes'", "blocks", "first", "never"):
         mf.open_dump(tmp_path / "d", check="sometimes")  # type: ignore[arg-type]
 
 
@@ -564,18 +569,18 @@ def test_a_file_that_shrank_or_is_gone(tmp_path: Path) -> None:
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(size - 8)
-    with pytest.raises(DumpError, match=f"{path.name}: has shrunk to {size - 8} bytes"):
+    with raises(DumpError, path, size - 8, path=str(path)):
         dump["a"].torch()
     path.unlink()
     dump.close()
-    with pytest.raises(DumpError, match=f"{path.name}: cannot be read: No such file"):
+    with raises(DumpError, path, os.strerror(errno.ENOENT), path=str(path)):
         dump["a"].torch()
 
 
 def test_folders_that_are_no_dump(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="cannot be read: No such file"):
+    with raises(DumpError, os.strerror(errno.ENOENT), path=str(tmp_path / "no")):
         mf.open_dump(tmp_path / "no")
-    with pytest.raises(DumpError, match="no run of a dump in it"):
+    with raises(DumpError, tmp_path, "mf.Dump", path=str(tmp_path)):
         mf.open_dump(tmp_path)
 
 
@@ -584,7 +589,7 @@ def test_shards_that_ranks_did_not_write(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Ownership, "mine", lambda self, *_: self.mesh["tp"].coord == 0)
     array = small(tmp_path / "d")["a"]
-    with pytest.raises(DumpError, match=r"no rank with tp=1 wrote its shard"):
+    with raises(DumpError, "a", "tp=1", site="a"):
         array.torch()
     assert array[0, 0, :8].torch().shape == (8, 8)
 
@@ -662,7 +667,7 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 try:
     dump["a"].numpy()
 except mf.DumpError as error:
-    assert "numpy is not installed" in str(error)
+    assert ".torch()" in str(error) and error.site == "a"
 else:
     raise AssertionError("numpy without numpy")
 """
@@ -795,7 +800,7 @@ def test_the_first_piece_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -
         both.wait(30)
         raise DumpError(f"piece {number}")
 
-    with pytest.raises(DumpError, match="piece 0"):
+    with raises(DumpError, "piece 0"):
         read_pieces([partial(piece, n) for n in range(6)], 2 * THREAD_BYTES)
     assert sorted(called) == [0, 1], "those that follow are not read"
 
@@ -936,7 +941,7 @@ def test_a_view_survives_the_dump_and_its_checksum_is_compared(tmp_path: Path) -
     assert found is not None
     assert torch.equal(found, value[0, :4]), "the file stays mapped"
     damage(tmp_path / "d")
-    with mf.open_dump(tmp_path / "d") as dump, pytest.raises(DumpError, match="is damaged"):
+    with mf.open_dump(tmp_path / "d") as dump, raises(DumpError, "0 of 1", site="a"):
         dump["a"][0, 4:].mapped()
 
 
@@ -950,11 +955,11 @@ def test_entries_are_read_into_a_given_tensor(tmp_path: Path) -> None:
         assert torch.equal(out, wanted.torch())
         half = torch.empty(wanted.shape, dtype=torch.bfloat16)
         assert torch.equal(wanted.torch(out=half), wanted.torch(torch.bfloat16))
-        with pytest.raises(DumpError, match=r"a: out has shape \[3, 48\] on cpu; .* of shape \[3, 3, 16\]"):
+        with raises(DumpError, "a", "[3, 48]", "[3, 3, 16]", site="a"):
             wanted.torch(out=torch.empty(3, 48))
-        with pytest.raises(DumpError, match="on cpu, not contiguous; "):
+        with raises(DumpError, "a", "[3, 3, 16]", "cpu", site="a"):
             wanted.torch(out=torch.empty(16, 3, 3).permute(2, 1, 0))
-        with pytest.raises(DumpError, match="out= excludes dtype= and device="):
+        with raises(DumpError, "out=", "dtype=", "device=", site="a"):
             wanted.torch(torch.float32, out=out)
 
 

@@ -17,7 +17,9 @@ from megatron_flex import edits
 from megatron_flex.layout import replicated
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.sites import Site
+from tests.support.messages import raises
 
+SITE = "decoder.layers.0:mid"
 STREAM, HEADS, SCORES = "s b h", "s b n d", "b n s s"
 VECTOR = torch.linspace(-1, 1, 6)
 MODULES = nn.ModuleDict({"adapter": edits.LowRank(6, 2)})
@@ -25,7 +27,7 @@ MODULES = nn.ModuleDict({"adapter": edits.LowRank(6, 2)})
 
 def site(dims: str, shape: tuple[Any, ...] = ()) -> Site:
     names = tuple(dims.split())
-    return Site("decoder.layers.0:mid", replicated(*names), shape or names)
+    return Site(SITE, replicated(*names), shape or names)
 
 
 def tensor(*shape: int, seed: int = 0, **kwargs: Any) -> Tensor:
@@ -177,11 +179,11 @@ def test_patch_from_whatever_holds_tensors(tmp_path: Path) -> None:
     assert torch.equal(out[-1, :, :2], found[1][-1, :, :2])
     assert torch.equal(out[:-1], x[:-1])
     assert torch.equal(out[-1, :, 2:], x[-1, :, 2:])
-    with pytest.raises(mf.HookError, match="3 tensors and none of microbatch 3"):
+    with raises(mf.HookError, 3, 0):
         patched(found, x, key(3))
-    with pytest.raises(mf.HookError, match=r"nothing for decoder\.layers\.0:mid in the source"):
+    with raises(mf.HookError, name, "patch(<dict of 1>)", "edits.write()"):
         edits.patch({"decoder.layers.1:mid": found}).for_site(site(STREAM))
-    with pytest.raises(mf.HookError, match=r"write them to a file with edits\.write"):
+    with raises(mf.HookError, name, "patch(<Captures of 0>)", "edits.write()"):
         patched(Captures(), x, key())
 
 
@@ -190,7 +192,7 @@ def test_files_of_safetensors(tmp_path: Path) -> None:
     x, path = tensor(5, 2, 6), tmp_path / "vectors.safetensors"
     files.save_file({"one": VECTOR, "two": VECTOR * 2}, path)
     assert torch.allclose(apply(edits.steer(f"{path}#two"), x), x + 2 * VECTOR.double())
-    with pytest.raises(mf.HookError, match="holds 2 tensors; name one"):
+    with raises(mf.HookError, path, 2, f"{path}#name"):
         edits.steer(path)
     captures = Captures()
     captures.add(key(), x)
@@ -199,13 +201,13 @@ def test_files_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(mf.HookError, match=r"no file .*absent.pt on this rank"):
+    with raises(mf.HookError, tmp_path / "absent.pt"):
         edits.steer(tmp_path / "absent.pt")
-    with pytest.raises(mf.HookError, match=r"is a .safetensors or a .pt file"):
+    with raises(mf.HookError, "vector.npy", ".safetensors", ".pt"):
         edits.steer("vector.npy")
     (tmp_path / "v.safetensors").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
-    with pytest.raises(mf.HookError, match="pip install safetensors"):
+    with raises(mf.HookError, tmp_path / "v.safetensors", "pip install safetensors"):
         edits.steer(tmp_path / "v.safetensors")
 
 
@@ -222,7 +224,7 @@ def test_modules() -> None:
     (through,) = torch.autograd.grad(kept.sum(), given_x)
     (alone,) = torch.autograd.grad(adapter(given_x).sum(), given_x)
     assert torch.allclose(through, alone)
-    with pytest.raises(mf.HookError, match="no trainable module 'adaptor' is registered; nearest: adapter"):
+    with raises(mf.HookError, "low_rank('adaptor')", "adapter"):
         apply(edits.low_rank("adaptor"), x)
 
 
@@ -330,35 +332,40 @@ def test_a_vector_from_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "values"),
     [
-        (lambda: edits.parse("scael=2"), "no preset 'scael'; nearest: scale, .*; known: scale, steer"),
-        (lambda: edits.parse("scale=two"), "scale: factor='two' is not a number"),
-        (lambda: edits.parse("scale"), "scale needs factor: scale=..."),
-        (lambda: edits.parse("scale=2@3"), "scale has no place for '3'; it takes positions"),
-        (lambda: edits.parse("scale=2@factr=3"), "scale has no argument 'factr'"),
-        (lambda: edits.parse("ablate_heads=a"), "ablate_heads: which='a' is not indices"),
-        (lambda: edits.chain(), "no edits"),
-        (lambda: edits.clamp(), "no bound"),
-        (lambda: edits.scale(2.0, positions="last"), "positions='last'"),
-        (lambda: edits.project_out(torch.zeros(6)), "not all zero"),
-        (lambda: edits.project_out(torch.ones(2, 6)), "depend on each other"),
-        (lambda: apply(edits.scale(2.0, positions=5), tensor(5, 2, 6)), "positions: 5 is beyond a dim of 5"),
-        (lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6)), r"has dims \[s, b, h\], none of heads"),
-        (lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6), "s b nd"), "say how many|of=their number"),
-        (lambda: apply(edits.scale(2.0, positions=0), tensor(5, 6), "t h"), r"has dims \[t, h\], no 's'"),
-        (lambda: apply(edits.mean("e"), tensor(5, 2, 6)), "no 'e'"),
-        (lambda: apply(edits.steer(torch.ones(5)), tensor(5, 2, 6)), r"shape \(5,\) does not fit"),
-        (lambda: edits.steer(VECTOR).for_site(site(STREAM, ("s", "b", 32))), "has 32 features"),
-        (lambda: edits.project(VECTOR).for_site(site(STREAM, ("s", "b", 32))), "has 32 features"),
-        (lambda: apply(edits.swap(0, 2), tensor(5, 2, 6)), "has 2 samples"),
-        (lambda: apply(edits.scale(2.0), tensor(5, 6)), r"a tensor of 2 dims is not \[s, b, h\]"),
+        (lambda: edits.parse("scael=2"), ["scael", "scale", "steer", "splice"]),
+        (lambda: edits.parse("scale=two"), ["scale", "factor='two'"]),
+        (lambda: edits.parse("scale"), ["scale", "factor", "scale=..."]),
+        (lambda: edits.parse("scale=2@3"), ["scale", "'3'", "positions", "factor"]),
+        (lambda: edits.parse("scale=2@factr=3"), ["scale", "'factr'", "positions", "factor"]),
+        (lambda: edits.parse("ablate_heads=a"), ["ablate_heads", "which='a'", "0:4"]),
+        (lambda: edits.chain(), ["chain()"]),
+        (lambda: edits.clamp(), ["clamp()", "low=", "high="]),
+        (lambda: edits.scale(2.0, positions="last"), ["scale", "positions='last'"]),
+        (lambda: edits.project_out(torch.zeros(6)), ["project_out(<tensor 6 #92b3fa>)", "[h]", "[k, h]"]),
+        (lambda: edits.project_out(torch.ones(2, 6)), ["project_out(<tensor 2x6 #f23854>)"]),
+        (lambda: apply(edits.scale(2.0, positions=5), tensor(5, 2, 6)), ["positions", 5, -5, 4]),
+        (
+            lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6)),
+            ["ablate_heads", SITE, "[s, b, h]", "core_attention:output"],
+        ),
+        (
+            lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6), "s b nd"),
+            ["ablate_heads(0)", 6, "heads(..., of"],
+        ),
+        (lambda: apply(edits.scale(2.0, positions=0), tensor(5, 6), "t h"), ["scale", SITE, "[t, h]", "'s'"]),
+        (lambda: apply(edits.mean("e"), tensor(5, 2, 6)), ["mean", SITE, "[s, b, h]", "'e'"]),
+        (lambda: apply(edits.steer(torch.ones(5)), tensor(5, 2, 6)), ["(5,)", "(5, 2, 6)"]),
+        (lambda: edits.steer(VECTOR).for_site(site(STREAM, ("s", "b", 32))), ["steer", SITE, 32]),
+        (lambda: edits.project(VECTOR).for_site(site(STREAM, ("s", "b", 32))), ["project", SITE, 32]),
+        (lambda: apply(edits.swap(0, 2), tensor(5, 2, 6)), ["swap(0, 2)", 2]),
+        (lambda: apply(edits.scale(2.0), tensor(5, 6)), ["scale(2.0)", 2, "[s, b, h]"]),
     ],
 )
-def test_what_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(mf.HookError, match=words) as told:
+def test_what_is_refused(make: Any, values: list[object]) -> None:
+    with raises(mf.HookError, *values):
         make()
-    assert "\n" not in str(told.value)
 
 
 def test_presets_tell_what_they_are() -> None:
@@ -366,7 +373,7 @@ def test_presets_tell_what_they_are() -> None:
         return inputs
 
     hook = mf.HookFunction("decoder", editing_function=edits.scale(2.0, positions=-1) | own)
-    assert "editing by scale(2.0, positions=-1) | test_presets_tell" in hook.describe()
+    assert "scale(2.0, positions=-1) | test_presets_tell" in hook.describe()
     assert repr(own | edits.zero()).endswith("own | zero()")
     one, other = (repr(edits.steer(VECTOR * n)) for n in (1, 2))
     assert one.startswith("steer(<tensor 6 #")

@@ -92,7 +92,7 @@ class ChecksumRecord:
         self.bytes_checked += nbytes  # without a call: other threads add too
         for number, one, other, border in zip(numbers, found, expected, borders, strict=True):
             if one != other:
-                raise DumpError(_describe_damage(part, entry, number, *border))
+                raise DumpError(_describe_damage(part, entry, number, *border), path=part.path)
 
 
 def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.settings_file import read_settings_file
+from tests.support.messages import assert_names, raises
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -45,9 +48,10 @@ def unsaid(default: Any, given: Any) -> set[str]:
 def test_the_error_of_the_page(tmp_path: Path) -> None:
     page = (DOCS / "launch.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```text\nhooks.yaml(:.*)\n```", page, re.MULTILINE)
-    with pytest.raises(FlexError) as raised:
+    named = ":5", "dumps.0.evry", "every"
+    assert_names(shown, *named)
+    with raises(FlexError, *named):
         of(tmp_path, "sites: a\n\ndumps:\n  - path: b\n    evry: 3\n")
-    assert str(raised.value) == f"{tmp_path}/hooks.yaml{shown}"
 
 
 def test_only_what_is_said_is_there(tmp_path: Path) -> None:
@@ -92,89 +96,85 @@ def test_what_values_mean(text: str, field: str, value: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "values"),
     [
-        ("evry: 3", 1, "evry: no such key; nearest: every"),
-        ("sites: a\nzzzzzz: 3", 2, "zzzzzz: no such key; known: sites, every,"),
-        ("dumps:\n  - path: a\n  - {path: b,\n     evry: 3}", 4, "dumps.1.evry: no such key; nearest: every"),
-        ("edits:\n- edit: zero\n  sit: a", 3, "edits.0.sit: no such key; nearest: site, edit"),
-        ("statistics:\n  histogramm: no", 2, "statistics.histogramm: no such key; nearest: histogram"),
-        ("dumps:\n\n  - groups: [a]", 3, "dumps.0.path: is needed, and not there"),
-        ("every: 0", 1, "every: 0 is less than 1"),
-        ("every: x", 1, "every: 'x' is no whole number"),
-        ("every: yes", 1, "every: true is no number"),
-        ("sites: a\nevery:\n  x", 2, "every: 'x' is no whole number"),  # the key's line, not the value's
-        ("every: 1.5", 1, "every: '1.5' is no whole number"),
-        ("every: [1]", 1, "every: [1] is no whole number"),
-        ("every:", 1, "every: None is no whole number"),
-        ("gradients: maybe", 1, "gradients: 'maybe' is neither true nor false"),
-        ("on_error: ignore", 1, "on_error: 'ignore' is none of 'raise' or 'skip'"),
-        ("tokens: 0.5", 1, "tokens: tokens '0.5'"),
-        ("tokens: [a]", 1, "tokens: ['a'] is no text"),
-        ("tokens: true", 1, "tokens: True is no text"),
-        ("dumps: [{path: a, iterations: 1:x}]", 1, "dumps.0.iterations: numbers '1:x'"),
-        ("dumps: [{path: a, samples: '3,4:'}]", 1, "dumps.0.samples: numbers '3,4:'"),
-        ("dumps: [{path: ''}]", 1, "dumps.0.path: an empty word names nothing"),
-        ("sites: [a,\n b, '']", 2, "sites.2: an empty word names nothing"),
-        ("control: ''", 1, "control: an empty word names nothing"),
-        ("sites: {a: 1}", 1, "sites: {'a': 1} is no list"),
-        ("sites: 5", 1, "sites: 5 is no list"),
-        ("dumps: a", 1, "dumps: 'a' is no list"),
-        ("dumps: [a]", 1, "dumps.0: 'a' must map keys to values"),
-        ("statistics: folder", 1, "statistics: 'folder' must map keys to values"),
-        ("sites: a\nevery: 2\nsites: b", 3, "sites: is there twice, first on line 1"),
-        ("dumps:\n- path: a\n  path: b", 3, "dumps.0.path: is there twice, first on line 2"),
-        ("sites: a\nsites: a", 2, "sites: is there twice, first on line 1"),
-        ("? [a]\n: b", 1, "a key must be a name"),
-        ("- a\n- b", 1, "must map keys to values, such as `sites: [decoder.layers.*]`"),
-        ("\nword", 2, "must map keys to values"),
-        ("sites: &a [*a]", 1, "sites.0: holds itself"),
-        ("sites: !!python/name:os.system ''", 1, "sites: the tag tag:yaml.org,2002:python/name:os.system is"),
-        ("sites: !mine [a]", 1, "sites: the tag !mine is not read"),
-        ("sites: !!binary aGk=", 1, "sites: the tag tag:yaml.org,2002:binary is not read"),
-        ("statistics: !!python/dict {}", 1, "statistics: the tag"),
-        ("<<: {every: 2}", 1, "<<: no such key"),
-        ("sites: [a\nevery: 2", 2, "no YAML: "),
-        ("sites: a\n---\nsites: b", 2, "no YAML: but found another document"),
-        ("sites: *a", 1, "no YAML: found undefined alias 'a'"),
-        ("\tsites: a", 1, "no YAML: found character '\\t'"),
-        ("every: 0\nevry: 1", 1, "every: 0 is less than 1"),  # of two errors the first
-        ("evry: 1\nevery: 0", 1, "evry: no such key"),
+        ("evry: 3", 1, ["evry", "every"]),
+        ("sites: a\nzzzzzz: 3", 2, ["zzzzzz", "sites", "every"]),
+        ("dumps:\n  - path: a\n  - {path: b,\n     evry: 3}", 4, ["dumps.1.evry", "every"]),
+        ("edits:\n- edit: zero\n  sit: a", 3, ["edits.0.sit", "site"]),
+        ("statistics:\n  histogramm: no", 2, ["statistics.histogramm", "histogram"]),
+        ("dumps:\n\n  - groups: [a]", 3, ["dumps.0.path"]),
+        ("every: 0", 1, ["every", "0", "1"]),
+        ("every: x", 1, ["every", "'x'"]),
+        ("every: yes", 1, ["every", "true"]),
+        ("sites: a\nevery:\n  x", 2, ["every", "'x'"]),  # the key's line, not the value's
+        ("every: 1.5", 1, ["every", "'1.5'"]),
+        ("every: [1]", 1, ["every", "[1]"]),
+        ("every:", 1, ["every", "None"]),
+        ("gradients: maybe", 1, ["gradients", "'maybe'"]),
+        ("on_error: ignore", 1, ["on_error", "'ignore'", "'raise'", "'skip'"]),
+        ("tokens: 0.5", 1, ["tokens", "0.5", "0,5"]),
+        ("tokens: [a]", 1, ["tokens", "['a']"]),
+        ("tokens: true", 1, ["tokens", "True"]),
+        ("dumps: [{path: a, iterations: 1:x}]", 1, ["dumps.0.iterations", "'1:x'"]),
+        ("dumps: [{path: a, samples: '3,4:'}]", 1, ["dumps.0.samples", "3,4"]),
+        ("dumps: [{path: ''}]", 1, ["dumps.0.path"]),
+        ("sites: [a,\n b, '']", 2, ["sites.2"]),
+        ("control: ''", 1, ["control"]),
+        ("sites: {a: 1}", 1, ["sites", "{'a': 1}"]),
+        ("sites: 5", 1, ["sites", "5"]),
+        ("dumps: a", 1, ["dumps", "'a'"]),
+        ("dumps: [a]", 1, ["dumps.0", "'a'"]),
+        ("statistics: folder", 1, ["statistics", "'folder'"]),
+        ("sites: a\nevery: 2\nsites: b", 3, ["sites", "1"]),
+        ("dumps:\n- path: a\n  path: b", 3, ["dumps.0.path", "2"]),
+        ("sites: a\nsites: a", 2, ["sites", "1"]),
+        ("? [a]\n: b", 1, []),
+        ("- a\n- b", 1, ["sites: [decoder.layers.*]"]),
+        ("\nword", 2, ["sites: [decoder.layers.*]"]),
+        ("sites: &a [*a]", 1, ["sites.0"]),
+        ("sites: !!python/name:os.system ''", 1, ["sites", "tag:yaml.org,2002:python/name:os.system"]),
+        ("sites: !mine [a]", 1, ["sites", "!mine"]),
+        ("sites: !!binary aGk=", 1, ["sites", "tag:yaml.org,2002:binary"]),
+        ("statistics: !!python/dict {}", 1, ["statistics"]),
+        ("<<: {every: 2}", 1, ["<<"]),
+        ("sites: [a\nevery: 2", 2, []),
+        ("sites: a\n---\nsites: b", 2, []),
+        ("sites: *a", 1, ["'a'"]),
+        ("\tsites: a", 1, ["'\\t'"]),
+        ("every: 0\nevry: 1", 1, ["every", "0", "1"]),  # of two errors the first
+        ("evry: 1\nevery: 0", 1, ["evry"]),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(text: str, line: int, said: str, tmp_path: Path) -> None:
-    with pytest.raises(FlexError) as raised:
+def test_what_cannot_be_is_told_in_one_line(text: str, line: int, values: list[str], tmp_path: Path) -> None:
+    with raises(FlexError, f"{tmp_path}/hooks.yaml:{line}", *values) as raised:
         of(tmp_path, text)
-    message = str(raised.value)
-    assert message.startswith(f"{tmp_path}/hooks.yaml:{line}: {said}")
-    assert "\n" not in message
-    assert len(message) < 300
+    assert len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "values"),
     [
-        (b"", " is empty; write keys"),
-        (b"# only a comment\n", " is empty"),
-        (b"\xff\xfe\x00", ": byte 0 is no text in UTF-8"),
-        (b"every: 2\x00", ": special characters are not allowed at 8"),
+        (b"", []),
+        (b"# only a comment\n", []),
+        (b"\xff\xfe\x00", [0, "UTF-8"]),
+        (b"every: 2\x00", [8]),
     ],
 )
-def test_files_that_are_no_settings(content: bytes, said: str, tmp_path: Path) -> None:
-    with pytest.raises(FlexError) as raised:
+def test_files_that_are_no_settings(content: bytes, values: list[object], tmp_path: Path) -> None:
+    with raises(FlexError, f"{tmp_path}/hooks.yaml", *values):
         of(tmp_path, content)
-    assert str(raised.value).startswith(f"{tmp_path}/hooks.yaml{said}")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(FlexError, match=r"none\.yaml: No such file"):
+    with raises(FlexError, tmp_path / "none.yaml", os.strerror(errno.ENOENT)):
         read_settings_file(tmp_path / "none.yaml")
-    with pytest.raises(FlexError, match="Is a directory"):
+    with raises(FlexError, tmp_path, os.strerror(errno.EISDIR)):
         read_settings_file(tmp_path)
 
 
 def test_aliases_of_aliases_come_to_an_end(tmp_path: Path) -> None:
     levels = [f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 30)]
     text = "\n".join(["sites:", "  - &l0 [a, a]", *levels])
-    with pytest.raises(FlexError, match="there are more than 10000 values"):
+    with raises(FlexError, tmp_path / "hooks.yaml", 10000):
         of(tmp_path, text)

@@ -24,6 +24,7 @@ from megatron_flex.conversion.parameter_names import canonical_names
 from megatron_flex.conversion.rearrangement import clip_runs, find_runs
 from megatron_flex.errors import LayoutError
 from tests.support.hugging_face import COMMON, FAMILIES
+from tests.support.messages import assert_names, raises
 
 HEADS = Heads(4, 2)
 
@@ -45,17 +46,17 @@ def test_long_runs_are_one_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("join", "rows", "text"),
+    ("join", "rows", "values"),
     [
-        (QUERY_KEY_VALUE, 9, "9 rows do not divide into parts of 4, 2, 2"),
-        (GATE_UP, 7, "7 rows do not divide into parts of 1, 1"),
-        (Join(lambda parts, heads: parts[0][:-1], lambda heads: (1,)), 4, "does not use each row once"),
-        (Join(lambda parts, heads: parts[0].fill_(0), lambda heads: (1,)), 4, "does not use each row once"),
-        (FUSED_QUERY_KEY_VALUE, 9, "9 rows do not divide over 2 groups of heads"),
+        (QUERY_KEY_VALUE, 9, [9, "4, 2, 2"]),
+        (GATE_UP, 7, [7, "1, 1"]),
+        (Join(lambda parts, heads: parts[0][:-1], lambda heads: (1,)), 4, []),
+        (Join(lambda parts, heads: parts[0].fill_(0), lambda heads: (1,)), 4, []),
+        (FUSED_QUERY_KEY_VALUE, 9, [9, 2]),
     ],
 )
-def test_rearrangements_that_are_none(join: Join, rows: int, text: str) -> None:
-    with pytest.raises(LayoutError, match=text):
+def test_rearrangements_that_are_none(join: Join, rows: int, values: list[object]) -> None:
+    with raises(LayoutError, *values):
         find_runs(join, rows, HEADS)
 
 
@@ -127,16 +128,16 @@ REFUSALS = [
     ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "topk_group": 1}, "topk_group=1"),
     ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "rope_interleave": False}, "rope_interleave"),
-    ("Gemma2Config", {}, "gemma2 has no counterpart in Megatron: it normalizes .* caps its logits"),
-    ("Olmo2Config", {}, "olmo2 has no counterpart in Megatron: it normalizes"),
-    ("OlmoConfig", {}, "no conversion for the architecture 'olmo'; the table has gpt2, llama"),
+    ("Gemma2Config", {}, "gemma2"),
+    ("Olmo2Config", {}, "olmo2"),
+    ("OlmoConfig", {}, "'olmo'"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "settings", "text"), REFUSALS)
 def test_settings_without_counterpart(kind: str, settings: dict[str, Any], text: str) -> None:
     config = getattr(transformers, kind)(**settings)
-    with pytest.raises(mf.FlexError, match=text):
+    with raises(mf.FlexError, text):
         mf.config_from_hf(config)
 
 
@@ -169,23 +170,23 @@ def test_differences_of_settings() -> None:
     assert compare_settings(arguments, root) == ()
     root.config.activation_func = nn.functional.gelu
     root.config.layernorm_epsilon = 1e-6
-    assert compare_settings(arguments, root) == (
-        "layernorm_epsilon is 1e-06, not 1e-05",
-        "activation_func is gelu, not gelu(approximate='tanh')",
-    )
+    epsilon, activation = compare_settings(arguments, root)
+    assert_names(epsilon, "layernorm_epsilon", "1e-06", "1e-05")
+    assert_names(activation, "activation_func", "gelu", "gelu(approximate='tanh')")
     root.config.bias_activation_fusion = True  # the fused function computes the approximation
-    assert compare_settings(arguments, root) == ("layernorm_epsilon is 1e-06, not 1e-05",)
+    assert compare_settings(arguments, root) == (epsilon,)
     root.config.activation_func = partial(nn.functional.gelu, approximate="tanh")
     root.config.layernorm_epsilon = 1e-5
     root.position_embedding_type = "rope"
-    assert compare_settings(arguments, root) == ("position_embedding_type is rope, not learned_absolute",)
+    (embedding,) = compare_settings(arguments, root)
+    assert_names(embedding, "position_embedding_type", "rope", "learned_absolute")
 
 
 def test_nothing_but_a_folder_or_a_model_is_read() -> None:
-    for source, text in ((3, "a int is neither a model"), ("no/such", "no/such is no folder; download")):
-        with pytest.raises(mf.FlexError, match=text):
+    for source, named in ((3, "int"), ("no/such", "no/such")):
+        with raises(mf.FlexError, named):
             mf.config_from_hf(source)
-    with pytest.raises(mf.FlexError, match="Linear has no configuration"):
+    with raises(mf.FlexError, "Linear"):
         mf.config_from_hf(nn.Linear(2, 2))
 
 
@@ -194,7 +195,7 @@ def test_a_model_that_is_sharded_or_empty_is_refused() -> None:
 
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
-    with pytest.raises(mf.FlexError, match="weight of Linear is without memory, on meta"):
+    with raises(mf.FlexError, "weight", "Linear", "meta"):
         ModelWeights(empty)
 
     class Other(Tensor):
@@ -202,5 +203,5 @@ def test_a_model_that_is_sharded_or_empty_is_refused() -> None:
 
     kept = nn.Linear(2, 2)
     kept.register_buffer("other", torch.zeros(2).as_subclass(Other))
-    with pytest.raises(mf.FlexError, match="other of Linear is a Other; give a model that is on one device"):
+    with raises(mf.FlexError, "other", "Linear", "Other"):
         ModelWeights(kept)
