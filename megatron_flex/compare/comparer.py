@@ -23,7 +23,12 @@ from megatron_flex.compare.compared_dump import (
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
-from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
+from megatron_flex.compare.error_patterns import (
+    CONSTANT_FACTOR,
+    explain_divergence,
+    find_dim_shares,
+    find_holders,
+)
 from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
 from megatron_flex.compare.noise_scale import SCORES
 from megatron_flex.compare.parameter_drift import ParameterDrift
@@ -500,7 +505,7 @@ class _Comparer:
         noise = min(tested.floor, 0.5)
         patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
         evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
-        if any("constant factor" in p for p in patterns):
+        if any(p.startswith(CONSTANT_FACTOR) for p in patterns):
             evidence = [
                 o.evidence for o in tested.outcomes if o.evidence and o.test not in ("factor", "rows")
             ]

@@ -112,6 +112,9 @@ def find_wrong_entries(name: str, energy: Tensor, numbers: Sequence[int]) -> str
     return f"{len(wrong)} of {len(energy)} {name} differ: {_format_list([numbers[i] for i in wrong])}"
 
 
+CONSTANT_FACTOR = "B is A times a constant factor"  # the beginning of that pattern
+
+
 def find_constant_factor(
     ratio: float, rest: float, axes: Mapping[str, int], noise: float = 0.0, error: float = math.inf
 ) -> str:
@@ -145,9 +148,7 @@ def find_constant_factor(
         if wording:
             break
     digits = f"1 {'+' if ratio > 1 else '-'} {gap:.3g}" if gap < 1e-3 else f"{ratio:.6g}"
-    return f"B is A times a constant factor, {digits}" + (
-        f", which is {' or '.join(wording)}" if wording else ""
-    )
+    return f"{CONSTANT_FACTOR}, {digits}" + (f", which is {' or '.join(wording)}" if wording else "")
 
 
 def find_common_vector(name: str, difference: Tensor, scale: float) -> str:

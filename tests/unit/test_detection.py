@@ -59,7 +59,7 @@ def model() -> nn.Module:
 
 def test_a_plain_module_is_told_in_a_few_lines():
     found = mf.detect(nn.Linear(2, 2))
-    assert (found.framework, found.mesh) == ("plain", "one rank")
+    assert found.framework == "plain"
     lines = str(found).splitlines()
     assert lines[0].startswith("plain: ")
     assert_names(found, "mesh", "megatron-core")

@@ -108,12 +108,12 @@ transformers: Any = pytest.importorskip("transformers")
 
 
 REFUSALS = [
-    ("LlamaConfig", {"attention_bias": True}, "llama with attention_bias=True"),
+    ("LlamaConfig", {"attention_bias": True}, "attention_bias=True"),
     ("LlamaConfig", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
     (
         "Qwen3Config",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "qwen3 with rope_type='dynamic' has no counterpart in Megatron: GPTModel has the kinds default",
+        "rope_type='dynamic'",
     ),
     (
         "LlamaConfig",
@@ -123,7 +123,7 @@ REFUSALS = [
                 "original_max_position_embeddings": 4096,
             }
         },
-        "llama with rope_parameters",
+        "rope_parameters",
     ),
     ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "topk_group": 1}, "topk_group=1"),
@@ -195,7 +195,7 @@ def test_a_model_that_is_sharded_or_empty_is_refused() -> None:
 
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
-    with raises(mf.FlexError, "weight", "Linear", "meta"):
+    with raises(mf.FlexError, "weight", "Linear"):
         ModelWeights(empty)
 
     class Other(Tensor):

@@ -33,6 +33,7 @@ from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
 from tests.support import dump_roads, dumps
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
+from tests.support.messages import assert_names, raises
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_manifests_of_other_values(dump: Path, data: st.DataObject) -> None:
 
 def test_a_name_with_a_control_character(dump: Path) -> None:
     """Neither the writer nor the reader has such a name, so that every message is one line."""
-    with pytest.raises(DumpError, match=r"'a\\nb' cannot be dumped: .*rename the module"):
+    with raises(DumpError, r"'a\nb'"):
         SiteRecord("a\nb", {}, ())
     path = dump / "run-0000" / "manifest.json"
     before = path.read_text()
@@ -286,7 +287,7 @@ def test_a_name_with_a_control_character(dump: Path) -> None:
     told["sites"][0]["name"] = "\n"
     try:
         seal(path, told)
-        with pytest.raises(DumpError, match=r"name is .*n., and has a control character"):
+        with raises(DumpError, path, path=str(path)):
             mf.open_dump(dump)
     finally:
         path.write_text(before)
@@ -320,21 +321,24 @@ def with_header(path: Path, text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "values"),
     [
-        (b'{"a":1,"a":2}', "twice"),
-        (b'{"a":NaN}', "NaN"),
-        (b"[" * 100_000, "no dump's|damaged"),
-        (b'{"__metadata__":' + b"9" * 10_000 + b"}", "no dump's"),
-        (b"[]", "no dump's"),
-        (b'{"__metadata__":{"format":"other/9","index":"","crc":"0"}}', "other/9.*newer"),
-        (b'{"__metadata__":{"format":"megatron_flex.dump/9","index":"","crc":"0"}}', "dump/9.*newer"),
-        (b"\xff\xfe{}", "no dump's"),
+        (b'{"a":1,"a":2}', []),
+        (b'{"a":NaN}', ["NaN"]),
+        (b"[" * 100_000, []),
+        (b'{"__metadata__":' + b"9" * 10_000 + b"}", []),
+        (b"[]", []),
+        (b'{"__metadata__":{"format":"other/9","index":"","crc":"0"}}', ["'other/9'"]),
+        (
+            b'{"__metadata__":{"format":"megatron_flex.dump/9","index":"","crc":"0"}}',
+            ["'megatron_flex.dump/9'"],
+        ),
+        (b"\xff\xfe{}", []),
     ],
 )
-def test_headers_that_are_none(dump: Path, text: bytes, why: str) -> None:
+def test_headers_that_are_none(dump: Path, text: bytes, values: list[str]) -> None:
     with_header(first_part(dump), text)
-    with pytest.raises(DumpError, match=why):
+    with raises(DumpError, first_part(dump), *values, path=str(first_part(dump))):
         read_part(first_part(dump))
 
 
@@ -342,7 +346,7 @@ def test_headers_that_are_none(dump: Path, text: bytes, why: str) -> None:
 def test_lengths_that_are_none(dump: Path, length: int) -> None:
     path = first_part(dump)
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    with little_memory(256), pytest.raises(DumpError, match=r"damaged|no dump's"):
+    with little_memory(256), raises(DumpError, path, path=str(path)):
         read_part(path)
 
 
@@ -350,7 +354,7 @@ def test_versions_that_are_not_known(dump: Path) -> None:
     path = dump / "run-0000" / "manifest.json"
     told = json.loads(path.read_text())
     seal(path, {**told, "version": 7})
-    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads versions 1 to 3: use .* newer"):
+    with raises(DumpError, 7, 1, 3, path=str(path)):
         mf.open_dump(dump)
 
 
@@ -360,7 +364,7 @@ def test_a_header_that_says_something_else_has_another_checksum(dump: Path) -> N
     whole = path.read_bytes()
     assert rb"\"microbatch\":0" in whole
     path.write_bytes(whole.replace(rb"\"microbatch\":0", rb"\"microbatch\":1"))
-    with pytest.raises(DumpError, match="the checksum of its header is wrong"):
+    with raises(DumpError, path, path=str(path)):
         read_part(path)
 
 
@@ -370,14 +374,14 @@ def test_overlapping_tensors(dump: Path) -> None:
         told[names[1]]["data_offsets"] = list(told[names[0]]["data_offsets"])
 
     rewrite(first_part(dump), change)
-    with pytest.raises(DumpError, match="does not lie in the file"):
+    with raises(DumpError, path=str(first_part(dump))):
         read_part(first_part(dump))
 
 
 def test_a_part_of_another_rank(dump: Path) -> None:
     first, second, *_ = sorted(dump.rglob("0000000000/*.safetensors"))
     first.write_bytes(second.read_bytes())
-    with pytest.raises(DumpError, match="it was moved"):
+    with raises(DumpError, first, path=str(first)):
         read_all(dump)
 
 
@@ -402,7 +406,7 @@ def test_shapes_that_their_bytes_do_not_have(tmp_path: Path, shape: list[int]) -
         index["entries"][0 if 0 not in shape else 1]["shape"] = shape
 
     rewrite(first_part(path), change)
-    with little_memory(256), pytest.raises(DumpError, match=r"has shape .*, and its index says"):
+    with little_memory(256), raises(DumpError, path=str(first_part(path))):
         read_part(first_part(path))
 
 
@@ -411,7 +415,7 @@ def test_picked_tokens_of_shapes_that_nobody_has(dump: Path) -> None:
         index["entries"][0]["shape"][:2] = [1 << 20, 1 << 20]
 
     rewrite(first_part(dump), change)
-    with little_memory(256), pytest.raises(DumpError, match="and its index says"):
+    with little_memory(256), raises(DumpError, path=str(first_part(dump))):
         read_all(dump)
 
 
@@ -444,7 +448,7 @@ def test_a_slice_of_version_1_is_compared_too(tmp_path: Path) -> None:
     dump_roads.old(path)
     one = next(s for s in dump_roads.stored(path) if "shared_experts" in s.tensor)
     dump_roads.flip(one.file, one.first + one.size - 1)
-    with mf.open_dump(path) as dump, pytest.raises(DumpError, match="block 0 of 1 is wrong"):
+    with mf.open_dump(path) as dump, raises(DumpError, "0 of 1", path=str(one.file)):
         dump[one.tensor.partition("|")[0]][0, 0, 0].torch()
 
 
@@ -463,10 +467,10 @@ def test_a_dump_of_version_2_is_read_by_its_blocks(tmp_path: Path, at: int) -> N
     assert one.size == 163_840
     dump_roads.flip(one.file, one.first + at)
     block = at >> 16
-    with mf.open_dump(path) as dump, pytest.raises(DumpError, match=f"of block {block} of 3 is wrong"):
+    with mf.open_dump(path) as dump, raises(DumpError, f"{block} of 3", path=str(one.file)):
         dump["a"].torch()
     (finding,) = verify_dump(path).findings
-    assert f"is wrong in block {block} of 3" in finding.text
+    assert_names(finding.text, f"{block} of 3")
     dump_roads.flip(one.file, one.first + at)
     with mf.open_dump(path) as dump:
         dump["a"][0, :1, :1].torch()  # the first 16 KiB of each shard
@@ -480,7 +484,7 @@ def test_a_changed_text_of_version_2_is_damage(tmp_path: Path, damaged: str) -> 
     shutil.copytree(dump_roads.OLD.parent / "dump_v2", path)
     file = next(path.rglob(damaged))
     file.write_bytes(file.read_bytes().replace(b"4h", b"5h", 1))
-    with pytest.raises(DumpError, match=rf"{file.name}: .*checksum.* is wrong: it is damaged"):
+    with raises(DumpError, file, path=str(file)):
         mf.open_dump(path)["a"].torch()
     assert not verify_dump(path).good
 
@@ -548,6 +552,6 @@ def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["a\nb", "\u2028", "\x85"])
 def test_a_key_that_breaks_lines_is_escaped(key: str) -> None:
-    with pytest.raises(ValueError, match="is '1', and not str") as caught:
+    with raises(ValueError, "'1'", "str") as caught:
         check_form({key: 1}, {"*": "str"})
     assert len(str(caught.value).splitlines()) == 1
