@@ -297,8 +297,7 @@ def test_which_iterations_are_gone_is_known_by_settings_and_steps(
 def test_numbers_that_cannot_be_are_not_counted_one_by_one(dump: Path) -> None:
     """A folder's name is anybody's: finding what is not there takes no longer for it."""
     (dump / "run-0001" / f"{10**17:010d}").mkdir()
-    (told,) = (line for line in listed(dump) if "between others" in line)
-    assert "iterations 8, 9, 10" in told
+    assert any_names(listed(dump), "8, 9, 10")
 
 
 # -- folders under other names
