@@ -107,7 +107,7 @@ def test_enabling_is_counted():
     assert torch.cuda.synchronize is stand_in
     cpu.disable()
     assert torch.cuda.synchronize is original
-    with pytest.raises(FlexError, match="not enabled"):
+    with raises(FlexError, "enable()"):
         cpu.disable()
 
 
@@ -120,9 +120,8 @@ def test_runtime_is_left_on_error():
 def test_a_gpu_is_refused_unless_forced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = everything()
-    with pytest.raises(FlexError, match="GPU is present") as raised:
+    with raises(FlexError, "GPU", "force=True"):
         cpu.enable()
-    assert "\n" not in str(raised.value)
     assert differences(before, everything()) == []
     with cpu.runtime(force=True):
         assert torch.zeros(1, device="cuda").device.type == "cpu"
