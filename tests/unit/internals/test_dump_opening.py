@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +17,6 @@ from megatron_flex.dump.schema import MANIFEST_NAME
 from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
-from tests.support.messages import assert_names
 
 
 def manifest(ranks: int = 2, **more: Any) -> Manifest:
@@ -147,18 +145,18 @@ def test_what_killed_runs_leave_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_other_dumps_and_other_folders_are_refused(tmp_path: Path) -> None:
     opened(tmp_path / "dump")
-    assert_names(refused(tmp_path / "dump", identity="other"), tmp_path / "dump")
+    assert "another model's dump" in refused(tmp_path / "dump", identity="other")
     other = Dump("x", "x", tokens=slice(None, None, 2)).to_json()
     assert "tokens=None" in refused(tmp_path / "dump", settings=other)
     opened(tmp_path / "dump", settings=Dump("x", "x", every=3, iterations=range(5)).to_json())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("words")
-    assert_names(refused(tmp_path / "full"), tmp_path / "full", "'thesis.tex'")
+    assert "is no dump, and not empty ('thesis.tex')" in refused(tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
     (tmp_path / "file").write_text("")
-    assert_names(refused(tmp_path / "file"), tmp_path / "file", os.strerror(errno.EEXIST))
+    assert "no dump can be written there: File exists" in refused(tmp_path / "file")
     assert "Not a directory" in refused(tmp_path / "file" / "below")
-    assert_names(refused(Path("/proc/dump")), "/proc/dump")
+    assert "no dump can be written there" in refused(Path("/proc/dump"))
     assert "null" in refused(Path("a\0b"))
 
 
@@ -185,9 +183,10 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = opened(tmp_path)
     assert find_access_problem(tmp_path, told) == ""
-    other = find_access_problem(tmp_path, replace(told, created="later"))
-    absent = find_access_problem(tmp_path, replace(told, run=7), 0.0)
-    assert len({"", other, absent}) == 3
+    assert (
+        find_access_problem(tmp_path, replace(told, created="later")) == "found another folder of that name"
+    )
+    assert find_access_problem(tmp_path, replace(told, run=7), 0.0) == "cannot see it"
     assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == "cannot see it"
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
     assert find_access_problem(tmp_path, told) == "may not write to it"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
-import os
 from collections.abc import Mapping
 from itertools import product
 from math import prod
@@ -26,7 +24,6 @@ from megatron_flex.dump.size_estimate import (
 from megatron_flex.layout import Cut, replicated
 from megatron_flex.mesh import Axis
 from megatron_flex.progress import format_bytes
-from tests.support.messages import raises
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -178,7 +175,7 @@ def test_bytes_in_words(count: int, words: str) -> None:
 
 
 def test_an_estimate_of_nothing_says_so() -> None:
-    with raises(FlexError):
+    with pytest.raises(FlexError, match="name sites"):
         estimate_dump_size(mesh_at({}, {}), [])
 
 
@@ -263,48 +260,48 @@ def test_casts_gradients_and_iterations() -> None:
 
 
 WRONG = [
-    ({"num_layer": 3}, ["'num_layer'", "num_layers"]),
-    ({"num_attention_heads": 5}, ["num_attention_heads=5", 2]),
-    ({"hidden_size": 66}, ["hidden_size=66", 4, "num_attention_heads"]),
-    ({"context_parallel_size": 3}, ["seq_length=32", 6, 36]),
-    ({"world_size": 7}, ["world_size=7", 2, 6]),
-    ({"global_batch_size": 3}, ["global_batch_size=3", 2]),
-    ({"normalization": "Norm"}, ["normalization='Norm'"]),
-    ({"num_layers": "many"}, ["num_layers='many'"]),
-    ({"vocab_size": None}, ["vocab_size", "padded_vocab_size"]),
-    ({"pipeline_model_parallel_size": 3}, ["Megatron"]),
-    ({"num_experts": 4, "expert_model_parallel_size": 3}, ["num_experts=4", 3]),
-    ({"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", 1]),
-    ({"bf16": True, "fp16": True}, ["Megatron", "`assert not args.bf16`"]),
+    ({"num_layer": 3}, "no argument 'num_layer'; nearest: num_layers"),
+    ({"num_attention_heads": 5}, "num_attention_heads=5 must divide by 2"),
+    ({"hidden_size": 66}, "hidden_size=66 must divide by 4, num_attention_heads"),
+    ({"context_parallel_size": 3}, "seq_length=32 must divide by 6.*nearest: 36"),
+    ({"world_size": 7}, "world_size=7 must be 2 .*nearest: 6"),
+    ({"global_batch_size": 3}, "global_batch_size=3 must divide by 2"),
+    ({"normalization": "Norm"}, "normalization='Norm' is none of"),
+    ({"num_layers": "many"}, "num_layers='many'"),
+    ({"vocab_size": None}, "give vocab_size or padded_vocab_size"),
+    ({"pipeline_model_parallel_size": 3}, "Megatron refuses this configuration: .*divisible"),
+    ({"num_experts": 4, "expert_model_parallel_size": 3}, "num_experts=4 must divide by 3"),
+    ({"tensor_model_parallel_size": 0}, "at least 1"),
+    ({"bf16": True, "fp16": True}, "Megatron refuses this configuration: the rule `assert not args.bf16`"),
 ]
 
 
-@pytest.mark.parametrize(("change", "values"), WRONG, ids=lambda x: str(x)[:40])
-def test_what_cannot_be_says_value_rule_and_fix(change: dict[str, Any], values: list[object]) -> None:
-    with raises(FlexError, *values):
+@pytest.mark.parametrize(("change", "said"), WRONG, ids=lambda x: str(x)[:40])
+def test_what_cannot_be_says_value_rule_and_fix(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlexError, match=said):
         dump_estimate({**BASE, "tensor_model_parallel_size": 2, **change}, "decoder.layers.*")
 
 
 def test_wrong_words_of_an_estimate(tmp_path: Path) -> None:
-    with raises(SiteError, site="encoder.layers.*"):
+    with pytest.raises(SiteError, match="matches no site"):
         dump_estimate(BASE, "encoder.layers.*")
-    with raises(FlexError, "TEDotProductAttention"):
+    with pytest.raises(FlexError, match="cannot be dumped: TEDotProductAttention keeps"):
         dump_estimate(BASE, "decoder.layers.0.self_attention.core_attention:scores")
-    with raises(FlexError, "'--num-layer'", "--num-layers"):
+    with pytest.raises(FlexError, match="no flag '--num-layer'; nearest: --num-layers"):
         dump_estimate(["--num-layer", "3"], "decoder.layers.*")
-    with raises(FlexError, "'tensor'"):
+    with pytest.raises(FlexError, match="no axis 'tensor'"):
         dump_estimate(BASE, "decoder.layers.*", mesh={"tensor": 2})
-    with raises(FlexError, 1.5):
+    with pytest.raises(FlexError, match="fraction"):
         dump_estimate(BASE, "decoder.layers.*", tokens=1.5)
-    with raises(FlexError, "microbatches=2", 1):
+    with pytest.raises(FlexError, match="microbatches=2: an iteration has 1"):
         dump_estimate(BASE, "decoder.layers.*", microbatches=2)
-    with raises(FlexError, tmp_path / "none.yaml", os.strerror(errno.ENOENT)):
+    with pytest.raises(FlexError, match="No such file"):
         dump_estimate(tmp_path / "none.yaml", "decoder.layers.*")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    with raises(FlexError, tmp_path / "list.yaml", "list"):
+    with pytest.raises(FlexError, match="holds a list"):
         dump_estimate(tmp_path / "list.yaml", "decoder.layers.*")
     (tmp_path / "torn.json").write_text("{")
-    with raises(FlexError, tmp_path / "torn.json", "JSON", "YAML"):
+    with pytest.raises(FlexError, match="no JSON or YAML"):
         dump_estimate(tmp_path / "torn.json", "decoder.layers.*")
 
 
@@ -333,7 +330,7 @@ def test_an_estimate_needs_a_process_without_groups() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with raises(FlexError):
+        with pytest.raises(FlexError, match="in a process of its own"):
             dump_estimate(BASE, "decoder.layers.*")
     finally:
         dist.destroy_process_group()
@@ -345,7 +342,7 @@ def test_local_shapes() -> None:
     turned = Layout((Dim("s", (Cut("tp"),)), Dim("b"), Dim("h")), permute=(1, 0, 2))
     assert compute_local_shape(turned, (2, 24, 4), sizes) == (12, 2, 4)
     assert prod(compute_local_shape(COPIES, (4, 4, 2), {"tp": 4})) == 16
-    with raises(FlexError, 25):
+    with pytest.raises(FlexError, match="do not divide"):
         compute_local_shape(CUT, (25, 2, 4), sizes)
 
 
@@ -439,25 +436,25 @@ def test_dumps_and_statistics_are_rows_beside_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hooks", "values"),
+    ("hooks", "said"),
     [
-        ({"read": "decoder.layers.0@position=3"}, ["'position=3'", "positions"]),
-        ({"read": "decoder.layers.0@positions=a"}, ["'a'"]),
-        ({"read": "@positions=3"}, ["@positions=3"]),
-        ({"edit": "decoder.layers.0"}, ["decoder.layers.0", "PATTERN=general"]),
-        ({"edit": "decoder.layers.0=scal=2"}, ["'scal'", "scale"]),
-        ({"read": "decoder.layers.0@heads=1"}, ["decoder.layers.0:output"]),
-        ({"read": "encoder.*"}, ["encoder.*"]),
-        ({}, ["read", "edit"]),
+        ({"read": "decoder.layers.0@position=3"}, "'position=3'; nearest: positions"),
+        ({"read": "decoder.layers.0@positions=a"}, "'a' are no indices"),
+        ({"read": "@positions=3"}, "names no site"),
+        ({"edit": "decoder.layers.0"}, "write PATTERN=general"),
+        ({"edit": "decoder.layers.0=scal=2"}, "no preset 'scal'; nearest: scale"),
+        ({"read": "decoder.layers.0@heads=1"}, "heads"),
+        ({"read": "encoder.*"}, "matches no site"),
+        ({}, "nothing to estimate"),
     ],
 )
-def test_wrong_words_of_hooks(hooks: dict[str, str], values: list[str]) -> None:
-    with raises(FlexError, *values):
+def test_wrong_words_of_hooks(hooks: dict[str, str], said: str) -> None:
+    with pytest.raises(FlexError, match=said):
         hook_estimate(BASE, **hooks)
 
 
 def test_links_are_numbers_above_zero() -> None:
     from megatron_flex.launch.estimate import Links
 
-    with raises(FlexError, "nvlink=0"):
+    with pytest.raises(FlexError, match="nvlink=0"):
         Links(nvlink=0)
