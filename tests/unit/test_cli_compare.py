@@ -199,8 +199,8 @@ def test_an_estimate_that_cannot_be_is_told_in_one_line(command):
     pytest.importorskip("megatron.core")
     for words, values in (
         (["-s", "decoder.layer.*"], ["decoder.layer.*"]),
-        (["-s", FC1, "--mesh", "tp=x"], ["--mesh tp=x", "AXIS=N"]),
-        (["-s", FC1, "--tokens", "x"], ["--tokens x"]),
+        (["-s", FC1, "--mesh", "tp=x"], ["--mesh", "tp", "'x'"]),
+        (["-s", FC1, "--tokens", "x"], ["--tokens 'x'"]),
         (["-s", FC1, "--config", "run.yaml"], ["--config FILE", "--"]),
     ):
         done = command("estimate", *words, "--", *GPT)
