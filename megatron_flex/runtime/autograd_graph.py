@@ -119,7 +119,12 @@ def find_upstream_parameters(node: Any) -> list[nn.Parameter]:
 
 def clear_zero_gradients(parameters: list[nn.Parameter]) -> None:
     """Set the gradients of these parameters, which had none before, to None again if they are all zeros."""
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None and grad.layout is torch.strided and not bool(grad.detach().any()):
-            parameter.grad = None
+    known = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+    by_device: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = {}
+    for parameter, grad in known:
+        by_device.setdefault(grad.device, []).append((parameter, grad))
+    for found in by_device.values():  # one synchronization of each device
+        filled = torch.stack([grad.detach().any() for _, grad in found]).tolist()
+        for (parameter, _), full in zip(found, filled, strict=True):
+            if not full:
+                parameter.grad = None

@@ -13,6 +13,7 @@ import inspect
 import os
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
@@ -27,6 +28,7 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,6 +58,7 @@ BRACKETS: dict[type, tuple[str, str]] = {
     dict: ("{", "}"),
 }
 GENERATORS = (torch.Generator, random.Random)
+RECORDS = (SimpleNamespace, Namespace)  # of the standard library, with attributes of a person's
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
@@ -225,11 +228,31 @@ class _TraitReader:
                 continue
             if name != "__class__" and (wrapped is None or value is not wrapped):
                 self._value("closure variable", name, value)
+                self._attributes_read(function, name, value)
         for name in _globals_read(function.__code__):
             value = function.__globals__.get(name, function)
             beside = isinstance(value, FunctionType) and value.__globals__ is function.__globals__
             if value is not function and (beside or _is_simple(value)):
                 self._value("global", name, value)
+            else:
+                self._attributes_read(function, name, value)
+
+    def _attributes_read(self, function: FunctionType, name: str, value: Any) -> None:
+        """Read the attributes of an object, such as a person's settings, that a function names.
+
+        Others are not compared: settings of a framework have the rank too.
+        """
+        library = type(value).__module__.partition(".")[0] in LIBRARIES and type(value) not in RECORDS
+        if (
+            name in self._allowed
+            or library
+            or isinstance(value, (type, nn.Module))
+            or _is_persons(type(value))
+        ):
+            return
+        names = {n for c in _nested(function.__code__) for n in c.co_names}
+        for attribute in sorted(names & getattr(value, "__dict__", {}).keys()):
+            self._value("attribute", f"{name}.{attribute}", value.__dict__[attribute])
 
     def _code_of(self, functions: Sequence[FunctionType]) -> None:
         """Read the code of several functions together, which must be the same."""

@@ -454,7 +454,8 @@ class Session:
     def call_ends(self, failed: bool) -> None:
         """End a call of the model outside a schedule; its backward pass may follow."""
         if self._in_schedule:
-            self.context_relay.forward_ends()
+            if self.registry.active:
+                self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_ends)
             self._recorder.gather_if_large()
             return
         self._in_call = False

@@ -179,3 +179,39 @@ def test_statistics_that_one_rank_cannot_measure() -> None:
     answers = run(2, unmeasured, PAIR, timeout=SECONDS)
     check(answers, 2, "on purpose", "iteration 2", f"(on rank {RANK})")
     assert all(a["order"] == [0, 1, 3, 4] for a in answers)
+
+
+# -- values of the context -----------------------------------------------------------------------------
+
+
+def unsent(case: Case) -> dict[str, Any]:
+    """Two steps of one call each; in the first one rank cannot send the values that edits share."""
+    import megatron_flex as mf
+    from megatron_flex.runtime.context.context_relay import ContextRelay
+
+    def fails(self: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    chunks = ranks.start(case)
+    flex = mf.FlexModel(chunks)
+    flex.session.add(mf.HookFunction(SITE))
+    if dist.get_rank() == RANK:
+        changes.setattr(ContextRelay, "forward_ends", fails)
+    texts = []
+    start = time.monotonic()
+    for _ in range(2):
+        try:
+            with flex.step():
+                ranks.call(chunks)
+            texts.append("")
+        except mf.HookError as error:
+            texts.append(str(error))
+        changes.undo()
+    flex.session.close()
+    return {"texts": texts, "seconds": time.monotonic() - start}
+
+
+def test_values_that_one_rank_cannot_send_at_the_end_of_a_call() -> None:
+    answers = run(2, unsent, PAIR, timeout=SECONDS)
+    check(answers, 0, "on purpose", f"(on rank {RANK})")
+    assert all(a["texts"][1] == "" for a in answers)

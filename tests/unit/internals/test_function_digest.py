@@ -8,6 +8,7 @@ import pathlib
 import random
 from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,15 @@ def wrapped(scale: float) -> Any:
     return around
 
 
+class Settings:
+    def __init__(self, scale: float, rank: int = 0) -> None:
+        self.scale, self.rank = scale, rank
+
+
+def configured(settings: Any) -> Any:
+    return lambda module, inputs, save_ctx, modules: inputs * settings.scale
+
+
 # By what it is called, a function of which that differs with the number.
 DIFFERENT: dict[str, tuple[str, Callable[[int], Any]]] = {
     "number": ("closure variable 'value'", closing),
@@ -196,6 +206,12 @@ DIFFERENT: dict[str, tuple[str, Callable[[int], Any]]] = {
     "parameter": ("attribute 'linear'", lambda n: Net(1, n)),
     "attribute of a module": ("attribute 'scale'", lambda n: Net(n, 1)),
     "global": ("global 'GLOBAL'", lambda n: compiled("def edit(m, x, c, t): return x * GLOBAL", GLOBAL=n)),
+    "attribute of an object": ("attribute 'settings.scale'", lambda n: configured(SimpleNamespace(scale=n))),
+    "attribute of a person's object": ("attribute 'settings.scale'", lambda n: configured(Settings(n))),
+    "attribute of a global": (
+        "attribute 'GLOBAL.scale'",
+        lambda n: compiled("def edit(m, x, c, t): return x * GLOBAL.scale", GLOBAL=SimpleNamespace(scale=n)),
+    ),
     "in a chain": ("closure variable 'value'", lambda n: edits.scale(2.0) | closing(n)),
     "on parts": ("closure variable 'value'", lambda n: mf.local()(closing(n))),
 }
@@ -252,6 +268,7 @@ def test_declaring() -> None:
 def test_attributes_that_are_not_read_do_not_count() -> None:
     assert digest_function(Scaled(1.0, rank=0)) == digest_function(Scaled(1.0, rank=1))
     assert digest_function(Scaled(1.0, rank=0).edit) == digest_function(Scaled(1.0, rank=1).edit)
+    assert digest_function(configured(Settings(1.0, 0))) == digest_function(configured(Settings(1.0, 1)))
 
 
 def test_what_is_of_the_model_does_not_count() -> None:
