@@ -22,6 +22,7 @@ from megatron_flex.dump.expert_routing import (
 from megatron_flex.dump.schema import layout_from_json, layout_to_json
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, ExpertChoice, Layout, extract
+from tests.support.messages import raises
 
 FEATURES = 8
 LAYOUTS = {
@@ -198,7 +199,7 @@ def test_what_is_no_decision(told: Any) -> None:
     _, choice = ranks.choices(ranks.route(2, 1), 2)[0]
     good = choice_to_json(choice)
     broken = {**good, **told} if isinstance(told, dict) and told else told
-    with pytest.raises(DumpError, match="damaged"):
+    with raises(DumpError):
         choice_from_json(
             broken,
             pack_choice(choice.chosen)[:, :0]
@@ -212,13 +213,13 @@ def test_what_is_missing_is_named() -> None:
     chosen = ranks.route(2, 3)
     choices = ranks.choices(chosen, 2)
     rows = ranks.rows(chosen, LAYOUTS["the same"], None)
-    with pytest.raises(DumpError, match=r"no router's decision of the rank at \(edp, ep, etp\)=\(0, 1, 0\)"):
+    with raises(DumpError, "(edp, ep, etp)=(0, 1, 0)"):
         ExpertRouting(choices[:1], ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
     del rows[0, 1, 0]
-    with pytest.raises(DumpError, match="no rows of the ranks at edp=0, ep=1"):
+    with raises(DumpError, "edp=0", "ep=1"):
         ExpertRouting(choices, ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
     other = replace(choices[1][1], chosen=choices[1][1].chosen[:, :2])
-    with pytest.raises(DumpError, match=r"among \[2, 4\] experts"):
+    with raises(DumpError, "[2, 4]"):
         ExpertRouting([choices[0], (choices[1][0], other)], ranks.sizes)
 
 
@@ -242,5 +243,5 @@ def test_nasty_decisions_are_refused_or_harmless(key: str, value: Any) -> None:
             [(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes
         )
         assert len(routing.rows(0).row) == int(chosen[0].sum())
-    with pytest.raises(DumpError, match="rows of expert"):
+    with raises(DumpError, 4 if key == "slots" else -1):
         ExpertRouting(ranks.choices(chosen, 2), ranks.sizes).rows(0, 4 if key == "slots" else -1)
