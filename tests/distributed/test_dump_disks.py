@@ -75,7 +75,7 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
             raised.append((STEPS, str(error)))
     same = all(torch.equal(a, b) for a, b in zip(bare.parameters(), net.parameters(), strict=True))
     told = [str(w.message) for w in found if issubclass(w.category, mf.FlexWarning)]
-    return {"same": same, "raised": raised, "warned": [t for t in told if "cannot be written" in t]}
+    return {"same": same, "raised": raised, "warned": [t for t in told if "No space left on device" in t]}
 
 
 def _drain(flex: mf.FlexModel) -> None:
@@ -90,7 +90,6 @@ def test_a_full_disk_of_one_rank_costs_iterations_and_a_warning(tmp_path: Path) 
     assert second["same"]
     assert (first["raised"], second["raised"], first["warned"]) == ([], [], [])
     assert len(second["warned"]) == 1
-    assert_names(second["warned"][0], "No space left on device")
     assert "0000000002" in second["warned"][0]
     with mf.open_dump(tmp_path) as dump:
         assert dump.iterations == [0, 1, 5, 6, 7]

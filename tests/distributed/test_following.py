@@ -262,7 +262,7 @@ def test_what_is_not_known() -> None:
     words = [m for m, _ in first]
     for message in words[:2]:
         assert "sorted:" in message
-        assert_names(message, "dim 2", "tp")
+        assert_names(message, 2, "tp")
         assert "expected_shape" in message
     assert_names(words[2], "own:output", "[d0, d1, d2]", "tp")
     assert first[3] == ("", (2, 3, llama.FFN)), "a person knows better"
