@@ -390,10 +390,17 @@ class SliceRecord:
 
 @dataclass(frozen=True, slots=True)
 class RandomRecord:
-    """A selection of positions at random; the attributes are those of `RandomTokens`."""
+    """A selection of positions at random.
+
+    Attributes:
+        sampled: the `count` of `RandomTokens`.
+        seed: of `RandomTokens`.
+        method: how positions were drawn; empty in dumps that were made when torch.randperm drew them.
+    """
 
     sampled: int
     seed: int
+    method: str = ""
 
 
 def derive_forms(version: int) -> dict[str, Form]:

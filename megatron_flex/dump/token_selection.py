@@ -5,7 +5,6 @@ Positions and samples are those of the full tensor: a rank keeps the selected on
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_flex.dump.hashed_order import METHOD, draw_positions
 from megatron_flex.dump.json_form import check_form, has_fields, pick_known, to_json
 from megatron_flex.dump.schema import RandomRecord, SliceRecord, read_settings
 from megatron_flex.errors import DumpError, FlexError
@@ -93,13 +93,10 @@ class RandomTokens:
 
         Examples:
             >>> sampled(4).positions(length=16, iteration=0, sample=0)
-            [3, 9, 11, 14]
+            [0, 1, 8, 9]
         """
-        data = f"{self.seed}/{iteration}/{sample}".encode()
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-        )
-        return sorted(torch.randperm(length, generator=generator)[: self.count].tolist())
+        drawn: list[int] = draw_positions(self.count, length, self.seed, iteration, [sample])[0].tolist()
+        return drawn
 
 
 TokenSelection = slice | tuple[int, ...] | RandomTokens | None
@@ -122,16 +119,25 @@ def tokens_to_json(tokens: TokenSelection) -> Any:
     if isinstance(tokens, slice):
         return to_json(SliceRecord([tokens.start, tokens.stop, tokens.step]))
     if isinstance(tokens, RandomTokens):
-        return to_json(RandomRecord(tokens.count, tokens.seed))
+        return to_json(RandomRecord(tokens.count, tokens.seed, METHOD))
     return None if tokens is None else list(tokens)
 
 
 def tokens_from_json(data: Any) -> TokenSelection:
-    """Convert the result of `tokens_to_json` back to a selection."""
+    """Convert the result of `tokens_to_json` back to a selection.
+
+    Raises:
+        DumpError: the positions were drawn in another way.
+    """
     if isinstance(data, dict):
         if has_fields(SliceRecord, data):
             return slice(*pick_known(SliceRecord, data).slice)
         found = pick_known(RandomRecord, data)
+        if found.method != METHOD:
+            raise DumpError(
+                f"the positions of this dump were drawn by {found.method or 'torch.randperm'}, not by "
+                f"{METHOD}, so that they are not known; read it with the version that wrote it, or dump again"
+            )
         return RandomTokens(int(found.sampled), int(found.seed))
     return None if data is None else tuple(int(p) for p in data)
 
@@ -139,7 +145,7 @@ def tokens_from_json(data: Any) -> TokenSelection:
 def select_positions(tokens: TokenSelection, length: int, iteration: int, sample: int) -> list[int]:
     """Return the kept positions of a sample of `length` tokens, in ascending order."""
     if isinstance(tokens, RandomTokens):
-        return _draw_positions(tokens, length, iteration, sample).tolist()
+        return _draw_positions(tokens, length, iteration, (sample,))[0].tolist()
     return _list_common_positions(_make_position_key(tokens), length).tolist()
 
 
@@ -163,9 +169,9 @@ def _list_common_positions(key: PositionKey, length: int) -> Tensor:
     return torch.tensor(sorted(kept), dtype=torch.int64)
 
 
-@lru_cache(4096)
-def _draw_positions(tokens: RandomTokens, length: int, iteration: int, sample: int) -> Tensor:
-    return torch.tensor(tokens.positions(length, iteration, sample), dtype=torch.int64)
+@lru_cache(256)
+def _draw_positions(tokens: RandomTokens, length: int, iteration: int, samples: tuple[int, ...]) -> Tensor:
+    return draw_positions(tokens.count, length, tokens.seed, iteration, samples)
 
 
 class EntrySelection(NamedTuple):
@@ -285,11 +291,11 @@ def _build_selection(
         return EntrySelection(rows if rows is None else rows.to(device), None, None)
     where, length = _locate_positions(dim, at, local)
     if isinstance(tokens, RandomTokens):
-        each = [_draw_positions(tokens, length, iteration, n) for n in numbers]
-        kept = [p[where[p] >= 0] for p in each]
-        position = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64)
+        drawn = _draw_positions(tokens, length, iteration, numbers)
+        held = where[drawn] >= 0
+        position = drawn[held]
         assert rows is not None
-        sample = torch.repeat_interleave(rows, torch.tensor([len(p) for p in kept], dtype=torch.int64))
+        sample = torch.repeat_interleave(rows, held.sum(1))
     else:
         position = _list_common_positions(tokens, length)
         position = position[where[position] >= 0]
@@ -388,6 +394,8 @@ class SelectionSettings:
                 _parse_slice(pick_known(SliceRecord, record.tokens).slice)
             tokens = tokens_from_json(record.tokens)
             return SelectionSettings(tokens, chosen, record.reduce == "mean", kept)
+        except DumpError:
+            raise
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
 

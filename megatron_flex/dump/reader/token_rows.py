@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import count as count_up
 from math import ceil, prod
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from megatron_flex.dump.hashed_order import order_entries
 from megatron_flex.dump.reader.dump_array import DumpArray, IndexOutOfRange
 from megatron_flex.errors import DumpError, format_value
 
@@ -76,7 +77,9 @@ class ShuffledRows(IterableDataset[Any]):
     batches whenever it is full. So a batch is drawn from at least `buffer` rows of about `buffer / block`
     places of the dump: two rows of one block meet in a batch more often than chance has it, by a factor of
     about rows / buffer. With `buffer` of all rows the order is uniform. The same seed and epoch give the same
-    order; the workers of a DataLoader (`batch_size=None`) deal blocks out among them, and each has a buffer.
+    order in every release of torch: blocks are in the order of `hashed_order` for seed and epoch, rows of the
+    buffer in that for seed, epoch, part and the number of times that rows have left. The workers of a
+    DataLoader (`batch_size=None`) deal blocks out among them, and each has a buffer.
 
     Args:
         arrays: over (iteration, sample, token, *features), or without tokens.
@@ -127,9 +130,9 @@ class ShuffledRows(IterableDataset[Any]):
         share, shares = self.part[0] * count + worker_number, self.part[1] * count
         blocks = _RowBlocks(self.axes, self.block)
         order = torch.arange(len(blocks))
-        mixing = _make_generator(self.seed, self.epoch, share)
+        turns = count_up()
         if self.shuffle:
-            order = torch.randperm(len(blocks), generator=_make_generator(self.seed, self.epoch))
+            order = order_entries(len(blocks), self.seed, self.epoch)
         front = len(self.axes)
         held = _RowBuffer([(a.shape[front:], self.dtype or a.dtype) for a in self.arrays])
         for number in order[share::shares].tolist():
@@ -145,12 +148,15 @@ class ShuffledRows(IterableDataset[Any]):
             if held.rows >= self.buffer:
                 # half of it, in whole batches
                 most = held.rows // 2 if self.shuffle else held.rows
-                yield from self._batches(held, max(most // self.batch_size, 1) * self.batch_size, mixing)
-        yield from self._batches(held, held.rows, mixing)
+                leaving = max(most // self.batch_size, 1) * self.batch_size
+                yield from self._batches(held, leaving, share, next(turns))
+        yield from self._batches(held, held.rows, share, next(turns))
 
-    def _batches(self, held: _RowBuffer, count: int, mixing: torch.Generator) -> Iterator[Any]:
+    def _batches(self, held: _RowBuffer, count: int, share: int, turn: int) -> Iterator[Any]:
         """Take so many rows out of the buffer, in batches."""
-        chosen = torch.randperm(held.rows, generator=mixing)[:count] if self.shuffle else torch.arange(count)
+        chosen = torch.arange(count)
+        if self.shuffle:
+            chosen = order_entries(held.rows, self.seed, self.epoch, share, turn)[:count]
         for batch in chosen.split(self.batch_size):
             if len(batch):
                 found = tuple(t[batch] for t in held.tensors)
@@ -213,12 +219,6 @@ class _RowBuffer:
         for room in self._room:
             room[holes] = room[last_rows]
         self.rows = left
-
-
-def _make_generator(*seeds: int) -> torch.Generator:
-    """Random numbers of these seeds, the same in every process."""
-    digest = hashlib.blake2b("/".join(map(str, seeds)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def is_row_mask(tokens: Any) -> bool:
