@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -59,6 +59,37 @@ class LeafTap(Tap, Protocol):
         ...
 
 
+class DimNames(NamedTuple):
+    """What is known of the dims of one tensor.
+
+    Attributes:
+        names: the names of its dims, empty where unknown.
+        first: the position in the text of its first token: above 0 in a call that continues a text whose
+            earlier tokens are in a cache, -1 if the cache does not tell how many.
+        heads: the number of heads in a dim that has them side by side; 0 if unknown.
+    """
+
+    names: tuple[str, ...]
+    first: int = 0
+    heads: int = 0
+
+
+class DimNameSource(Protocol):
+    """Knows the names of the dims of a site's tensors while the model is called."""
+
+    def want(self) -> Callable[[], None]:
+        """Find them out in calls, until the returned function is called."""
+        ...
+
+    def find(self, local: Tensor) -> DimNames:
+        """Those of the tensor that is at the hook point now."""
+        ...
+
+    def leaf(self, index: int) -> DimNameSource:
+        """The source for another tensor of the same call."""
+        ...
+
+
 @dataclass(frozen=True)  # without slots, for the `SiteForm` of experts
 class Site:
     """A hook point: a named tensor of the forward pass.
@@ -81,6 +112,9 @@ class Site:
         order: its place in the order of the model, the same on all stages; None where its name tells that.
         aliases: the other names of a module that the model holds several times. A hook by any of them has all
             calls of the module, under `name`.
+        names_dims: whether the names of its dims are found when the model is called, from its inputs.
+        dim_names: their source, on the rank that owns the site.
+        known: what is known of the dims in the current call, where a source has told it.
 
     Examples:
         >>> (site,) = flex.sites("decoder.layers.1.mlp.linear_fc1:output")
@@ -105,6 +139,9 @@ class Site:
     unbatched: bool = False
     order: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
+    names_dims: bool = False
+    dim_names: DimNameSource | None = field(default=None, compare=False, repr=False)
+    known: DimNames | None = None
 
     @property
     def module(self) -> str:
@@ -119,6 +156,8 @@ class Site:
     @property
     def dims(self) -> tuple[str, ...]:
         """The names of the full tensor's dims: `s`, `b`, `h`, ..."""
+        if self.known is not None:
+            return self.known.names
         names = [d.name for d in self.layout.dims]
         return tuple(names if self.layout.permute is None else (names[i] for i in self.layout.permute))
 
@@ -152,7 +191,8 @@ class Site:
         layout = self.layout if self.inferred else self.further_layouts[index - 1]
         tap = None if self.tap is None else cast(LeafTap, self.tap).leaf(index)
         name = f"{self.name}[{index}]"
-        return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index)
+        names = None if self.dim_names is None else self.dim_names.leaf(index)
+        return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index, dim_names=names)
 
     def remote(self) -> Site:
         """Return the site as known on ranks that do not own it.
@@ -162,7 +202,7 @@ class Site:
             >>> site.remote().tap is None
             True
         """
-        return replace(self, tap=None)
+        return replace(self, tap=None, dim_names=None)
 
 
 class NamedSite(Protocol):

@@ -7,7 +7,7 @@ framework usually needs one of them; `compose` detects the other two around a mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -25,16 +25,24 @@ from megatron_flex.adapters.adapter_base import (
     Undo,
 )
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
-from megatron_flex.adapters.model_calls import ModelRunner, UncompiledTap, UserLoop, compiled_regions
+from megatron_flex.adapters.model_calls import (
+    CompiledCaller,
+    CompiledRegion,
+    ModelRunner,
+    UncompiledTap,
+    UserLoop,
+    compiled_regions,
+)
 from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
+from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
-from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap
+from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap, UntracedTap
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, full_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, Tap
+from megatron_flex.sites import DimNameSource, Site, Tap
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.propagation import LayoutPropagator, PropagatedParameter
@@ -74,6 +82,9 @@ class ModuleAdapter:
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.has_activations}
         self.follower = _make_propagator(self.root, placing, mesh) if follow else None
+        self._names = self.follower
+        if self.follower is None and find_named_models(self.root):
+            self._names = _make_propagator(self.root, {}, mesh, self._compiled)
         # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
         owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
         with_layout = (k.name for k in self.keeping.parameters() if k.layout is not None)
@@ -156,6 +167,8 @@ class ModuleAdapter:
             placed = self.follower.tap(name, tap, rule.inputs, tap.module)
         elif self.follower is not None:
             placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
+        elif self._names is not None:
+            placed = UntracedTap(tap, self._names)
         return self._bare(name, placed, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
@@ -166,7 +179,10 @@ class ModuleAdapter:
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
         follows = self.follower is not None
         stage, opened = self.mesh["pp"].coord, self._opened(tap)
-        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, propagated=follows)
+        site = Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, propagated=follows)
+        if self._names is None or not self._names.named:
+            return site
+        return replace(site, names_dims=True, dim_names=make_name_source(self._names, name))
 
     # -- parameters ------------------------------------------------------------------------------------
 
@@ -311,10 +327,22 @@ def check_names_distinct(mine: list[list[str]], mesh: Mesh) -> None:
                     )
 
 
-def _make_propagator(root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> LayoutPropagator:
+def _make_propagator(
+    root: nn.Module,
+    known: Mapping[nn.Module, Rule],
+    mesh: Mesh,
+    regions: Sequence[CompiledRegion | CompiledCaller] = (),
+) -> LayoutPropagator:
     from megatron_flex.adapters.propagation import LayoutPropagator  # most models need none
 
-    return LayoutPropagator(root, known, mesh)
+    return LayoutPropagator(root, known, mesh, regions)
+
+
+def make_name_source(propagator: LayoutPropagator, site: str) -> DimNameSource:
+    """The source of the names of the dims at a site."""
+    from megatron_flex.adapters.propagation.layout_propagation import PropagatedNames
+
+    return PropagatedNames(propagator, (site, 0))
 
 
 def _constant_spread(spread: Spread, tensor: Tensor) -> Spread:

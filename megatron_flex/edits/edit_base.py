@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset, split_dims
-from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, mask_along
+from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, find_in_call, mask_along
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.ranges import normalize_numbers
 from megatron_flex.sites import HEAD_DIMS as HEAD_DIMS
 from megatron_flex.sites import PACKED_HEAD_DIMS as PACKED_HEAD_DIMS
-from megatron_flex.sites import Site
+from megatron_flex.sites import DimNames, Site
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
@@ -31,11 +31,13 @@ class Edit(Preset):
     Indices may be negative, lists, and slices.
 
     Attributes:
-        positions: tokens, along the dim `s` (of attention scores: the queries).
+        positions: tokens, along the dim `s` (of attention scores: the queries). In a call that continues a
+            text from a cache they count in the text: a token that came earlier is not edited again.
         samples: samples of the microbatch, along `b`.
         heads: attention heads, on a dim of heads or on a dim that concatenates them (`n*d`).
         features: entries of the last dim.
-        dims: the names of the dims, `"s b n d"`; at a hook point they come from the site.
+        dims: the names of the dims, `"s b n d"`: for a tensor without a hook point, and for a hook point
+            where nothing names them.
 
     Raises:
         HookError: an index is neither a number, nor numbers, nor a slice.
@@ -68,6 +70,8 @@ class Edit(Preset):
     features: Indices | None = None
     dims: str | tuple[str, ...] = ()
     _unbatched: bool = field(default=False, init=False)  # the site's tensors may lack the batch dim
+    _known: DimNames | None = field(default=None, init=False)  # what the current call tells of the dims
+    _declared: bool = field(default=False, init=False)  # the user has given `dims`
     _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
     _cut: dict[Any, Any] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
     _unrestricted: bool = field(default=False, init=False)  # it applies to the entire tensor
@@ -84,8 +88,9 @@ class Edit(Preset):
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "dims", tuple(self.dims.split()) if isinstance(self.dims, str) else self.dims
+            self, "dims", tuple(self.dims.split()) if isinstance(self.dims, str) else tuple(self.dims)
         )
+        object.__setattr__(self, "_declared", bool(self.dims))
         for name in ("positions", "samples", "heads", "features"):
             value = getattr(self, name)
             if value is not None:
@@ -121,6 +126,10 @@ class Edit(Preset):
         Along the other dims it is correct on a local shard, with the helpers below.
         """
         return {"*"}
+
+    def named_dims(self) -> dict[str, str]:
+        """Return the dims that it finds by name, each with the argument that needs it."""
+        return {}
 
     # -- helpers for presets, for a full tensor and for a local shard alike ---------------------------------
 
@@ -218,26 +227,70 @@ class Edit(Preset):
         fits = self._unbatched and count == len(dims) == len(self.dims) - 1
         return self._with(dims=dims) if fits else self
 
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether it depends on which dim is which; `dims` does not tell which tokens came in other calls."""
+        return bool(self._find_by_name())
+
+    def _find_by_name(self) -> dict[str, str]:
+        """The dims that it finds by name, with arguments: `*` for a dim of heads."""
+        chosen = {"s": "positions", "b": "samples", "*": "heads"}
+        return {d: what for d, what in chosen.items() if getattr(self, what) is not None} | self.named_dims()
+
     def for_site(self, site: Site) -> Self:
         """Return the edit bound to a site, whose dims have names.
 
         Raises:
-            HookError: the site lacks a dim that the preset needs.
+            HookError: the site lacks a dim that the preset needs, its dims have no names, or other ones than
+                `dims`.
         """
-        if self.dims:
+        if self._declared:
+            self._check_declared(site)
+            return self if site.known is None else self._with(_known=site.known)
+        asked = self._find_by_name()
+        if not site.dims:
+            if asked and not site.names_dims:
+                raise HookError(self._describe_unknown(asked, ("?",) * 3, site.name))
             return self
-        bound = self._with(dims=site.dims, _unbatched=site.unbatched)
-        for name, dim in (("positions", "s"), ("samples", "b")):
-            if getattr(self, name) is not None:
-                bound.dim_index(dim, name, site.name)
-        if self.heads is not None:
-            bound.head_dim(len(site.dims), site.name)
+        bound = self._with(dims=site.dims, _unbatched=site.unbatched, _known=site.known)
+        for dim, what in asked.items():
+            if dim == "*":
+                bound.head_dim(len(site.dims), site.name)
+            else:
+                bound.dim_index(dim, what, site.name)
         bound.check(site)
         return bound._with(pure=False) if bound.uses_module(site) else bound
 
+    def _check_declared(self, site: Site) -> None:
+        """Refuse dims that the user has given, and that are not those of the site."""
+        places = {name: at for at, name in enumerate(site.dims) if name and site.dims.count(name) == 1}
+        wrong = [d for at, d in enumerate(self.dims) if places.get(d, at) != at]
+        if wrong:
+            raise HookError(
+                f"{self!r}: {site.name} has dims [{', '.join(n or '?' for n in site.dims)}], where "
+                f"{wrong[0]!r} is another dim; leave out dims="
+            )
+
+    def _describe_unknown(self, asked: Iterable[str], dims: Iterable[str], site: str) -> str:
+        wanted = " and ".join("the dim of heads" if d == "*" else repr(d) for d in asked)
+        shown = ", ".join(name or "?" for name in dims)
+        return (
+            f"{self!r}: which dim of {site} is {wanted} is not known ([{shown}]: names follow from the "
+            "inputs of a model of transformers, and from the layouts of a framework); pass the names of all "
+            "dims, such as dims='b s h'"
+        )
+
     def uses_module(self, site: Site) -> bool:
         """Return whether it needs the module's number of heads, because a dim concatenates them."""
-        return self.heads is not None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
+        return self.heads is not None and self._packs_heads(len(site.dims)) and not self._head_count
+
+    def _packs_heads(self, count: int) -> bool:
+        return self.dims[self.head_dim(count)] in PACKED_HEAD_DIMS
+
+    @property
+    def _head_count(self) -> int:
+        """The number of heads, if the current call tells it; 0 otherwise."""
+        return 0 if self._known is None else self._known.heads
 
     def check(self, site: Site) -> None:
         """Raise a HookError if the preset cannot be used at this site; `dims` are the site's."""
@@ -268,12 +321,13 @@ class Edit(Preset):
         Raises:
             HookError: there is none.
         """
-        dims = self.dims or ("s", "b")
-        if dim not in dims:
+        if dim not in self.dims:
+            if not all(self.dims) or not self.dims:
+                raise HookError(self._describe_unknown([dim], self.dims or ("?",), site))
             raise HookError(
-                f"{what} of {type(self).__name__}: {site} has dims [{', '.join(dims)}], no {dim!r}"
+                f"{what} of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], no {dim!r}"
             )
-        return dims.index(dim)
+        return self.dims.index(dim)
 
     def head_dim(self, count: int, site: str = "the tensor") -> int:
         """Return the index of the dim of heads, or of the dim that concatenates them.
@@ -285,9 +339,9 @@ class Edit(Preset):
         Raises:
             HookError: there is none.
         """
-        if not self.dims:
-            return 2 if count == 4 else count - 1
         found = [i for i, d in enumerate(self.dims) if d in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
+        if not found and (not self.dims or not all(self.dims)):
+            raise HookError(self._describe_unknown("*", self.dims or ("?",), site))
         if not found:
             raise HookError(
                 f"heads of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], none of heads; "
@@ -299,6 +353,9 @@ class Edit(Preset):
         found: list[Tensor] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
             if (indices := getattr(self, what)) is not None:
+                if dim == "s" and self._known is not None and self._known.first:
+                    length = self.length(inputs, self.dim_index(dim, what))
+                    indices = find_in_call(indices, self._known.first, length)
                 found.append(self.along(inputs, self.dim_index(dim, what), indices, what))
         if self.heads is not None:
             found.append(self.head_mask(inputs, self.heads, module))
@@ -324,9 +381,11 @@ class Edit(Preset):
             HookError: a dim concatenates the heads, and their number is not known.
         """
         at = self.head_dim(inputs.ndim)
-        if self.dims[at] not in PACKED_HEAD_DIMS if self.dims else inputs.ndim == 4:
+        if self.dims[at] not in PACKED_HEAD_DIMS:
             return self.along(inputs, at, which, "heads")
-        count = of or getattr(getattr(module, "config", None), "num_attention_heads", None)
+        count = (
+            of or self._head_count or getattr(getattr(module, "config", None), "num_attention_heads", None)
+        )
         size = self.length(inputs, at)
         if not isinstance(count, int) or size % count:
             raise HookError(
@@ -344,9 +403,9 @@ class Edit(Preset):
     def __repr__(self) -> str:
         arguments, named = [], False
         for f in sorted(fields(self), key=lambda f: bool(f.kw_only)):
-            if not f.init or f.name == "dims":
+            if not f.init or (f.name == "dims" and not self._declared):
                 continue
-            value = getattr(self, f.name)
+            value = " ".join(self.dims) if f.name == "dims" else getattr(self, f.name)
             if f.default is not MISSING and value is f.default:
                 named = True  # later arguments are no longer positional
             else:

@@ -67,6 +67,11 @@ class Preset(ABC):
         return False
 
     @property
+    def needs_dim_names(self) -> bool:
+        """Whether it depends on the names of the dims, which are then found out if the site lacks them."""
+        return hasattr(self, "for_site")
+
+    @property
     def user_functions(self) -> tuple[EditingFunction, ...] | None:
         """The user's code in it, for ranks to compare besides its text; None: its class itself."""
         return () if type(self).__module__.startswith("megatron_flex.") else None
@@ -133,6 +138,10 @@ class chain(Preset):
     @property
     def linear(self) -> bool:
         return all(getattr(e, "linear", False) for e in self.edits)
+
+    @property
+    def needs_dim_names(self) -> bool:
+        return any(getattr(e, "needs_dim_names", hasattr(e, "for_site")) for e in self.edits)
 
     @property
     def user_functions(self) -> tuple[EditingFunction, ...]:
@@ -249,6 +258,11 @@ class LocalEdit(Preset):
         return self.dims
 
     @property
+    def needs_dim_names(self) -> bool:
+        inner = getattr(self.function, "needs_dim_names", hasattr(self.function, "for_site"))
+        return inner or (self.dims != "all" and not self.names)
+
+    @property
     def user_functions(self) -> tuple[EditingFunction, ...]:
         return (self.function,)
 
@@ -276,6 +290,8 @@ class LocalEdit(Preset):
             HookError: the site has no such dim.
         """
         missing = [] if self.dims == "all" else [d for d in self.dims if d not in site.dims]
+        if missing and not site.dims and site.names_dims:  # the call of the model tells them
+            return LocalEdit(self.dims, for_site(self.function, site))
         if missing:
             raise HookError(
                 f"mf.local(dims={self.dims}) of {describe_edit(self.function)}: {site.name} has dims "

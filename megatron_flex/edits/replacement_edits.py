@@ -50,8 +50,8 @@ class resample(Edit):
     def needs(self) -> set[str]:
         return {self.over}
 
-    def check(self, site: Site) -> None:
-        self.dim_index(self.over, "over", site.name)
+    def named_dims(self) -> dict[str, str]:
+        return {self.over: "over"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         dim = self.dim_index(self.over, "over")
@@ -92,8 +92,8 @@ class swap(Edit):
     def needs(self) -> set[str]:
         return {"b"}
 
-    def check(self, site: Site) -> None:
-        self.dim_index("b", "samples", site.name)
+    def named_dims(self) -> dict[str, str]:
+        return {"b": "samples"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         dim = self.dim_index("b", "samples")

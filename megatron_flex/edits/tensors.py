@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_flex.errors import HookError, suggest_nearest
 from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Captures
+from megatron_flex.runtime.selection.entry_selection import UNKNOWN_TEXT
 
 Indices = int | slice | Sequence[int]
 
@@ -50,6 +51,33 @@ def mask_along(
         chosen = tuple(i % size for i in given)
     mask = _make_mask(size, chosen, width, inputs.device)
     return mask.view([-1 if i == dim else 1 for i in range(inputs.ndim)])
+
+
+def find_in_call(positions: Indices, first: int, length: int) -> tuple[int, ...]:
+    """The chosen tokens of a call that continues a text, counted from the call's first token.
+
+    Args:
+        positions: the chosen tokens of the text; negative ones count from its end.
+        first: the number of tokens in earlier calls, -1 if unknown.
+        length: the number of tokens in this call.
+
+    Raises:
+        HookError: a position is beyond the text, or the number of tokens in earlier calls is unknown.
+    """
+    if first < 0:
+        raise HookError(f"positions: {UNKNOWN_TEXT}")
+    end = first + length
+    if isinstance(positions, slice):
+        chosen: Sequence[int] = range(*positions.indices(end))
+    else:
+        given = (positions,) if isinstance(positions, int) else tuple(positions)
+        wrong = [i for i in given if not -end <= i < end]
+        if wrong:
+            raise HookError(
+                f"positions: {wrong[0]} is beyond a text of {end}; name some from {-end} to {end - 1}"
+            )
+        chosen = [i % end for i in given]
+    return tuple(i - first for i in chosen if i >= first)
 
 
 @lru_cache(maxsize=256)

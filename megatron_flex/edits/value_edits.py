@@ -174,11 +174,11 @@ class ablate_heads(Edit):
     def mixed_dims(self) -> set[str]:
         return {*HEAD_DIMS, *PACKED_HEAD_DIMS}
 
-    def check(self, site: Site) -> None:
-        self.head_dim(len(site.dims), site.name)
+    def named_dims(self) -> dict[str, str]:
+        return {"*": "heads"}
 
     def uses_module(self, site: Site) -> bool:
-        return self.of is None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
+        return self.of is None and self._packs_heads(len(site.dims)) and not self._head_count
 
     def needs(self) -> set[str]:
         return set()
@@ -262,9 +262,8 @@ class mean(Edit):
     def mixed_dims(self) -> set[str]:
         return {"*"} if self._value is not None else set(self.over)
 
-    def check(self, site: Site) -> None:
-        for dim in self.over if self._value is None else ():
-            self.dim_index(dim, "over", site.name)
+    def named_dims(self) -> dict[str, str]:
+        return dict.fromkeys(self.over if self._value is None else (), "over")
 
     def needs(self) -> set[str]:
         return set()

@@ -270,8 +270,17 @@ def _uncut_layout(dims: int) -> Layout:
     return Layout(tuple(Dim() for _ in range(dims)))
 
 
-def name_batch_first(layout: Layout) -> Layout:
-    """The layout with its first dim named `b`, the batch dim, unless a framework names its dims."""
-    return replace(
-        layout, dims=tuple(replace(d, name="b") if i == 0 else d for i, d in enumerate(layout.dims))
-    )
+def name_batch_first(layout: Layout, names: Sequence[str] = ()) -> Layout:
+    """The layout with names of dims; without a batch dim among them the first dim counts samples, `b`.
+
+    For what data parallel ranks have: a module of which nothing is known has a rank's samples along its first
+    dim.
+
+    Args:
+        layout: a layout of which no framework names the dims.
+        names: what is known of them, empty where unknown.
+    """
+    given = list(names) or [""] * len(layout.dims)
+    if given and "b" not in given:
+        given[0] = "b"
+    return replace(layout, dims=tuple(replace(d, name=n) for d, n in zip(layout.dims, given, strict=True)))

@@ -21,7 +21,7 @@ from megatron_flex.runtime.hooks import HookFunction, TensorSink
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.selection import SelectionPlan, plan_selection
 from megatron_flex.runtime.selection.reduce import Results
-from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
+from megatron_flex.sites import DimNames, Site
 
 SEQUENCE = "sequence"  # before the number of a packed sequence, in the name of its capture
 MAX_SELECTION_PLANS = 4096  # bounds the cache of selections; sequences of ever new lengths make new ones
@@ -37,7 +37,8 @@ class CaptureDispatcher:
         self._over_data = gather_data_parallel
         self._heads: dict[str, int] = {}
         self._plans: dict[
-            tuple[str, HookFunction, int | None, torch.Size, torch.dtype], tuple[Layout, SelectionPlan]
+            tuple[str, HookFunction, int | None, torch.Size, torch.dtype, DimNames | None],
+            tuple[Layout, SelectionPlan],
         ] = {}
 
     def note_heads(self, site: Site) -> None:
@@ -161,20 +162,24 @@ class CaptureDispatcher:
         """Find the plan for a selection, or for one packed sequence of it, cached; None if the selection is
         impossible: all ranks then raise.
         """
-        at = (key.site, hook, number, tensor.shape, tensor.dtype)
+        known = hook.known_dims(key.site)
+        at = (key.site, hook, number, tensor.shape, tensor.dtype, known)
         found = self._plans.get(at)
         if found is not None and (found[0] is layout or found[0] == layout):
             return found[1]
         assert hook.wanted is not None
-        place = (
-            key.site.removesuffix(f".{hook.keep_as}")
-            .removesuffix(EDITED_SUFFIX)
-            .removesuffix(GRADIENT_SUFFIX)
-        )
+        heads = self._heads.get(hook.site_of(key.site), 0)
         wanted = hook.wanted if number is None else hook.wanted.in_sequence(number)
         parts = tensor.shape, tensor.dtype, tensor.device
         make = partial(
-            plan_selection, wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0)
+            plan_selection,
+            wanted,
+            layout,
+            *parts,
+            mesh.sizes,
+            mesh.coords,
+            heads,
+            known,
         )
         plan = self.editing.guard(hook, key, make)
         if plan is not None:

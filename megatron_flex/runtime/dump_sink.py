@@ -358,7 +358,7 @@ class DumpSink:
             if report is None:
                 return ""
         elif not any(d.name for d in layout.dims):
-            layout = name_batch_first(layout)  # no framework names the dims
+            layout = name_batch_first(layout)
         unnamed = (
             route is None and not all(d.name for d in layout.dims) and find_dim(layout, TOKEN_DIM) is None
         )
@@ -372,6 +372,11 @@ class DumpSink:
         except Exception as error:  # likewise; the iteration is missing, as if the disk were full
             taking.writer.fail(error)
         return ""
+
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether the dump is of chosen samples or positions; see `TensorSink.needs_dim_names`."""
+        return any(x is not None for x in (self.dump.tokens, self.dump.samples, self.dump.reduce))
 
     @property
     def asks(self) -> bool:

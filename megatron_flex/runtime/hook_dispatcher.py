@@ -23,7 +23,7 @@ from megatron_flex.runtime.edit_dispatcher import EditDispatcher
 from megatron_flex.runtime.edit_runner import EditRunner
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.hooks import HookFunction, explain_unhookable
+from megatron_flex.runtime.hooks import HookFunction, explain_unhookable, name_dims_at
 from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.site_plan import SitePlan, SitePlanner
@@ -101,7 +101,8 @@ class HookDispatcher:
             layout = found
         elif site.propagated and route is None:
             self.editing.apart(site.name, self.inference.note_layout, site.name, layout, local)
-        own = name_batch_first(layout) if site.inferred and not route else layout
+        names = name_dims_at(site, local, (*hooks, *later))
+        own = name_batch_first(layout, names) if site.inferred and not route else layout
         if self._over_data and not route:
             own = without_data_axis(own)  # the layout on each data parallel rank, which dumps record
         if not self.clock.replaying():

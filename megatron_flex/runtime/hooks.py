@@ -11,6 +11,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, cast
 
 import torch
@@ -22,7 +23,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.hook_groups import check_groups
 from megatron_flex.runtime.selection import INDICES, CaptureSelection, Reduction, Select
-from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Pattern, Site, describe_pattern
+from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, DimNames, Pattern, Site, describe_pattern
 
 
 class TensorSink(Protocol):
@@ -33,6 +34,10 @@ class TensorSink(Protocol):
     """
 
     first: bool
+
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether what it records depends on which dim is which."""
 
     @property
     def asks(self) -> bool:
@@ -203,6 +208,36 @@ class HookFunction:
         )
         self.keep_as = keep_as
         self._at: dict[str, EditingFunction] = {}
+        self._known_dims: dict[str, DimNames] = {}
+
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether the hook depends on the names of the dims, so that calls are traced where those vary."""
+        edit = self.editing_function
+        named = getattr(edit, "needs_dim_names", hasattr(edit, "for_site"))
+        selects = self.wanted is not None and self.wanted.needs_dim_names
+        return named or selects or (self.tensor_sink is not None and self.tensor_sink.needs_dim_names)
+
+    def name_dims(self, site: Site, known: DimNames) -> None:
+        """Bind the editing function to what is known of the dims of the tensor that passes a site.
+
+        Raises:
+            HookError: a dim that the editing function needs is unknown.
+        """
+        if self._known_dims.get(site.name) != known:
+            edit = self.editing_function
+            if edit is not None and hasattr(edit, "for_site"):
+                self._at[site.name] = for_site(edit, replace(site, known=known))
+            self._known_dims[site.name] = known
+
+    def known_dims(self, capture: str) -> DimNames | None:
+        """What is known of the dims of a tensor that is captured under a name; None if its layout tells."""
+        return self._known_dims.get(self.site_of(capture)) if self._known_dims else None
+
+    def site_of(self, capture: str) -> str:
+        """The site of a tensor that is captured under a name."""
+        name = capture.removesuffix(f".{self.keep_as}") if self.keep_as else capture
+        return name.removesuffix(EDITED_SUFFIX).removesuffix(GRADIENT_SUFFIX)
 
     def bind_sites(self, sites: Iterable[Site]) -> None:
         """Bind the hook's sites: call `for_site` of the editing function, and check `select` and `reduce`.
@@ -215,6 +250,7 @@ class HookFunction:
             >>> hook.bind_sites(flex.sites("decoder.layers.*"))
         """
         edit, sites = self.editing_function, list(sites)
+        self._known_dims = {}
         if self.wanted is not None:
             for site in sites:
                 self.wanted.check(site)
@@ -306,6 +342,24 @@ class HookFunction:
             raise HookError(
                 f"the tensor has shape {tuple(shape)}, not the expected {want}; drop expected_shape"
             )
+
+
+def name_dims_at(site: Site, local: Tensor, hooks: Iterable[HookFunction]) -> tuple[str, ...]:
+    """Bind hooks to the names of the dims of the tensor that passes a site, and return these names.
+
+    Returns:
+        Nothing where the site's layout has the names, and where no hook needs them.
+
+    Raises:
+        HookError: a dim that a hook needs is unknown.
+    """
+    needing = [] if site.dim_names is None else [h for h in hooks if h.needs_dim_names]
+    if not needing or site.dim_names is None:
+        return ()
+    known = site.dim_names.find(local)
+    for hook in needing:
+        hook.name_dims(site, known)
+    return known.names
 
 
 def for_site(edit: EditingFunction, site: Site) -> EditingFunction:

@@ -42,6 +42,7 @@ class SessionTaps:
         self.own = {s.name: s for s in sites}
         self._own_parameters = {p.name: p for p in parameters}
         self._taps: dict[str, Undo] = {}
+        self._named: dict[str, Undo] = {}  # where hooks need the names of dims
         self._tapped: dict[nn.Module, list[Site]] = {}  # for each module, in the order of the data flow
         self._hooks_due: set[HookFunction] = set()
 
@@ -54,6 +55,8 @@ class SessionTaps:
         """Install taps where active hooks need them, and remove all others."""
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
+        for name in [n for n in self._named if not any(h.needs_dim_names for h in self.registry.at(n))]:
+            self._named.pop(name)()
         self._tapped = {
             module: left
             for module, sites in self._tapped.items()
@@ -69,6 +72,10 @@ class SessionTaps:
             own = first and first.leaf(site.index)
             if own is not None and own.tap is not None and own.name not in self._taps:
                 self._install(own)
+            if own is None or own.dim_names is None or own.name in self._named:
+                continue
+            if entry.hook.needs_dim_names:
+                self._named[own.name] = own.dim_names.want()
         for reported in entry.parameters:
             mine = self._own_parameters.get(reported.name)
             if mine is not None and mine.parameter is not None and mine.name not in self._taps:
@@ -110,9 +117,10 @@ class SessionTaps:
 
     def remove_all(self) -> None:
         """Remove all taps."""
-        for undo in self._taps.values():
+        for undo in (*self._taps.values(), *self._named.values()):
             undo()
         self._taps.clear()
+        self._named.clear()
         self._tapped.clear()
 
     def expect_calls(self, hooks: Iterable[HookFunction]) -> None:

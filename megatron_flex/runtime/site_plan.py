@@ -33,7 +33,7 @@ from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, explain_unhookable
 from megatron_flex.runtime.planned_edits import plan_pass
-from megatron_flex.sites import Site
+from megatron_flex.sites import DimNames, Site
 
 General = Callable[[Tensor], Tensor]
 MAX_SHAPES = 1024  # shapes whose passes a site remembers; sequences of ever new lengths make new ones
@@ -98,7 +98,11 @@ class SitePlanner:
         run: Callable[[Tensor], Tensor] | None = None
         if not self._needs_general(site, hooks):
             make = partial(self._make_run, site, hooks, later, general)
-            run = InferredSite(make, general) if site.inferred else make(site.layout)
+            if not site.inferred:
+                run = make((), site.layout)
+            else:
+                needing = [h for h in (*hooks, *later) if h.needs_dim_names]
+                run = InferredSite(site, needing, make, general)
         return SitePlan(self._registry.revision, run)
 
     def _needs_general(self, site: Site, hooks: list[HookFunction]) -> bool:
@@ -122,9 +126,10 @@ class SitePlanner:
         hooks: list[HookFunction],
         later: list[HookFunction],
         general: General,
+        names: tuple[str, ...],
         layout: Layout,
     ) -> Callable[[Tensor], Tensor]:
-        own = name_batch_first(layout) if site.inferred else layout
+        own = name_batch_first(layout, names) if site.inferred else layout
         if self._over_data:
             own = without_data_axis(own)
             layout = shard_over_data(own)
@@ -135,19 +140,41 @@ class SitePlanner:
 
 
 class InferredSite:
-    """The passes of a site without a declared layout on one rank, by the number of dims of its tensor."""
+    """The passes of a site without a declared layout on one rank, by what is known of its tensor's dims.
 
-    def __init__(self, make: Callable[[Layout], Callable[[Tensor], Tensor]], general: General) -> None:
-        self._make, self._general = make, general
-        self._by_dims: dict[int, Callable[[Tensor], Tensor]] = {}
+    Args:
+        site: the site.
+        needing: its hooks that depend on the names of the dims.
+        make: makes the passes of tensors whose dims have these names and this layout.
+        general: dispatches a tensor the general way.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        needing: list[HookFunction],
+        make: Callable[[tuple[str, ...], Layout], Callable[[Tensor], Tensor]],
+        general: General,
+    ) -> None:
+        self._site, self._make, self._general = site, make, general
+        self._needing = needing if site.dim_names is not None else []
+        self._by_dims: dict[tuple[int, DimNames | None], Callable[[Tensor], Tensor]] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
         """Run the pass."""
-        run = self._by_dims.get(local.ndim)
+        known = None
+        if self._needing and self._site.dim_names is not None:
+            known = self._site.dim_names.find(local)
+            if known.first:  # another one in each call
+                return self._general(local)
+            for hook in self._needing:
+                hook.name_dims(self._site, known)
+        run = self._by_dims.get((local.ndim, known))
         if run is None:
             if explain_unhookable(local):
                 return self._general(local)
-            run = self._by_dims[local.ndim] = self._make(infer_layout(local.shape, None, 1))
+            made = self._make(known.names if known else (), infer_layout(local.shape, None, 1))
+            run = self._by_dims[local.ndim, known] = made
         return run(local)
 
 

@@ -419,6 +419,11 @@ class StatisticsSink:
         return ""
 
     @property
+    def needs_dim_names(self) -> bool:
+        """Nothing depends on them: statistics are of all entries; see `TensorSink.needs_dim_names`."""
+        return False
+
+    @property
     def asks(self) -> bool:
         """Whether a tensor that cannot be recorded in this step is an error; see `TensorSink.asks`."""
         return self.first and bool(self.wanted.exact)

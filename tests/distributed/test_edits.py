@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megatron_flex as mf
 from tests.distributed import matrix
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.messages import assert_names
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -306,7 +307,7 @@ def on_plain_modules() -> tuple[Tensor, Tensor, str]:
 
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh()), donor((5, 2, 4))
     plain = model[0](x).detach()
-    edit = mf.edits.scale(3.0, features=-1) | mf.edits.steer(torch.ones(6), positions=[0])
+    edit = mf.edits.scale(3.0, features=-1) | mf.edits.steer(torch.ones(6), positions=[0], dims="s b h")
     hook = mf.HookFunction("0", editing_function=edit)
     with mf.attach(model, [hook]) as flex:
         flex.debug()
@@ -319,7 +320,30 @@ def on_plain_modules() -> tuple[Tensor, Tensor, str]:
 
 
 def test_presets_on_plain_modules() -> None:
-    """Nothing names the dims there: they are the sequence, the batch and the rest."""
+    """Nothing names the dims there but the user."""
     ((got, want, told),) = run(1, on_plain_modules)
     assert torch.allclose(got, want)
     assert_names(told, "0:output")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        mf.edits.scale(2.0, positions=-1),
+        mf.edits.scale(2.0, samples=0),
+        mf.edits.scale(2.0, heads=0),
+        mf.edits.swap(0, 1),
+        mf.edits.resample("b"),
+        mf.edits.mean("s"),
+        mf.edits.ablate_heads(0),
+        mf.edits.clamp(0.0, 1.0) | mf.edits.zero(positions=0),
+    ],
+    ids=repr,
+)
+def test_presets_on_plain_modules_are_refused_without_names(edit: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    hook = mf.HookFunction("0", editing_function=edit)
+    with raises(mf.HookError, "0:output", "dims="), mf.attach(model, [hook]):
+        pass
+    with raises(mf.HookError, "dims="):
+        edit(None, torch.zeros(2, 3, 6), None, nn.ModuleDict())

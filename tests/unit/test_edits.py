@@ -92,7 +92,7 @@ def test_heads_wherever_they_are(keep: bool) -> None:
     out = apply(edit, packed, "s b nd", Configured(4))
     assert torch.equal(out.view(5, 2, 4, 3), apply(edit, packed.view(5, 2, 4, 3), HEADS))
     assert torch.equal(apply(edits.ablate_heads([0, -1], keep, of=4), packed, "s b nd"), out)
-    bare = edit(None, q, None, None)  # without a site: [s, b, n, d]
+    bare = edits.ablate_heads([0, -1], keep, dims=HEADS)(None, q, None, None)  # without a site
     assert torch.equal(bare, apply(edit, q, HEADS))
     half = apply(edits.scale(0.5, heads=1), q, HEADS)
     assert torch.equal(half[:, :, 1], q[:, :, 1] * 0.5)

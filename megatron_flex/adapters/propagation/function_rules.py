@@ -92,6 +92,8 @@ PARALLEL_REGIONS: dict[str, Callable[[SpreadOrUnknown, int], SpreadOrUnknown]] =
 IDENTITY_FUNCTIONS = frozenset(
     ("RegisterPostBackwardFunction", "_DDPSink", "PreBackwardFunctionForModule", "PostBackwardFunctionModule")
 )
+# They multiply the first tensor by a weight, as torch's `linear` does.
+LINEAR_FUNCTIONS = frozenset(("LinearFunctionForZeroStage3",))
 # They call another function and return its result.
 CHECKPOINT_FUNCTIONS = frozenset(("CheckpointFunction",))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,15 +12,23 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import Undo, is_recomputing
 from megatron_flex.adapters.layout_rules import FULL, Rule, Spread, SpreadOrUnknown, UnknownLayout
+from megatron_flex.adapters.model_calls import (
+    CompiledCaller,
+    CompiledRegion,
+    exclude_from_compilation,
+)
 from megatron_flex.adapters.module_names import named_parameters
+from megatron_flex.adapters.named_inputs import count_cached_tokens, find_named_models
+from megatron_flex.adapters.propagation.dim_names import describe_dims
 from megatron_flex.adapters.propagation.layout_trace import LayoutTrace, UseWindow
-from megatron_flex.adapters.taps import LayoutFire, intercept
+from megatron_flex.adapters.taps import LayoutFire, add_hook, intercept
 from megatron_flex.layout import Layout, is_plain
 from megatron_flex.layout.gradient_layout import GradientEnds, GradientUses, find_unsummed_axes
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import TapCallback
+from megatron_flex.sites import DimNames, TapCallback
 
 TensorPlace = tuple[str, int]  # a site, and the index of a tensor there
+CALL_HOOK: dict[str, Any] = {"with_kwargs": True, "prepend": True}  # before the hooks of a session
 PARAMETER_INDEX = -1  # instead of that index: the site is a parameter
 
 
@@ -129,6 +137,31 @@ class PropagatedParameter:
         return self.follower.parameter_uses(self.place)
 
 
+@dataclass(frozen=True, eq=False)
+class PropagatedNames:
+    """The source of the names of the dims of a site's tensors.
+
+    Attributes:
+        propagator: the propagator.
+        place: the site and the index of the tensor.
+    """
+
+    propagator: LayoutPropagator
+    place: TensorPlace
+
+    def leaf(self, index: int) -> PropagatedNames:
+        """Those of another tensor of the same call."""
+        return PropagatedNames(self.propagator, (self.place[0], index))
+
+    def want(self) -> Undo:
+        """Trace calls of which the names are not known, until the returned function is called."""
+        return self.propagator.want_names(self.place)
+
+    def find(self, local: Tensor) -> DimNames:
+        """The names of the dims of the current tensor."""
+        return self.propagator.find_names(self.place, local)
+
+
 class LayoutPropagator:
     """Knows the sharding of one model's tensors.
 
@@ -146,10 +179,25 @@ class LayoutPropagator:
         handed: tensors that the model's next call gets in another way than as arguments; then `entering` is
             about these.
         left: the shardings of the tensors that the model returned; None to trace the next call for that.
+        named: the modules whose inputs have dims with known names.
+        regions: the parts of the model that are compiled, which a traced call runs uncompiled.
     """
 
-    def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
-        self.root, self.known, self.mesh = root, known, mesh
+    def __init__(
+        self,
+        root: nn.Module,
+        known: Mapping[nn.Module, Rule],
+        mesh: Mesh,
+        regions: Sequence[CompiledRegion | CompiledCaller] = (),
+    ) -> None:
+        self.root, self.known, self.mesh, self.regions = root, known, mesh, regions
+        self.named = find_named_models(root)
+        self._names_wanted: Counter[TensorPlace] = Counter()
+        self._names: dict[Hashable, dict[TensorPlace, set[tuple[tuple[str, ...], int]]]] = {}
+        self._names_now: dict[TensorPlace, set[tuple[tuple[str, ...], int]]] = {}
+        self._cached_tokens = 0  # tokens of the text in earlier calls
+        self._watched = False
+        self._naming: list[Undo] = []  # what is installed while names are wanted
         self.wanted: Counter[TensorPlace] = Counter()
         self.shared: dict[str, tuple[str, ...] | None] = {}
         self.calls = 0
@@ -191,7 +239,43 @@ class LayoutPropagator:
 
         return forget
 
+    def want_names(self, place: TensorPlace) -> Undo:
+        """Trace calls in which the names of the dims at a hook point are not known, until that is undone."""
+        self._names_wanted[place] += 1
+        if not self._naming:
+            self._naming = [add_hook(m, self._count_cached, pre=True, **CALL_HOOK) for m in self.named]
+            if not self._watched:
+                around = exclude_from_compilation(self._around)
+                self._naming.append(intercept(self.root, "_call_impl", around))
+
+        def forget() -> None:
+            self._names_wanted[place] -= 1
+            self._names_wanted += Counter()  # drops entries with count zero
+            if not self._names_wanted:
+                for undo in self._naming:
+                    undo()
+                self._naming = []
+
+        return forget
+
+    def _count_cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_recomputing():
+            self._cached_tokens = count_cached_tokens(module, args, kwargs)
+
     # -- at a hook point -------------------------------------------------------------------------------
+
+    def find_names(self, place: TensorPlace, local: Tensor) -> DimNames:
+        """The names of the dims of the current tensor, as they were in the traced call of the same kind."""
+        if self._trace is not None:
+            dims = self._trace.names_of(local)
+            known = (
+                (("",) * local.ndim, 0) if dims is None else (describe_dims(dims), self._trace.heads(dims))
+            )
+            self._names_now.setdefault(place, set()).add(known)
+        found = [(n, heads) for n, heads in self._names_now.get(place, ()) if len(n) == local.ndim]
+        columns = zip(*(n for n, _ in found), strict=True)
+        names = tuple(one[0] if len(set(one)) == 1 else "" for one in columns) or ("",) * local.ndim
+        return DimNames(names, self._cached_tokens, found[0][1] if len(found) == 1 else 0)
 
     def spread_of(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
         """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
@@ -274,17 +358,21 @@ class LayoutPropagator:
 
     def watch(self) -> Undo:
         """Trace calls while the layout at a wanted hook point is unknown, until the result is called."""
+        self._watched = True
         return intercept(self.root, "_call_impl", self._around)
 
     def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls or not (self.wanted or self.left is None) or is_recomputing():
+        if self._calls or not (self.wanted or self._names_wanted or self.left is None) or is_recomputing():
             return call(*args, **kwargs)
         self._calls += 1
         self._passes.clear()
         kind = self.root.training, *_call_signature(args), *_call_signature(kwargs)
         self._now = self._answers.setdefault(kind, {})
+        self._names_now = self._names.setdefault(kind, {})
+        self._cached_tokens = 0
         try:
-            if self.left is not None and self.wanted.keys() <= self._now.keys():
+            known = self.wanted.keys() <= self._now.keys()
+            if self.left is not None and known and self._names_wanted.keys() <= self._names_now.keys():
                 return call(*args, **kwargs)
             return self._followed(kind, call, *args, **kwargs)
         finally:
@@ -292,18 +380,26 @@ class LayoutPropagator:
 
     def _followed(self, kind: Hashable, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._now = self._answers[kind] = {}
+        self._names_now = self._names[kind] = {}
         spreads = spreads_of_held_tensors(self.root, self.known)
         spreads |= {id(tensor): spread for tensor, spread in zip(self.handed, self.entering, strict=False)}
-        self._trace = trace = LayoutTrace(self.root, self.known, self.mesh, spreads)
+        self._trace = trace = LayoutTrace(self.root, self.known, self.mesh, spreads, self.named)
         good = False
+        for region in self.regions:
+            region.enter()
         try:
             output = trace.run([] if self.handed else self.entering, call, *args, **kwargs)
             good, self.left = True, trace.left
         finally:
             self._trace = None
+            for region in self.regions:
+                region.leave()
             if not good:
                 self._answers.pop(kind, None)
+                self._names.pop(kind, None)
         self.calls += 1
+        for place in self._names_wanted:  # those that the call did not reach are not traced for again
+            self._names_now.setdefault(place, set())
         for name, tensor in named_parameters(self.root):
             ends = trace.mark(tensor).node.found()
             if (name, PARAMETER_INDEX) in self.wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,21 @@ from megatron_flex.adapters.layout_rules import (
     UnknownLayout,
     differing_axes,
 )
+from megatron_flex.adapters.named_inputs import list_head_sizes, name_inputs
+from megatron_flex.adapters.propagation.dim_names import (
+    HEADS,
+    WIDTH,
+    Factor,
+    NamedDims,
+    infer_names,
+    keep_where_equal,
+    name_dims,
+)
 from megatron_flex.adapters.propagation.function_call import function_name, iterate_tensors
 from megatron_flex.adapters.propagation.function_rules import (
     CHECKPOINT_FUNCTIONS,
     IDENTITY_FUNCTIONS,
+    LINEAR_FUNCTIONS,
     PARALLEL_REGIONS,
     infer_spread,
 )
@@ -76,6 +87,7 @@ class LayoutTrace(TorchFunctionMode):
         known: the modules with rules; operations inside them are not traced.
         mesh: the axes of the run.
         spreads: the shardings of parameters, buffers and other tensors of modules, by identity.
+        named: the modules whose inputs have dims with known names.
 
     Attributes:
         marks: the marks of all tensors.
@@ -89,9 +101,12 @@ class LayoutTrace(TorchFunctionMode):
         known: Mapping[nn.Module, Rule],
         mesh: Mesh,
         spreads: Mapping[int, SpreadOrUnknown],
+        named: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
         self._known, self._mesh, self._held = known, mesh, spreads
+        self._named, self._full_heads = named, list_head_sizes(named, 1)
+        self._heads = self._full_heads | list_head_sizes(named, mesh["tp"].size)
         self._names = {m: n for n, m in root.named_modules()}
         self.marks = TensorMarks()
         self._inside: list[nn.Module] = []
@@ -111,6 +126,10 @@ class LayoutTrace(TorchFunctionMode):
         for index, tensor in enumerate(tensors((args, kwargs))):
             self.enter(tensor, entering[index] if index < len(entering) else FULL)
         entered = module_hooks.register_module_forward_pre_hook(self._before_module)
+        naming = [
+            m.register_forward_pre_hook(self._name_inputs, with_kwargs=True, prepend=True)
+            for m in self._named
+        ]
         left = module_hooks.register_module_forward_hook(self._leaves)
         functions: Any = torch.autograd.Function
         before = vars(functions)["apply"]
@@ -124,10 +143,33 @@ class LayoutTrace(TorchFunctionMode):
             functions.apply = before
             left.remove()
             entered.remove()
+            for hook in naming:
+                hook.remove()
         for tensor in tensors(output):
             self.mark(tensor).add_final_use(NO_AXES)
             self.left.append(self.mark(tensor).spread)
         return output
+
+    def _name_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._here() and not self.opaque:
+            for tensor, names in name_inputs(module, args, kwargs):
+                mark = self.mark(tensor)
+                mark.names = mark.names or name_dims(tensor.shape, names)
+
+    def names_of(self, tensor: Tensor) -> NamedDims | None:
+        """The dims of a tensor; None where nothing is known of them."""
+        found = self.marks.get(tensor)
+        return None if found is None else found.names
+
+    def heads(self, dims: NamedDims) -> int:
+        """The number of heads of the full tensor, in a dim that has them side by side; 0 if not known."""
+        parts = self._mesh["tp"].size
+        for dim in dims:
+            if [f.name for f in dim] == [HEADS, WIDTH]:
+                local, width = (f.size for f in dim)
+                known = (n for n in (local * parts, local) if self._full_heads.get((n, width)) == HEADS)
+                return next(known, local if parts == 1 else 0)
+        return 0
 
     def _mark_local_parts(self) -> Callable[[], None]:
         """Mark the local tensors of DTensors: without autograd, no traced function creates them."""
@@ -139,7 +181,8 @@ class LayoutTrace(TorchFunctionMode):
         def to_local(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             local = before(tensor, *args, **kwargs)
             if self._here() and not self.opaque and not torch.is_grad_enabled():
-                self.marks.make(local, spread_of_dtensor(tensor, self._mesh))
+                mark = self.marks.make(local, spread_of_dtensor(tensor, self._mesh))
+                mark.names = _renamed(self.names_of(tensor), local)
             return local
 
         kind.to_local = to_local
@@ -191,8 +234,11 @@ class LayoutTrace(TorchFunctionMode):
         if rule.follows:
             self._normed(self._norms.pop(), outputs, rule.follows)
             return
+        source = next(iterate_tensors(args), None)
         for i, tensor in enumerate(outputs):
             if placements_of(tensor) is not None:
+                if not i and not self.opaque:
+                    self.mark(tensor).names = self._name_output(module, source, tensor)
                 continue
             if i and (tensor in self.marks or id(tensor) in self._held):
                 continue
@@ -200,7 +246,19 @@ class LayoutTrace(TorchFunctionMode):
             spread: SpreadOrUnknown = UnknownLayout(f"{name} returns it, and no rule describes it")
             if i == 0 and rule.outputs is not None:
                 spread = normalize_spread(rule.outputs, tensor.ndim)
-            self.marks.make(tensor, spread)
+            names = None if i else self._name_output(module, source, tensor)
+            self.marks.make(tensor, spread).names = names
+
+    def _name_output(self, module: nn.Module, source: Tensor | None, output: Tensor) -> NamedDims | None:
+        """The dims of the output of a module that is not traced, if it is one of torch's."""
+        names = None if source is None else self.names_of(source)
+        if names is None:
+            return None
+        if isinstance(module, nn.Linear):
+            return _projected(names, output)
+        if isinstance(module, nn.Embedding) and len(names) == output.ndim - 1:
+            return _renamed((*names, (Factor("h", output.shape[-1]),)), output)
+        return None
 
     def _normed(self, source: Tensor | None, outputs: list[Tensor], dims: int) -> None:
         """Mark the outputs of a module that works along the last dims, which are therefore not sharded."""
@@ -213,6 +271,7 @@ class LayoutTrace(TorchFunctionMode):
         ):
             spread = UnknownLayout("a norm works along dims of which each rank has a part")
         mark = self.marks.make(outputs[0], spread, (source,))
+        mark.names = _renamed(theirs.names, outputs[0])
         _record_use(theirs, mark)
 
     # -- marks -----------------------------------------------------------------------------------------
@@ -248,6 +307,7 @@ class LayoutTrace(TorchFunctionMode):
         source = self.mark(old)
         spread = spread if isinstance(spread, UnknownLayout) else normalize_spread(spread, new.ndim)
         mark = self.marks.make(new, spread, (old,))
+        mark.names = source.names
         source.add_use(mark)
 
     def window(self, tensor: Tensor, gets: nn.Module | None) -> UseWindow:
@@ -278,12 +338,18 @@ class LayoutTrace(TorchFunctionMode):
         )
         if made:
             spread = [(t, m.spread, u) for t, m, u in zip(got, marks, uniform, strict=True)]
-            self._made(made, got, marks, *infer_spread(name, args, kwargs, spread, made), name in DETACHING)
+            names: list[NamedDims | None] = [None] * len(made)
+            if self._named:
+                operands = [(t, m.names) for t, m in zip(got, marks, strict=True)]
+                names = infer_names(name, args, kwargs, operands, made, self._heads)
+            result = infer_spread(name, args, kwargs, spread, made)
+            self._made(made, names, got, marks, *result, name in DETACHING)
         return out
 
     def _made(
         self,
         made: list[Tensor],
+        names: list[NamedDims | None],
         got: list[Tensor],
         marks: list[TensorMark],
         spread: SpreadOrUnknown,
@@ -291,7 +357,7 @@ class LayoutTrace(TorchFunctionMode):
         detached: bool,
     ) -> None:
         before = {id(t): m for t, m in zip(got, marks, strict=True)}
-        for tensor in made:
+        for tensor, dims in zip(made, names, strict=True):
             placed = placements_of(tensor) is not None
             mine = spread_of_dtensor(tensor, self._mesh) if placed else spread
             old = before.get(id(tensor))
@@ -301,6 +367,7 @@ class LayoutTrace(TorchFunctionMode):
                 mark = self.marks.make(tensor, mine, got, uniform)
             else:
                 mark = self.marks.written(tensor, old, mine, uniform)
+            mark.names = dims
             if not detached and self._gets_gradient(tensor):
                 for source, theirs in zip(got, marks, strict=True):
                     if self._gets_gradient(source):
@@ -340,7 +407,9 @@ class LayoutTrace(TorchFunctionMode):
         why = f"it was made by {name}, a custom autograd.Function"
         if name in IDENTITY_FUNCTIONS and len(made) == len(marks):
             for tensor, theirs in zip(made, marks, strict=True):
-                _record_use(theirs, self.marks.make(tensor, theirs.spread))
+                mark = self.marks.make(tensor, theirs.spread)
+                mark.names = theirs.names
+                _record_use(theirs, mark)
             return
         for tensor in made:
             spread: SpreadOrUnknown = UnknownLayout(why)
@@ -353,6 +422,10 @@ class LayoutTrace(TorchFunctionMode):
                 if isinstance(spread, UnknownLayout):  # it may have been made the same on all ranks
                     spread = UnknownLayout(spread.why)
             mark = self.marks.make(tensor, spread)
+            if marks and name in (*PARALLEL_REGIONS, "_ToTorchTensor", "_FromTorchTensor"):
+                mark.names = _renamed(marks[0].names, tensor)
+            elif marks and name in LINEAR_FUNCTIONS:
+                mark.names = _projected(marks[0].names, tensor)
             for theirs in marks:
                 if isinstance(spread, UnknownLayout):
                     theirs.add_final_use(f"it is used by {name}, a custom autograd.Function")
@@ -360,6 +433,16 @@ class LayoutTrace(TorchFunctionMode):
                     theirs.add_final_use(NO_AXES)
                 else:
                     _record_use(theirs, mark)
+
+
+def _renamed(names: NamedDims | None, tensor: Tensor) -> NamedDims | None:
+    """The same dims of a tensor with other lengths: of a shard, or of the full tensor."""
+    return None if names is None else keep_where_equal(names, tensor.shape)
+
+
+def _projected(names: NamedDims | None, output: Tensor) -> NamedDims | None:
+    """The dims of the output of a linear, by those of its input."""
+    return names and _renamed((*names[:-1], (Factor("", output.shape[-1]),)), output)
 
 
 def _record_use(source: TensorMark, made: TensorMark) -> None:

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_flex.adapters.dtensor_placements import spread_of_placements
 from megatron_flex.adapters.layout_rules import Spread, SpreadOrUnknown, UnknownLayout
+from megatron_flex.adapters.propagation.dim_names import NamedDims
 from megatron_flex.layout.gradient_layout import GradientEnds
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class TensorMark:
         node: the uses that contribute to its gradient.
         line: its memory.
         version: the version of the memory when the mark was made.
+        names: its dims; None where nothing is known of them.
     """
 
     spread: SpreadOrUnknown
@@ -94,6 +96,7 @@ class TensorMark:
     node: GradientNode = field(default_factory=GradientNode)
     line: ViewMemory = field(default_factory=ViewMemory)
     version: int = 0
+    names: NamedDims | None = None
 
     def add_use(self, result: TensorMark, axes: Axes = NO_AXES) -> None:
         """Note that `result` is computed from the tensor; `axes`: over which its gradient is summed."""

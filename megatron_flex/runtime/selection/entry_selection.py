@@ -13,6 +13,10 @@ from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS
 
 Indices = int | slice | Sequence[int]
 EACH = "each"  # instead of sequences: each of them, under a name of its own
+UNKNOWN_TEXT = (
+    "the call continues a text, and its cache does not tell how many tokens came before; call the model "
+    "without the cache (use_cache=False), or leave out positions"
+)
 DimReference = str | int  # a dim's name, or its index
 
 
@@ -25,6 +29,7 @@ class DimChoice(NamedTuple):
         entries: a slice, or indices; negative ones count from the end.
         heads: the number of heads packed in the dim, if `entries` are heads; 0 otherwise.
         sequences: the packed sequences in which `entries` are counted; None to count them in the dim.
+        first: the position of the dim's first entry, where earlier ones came in other calls; -1 if unknown.
     """
 
     dim: int
@@ -32,6 +37,7 @@ class DimChoice(NamedTuple):
     entries: slice | tuple[int, ...]
     heads: int = 0
     sequences: slice | tuple[int, ...] | None = None
+    first: int = 0
 
     def of(self, length: int, packed: Sequence[Span] = ()) -> list[int]:
         """The selected indices of a dim of that length, in the requested order.
@@ -56,6 +62,8 @@ class DimChoice(NamedTuple):
                 where = f"sequence {number} of {stop - start} tokens"
                 found += [start + i for i in _find_entries(self.entries, stop - start, self.what, where)]
             return found
+        if self.first:
+            return self._in_call(length)
         count = self.heads or length
         found = _find_entries(self.entries, count, self.what, f"a dim of {count}")
         if not self.heads:
@@ -64,6 +72,21 @@ class DimChoice(NamedTuple):
             raise HookError(f"heads: {length} features are not {count} heads; pass of=their number")
         width = length // count
         return [at for head in found for at in range(head * width, (head + 1) * width)]
+
+    def _in_call(self, length: int) -> list[int]:
+        """The selected indices of a call that continues a text."""
+        if self.first < 0:
+            raise HookError(f"{self.what}: {UNKNOWN_TEXT}")
+        end = self.first + length
+        found = _find_entries(self.entries, end, self.what, f"a text of {end}")
+        here = [at - self.first for at in found if at >= self.first]
+        if not here:
+            raise HookError(
+                f"{self.what}: {format_entries(self.entries)} is not in this call, which has the tokens "
+                f"{self.first} to {end - 1} of its text, as earlier ones are cached; select from the end, or "
+                "hook the first call only"
+            )
+        return here
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +104,10 @@ class Select:
         samples: samples of the microbatch, along `b`.
         heads: attention heads, along the dim of heads, or packed in the dim `n*d`.
         neurons: entries of the last dim.
-        dims: entries of other dims, by name or index: `{"e": 0}`.
+        dims: entries of other dims, by name or index: `{"e": 0}`; or the names of all dims, `"b s h"`, at a
+            hook point where nothing names them.
         of: the number of packed heads, if the module does not provide the number.
+        names: the names of all dims, if `dims` gives them.
 
     Raises:
         HookError: an entry is not a number, or `of` is below 1.
@@ -99,9 +124,10 @@ class Select:
     samples: Indices | None = None
     heads: Indices | None = None
     neurons: Indices | None = None
-    dims: Mapping[DimReference, Indices] = field(default_factory=dict, hash=False)
+    dims: Mapping[DimReference, Indices] | str = field(default_factory=dict, hash=False)
     of: int | None = None
     sequences: Indices | Literal["each"] | None = None
+    names: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         if self.sequences is not None and not (isinstance(self.sequences, str) and self.sequences == EACH):
@@ -110,15 +136,29 @@ class Select:
         for name in ("positions", "samples", "heads", "neurons"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _check_entries(value, name))
-        object.__setattr__(self, "dims", {d: _check_entries(v, f"dims[{d!r}]") for d, v in self.dims.items()})
+        if isinstance(self.dims, str):
+            object.__setattr__(self, "names", tuple(self.dims.split()))
+        given = {} if isinstance(self.dims, str) else self.dims
+        object.__setattr__(self, "dims", {d: _check_entries(v, f"dims[{d!r}]") for d, v in given.items()})
         try:
             if self.of is not None:
                 check_count("of", self.of)
         except FlexError as error:
             raise HookError(f"Select: {error}, the number of heads") from None
 
+    @property
+    def entries(self) -> Mapping[DimReference, Indices]:
+        """The entries of other dims, by name or index."""
+        return {} if isinstance(self.dims, str) else self.dims
+
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether the selection depends on which dim is which."""
+        named = (self.positions, self.samples, self.heads, self.sequences)
+        return any(x is not None for x in named) or any(isinstance(d, str) for d in self.entries)
+
     def choices(
-        self, names: Sequence[str], heads: int | None = None, site: str = "the tensor"
+        self, names: Sequence[str], heads: int | None = None, site: str = "the tensor", first: int = 0
     ) -> list[DimChoice]:
         """The selected entries of each dim.
 
@@ -127,6 +167,7 @@ class Select:
             heads: the module's number of heads, 0 if the module does not provide it; None if it is not known
                 yet, which omits selections of packed heads.
             site: the name of the site.
+            first: the position of the first token, in a call that continues a text.
 
         Returns:
             For each dim that is selected from, its index and entries.
@@ -151,7 +192,7 @@ class Select:
             if packed is not None:
                 within = _normalize_entries(slice(None) if packed == EACH else cast(Indices, packed))
             entries = slice(None) if value is None else value
-            out.append(DimChoice(at, what, entries, 0, within))
+            out.append(DimChoice(at, what, entries, 0, within, first if dim == "s" else 0))
         if self.heads is not None:
             at = _find_head_dim(names, site)
             packed = names[at] in PACKED_HEAD_DIMS
@@ -166,7 +207,7 @@ class Select:
             out.append(DimChoice(len(names) - 1, "neurons", _normalize_entries(self.neurons)))
         out += [
             DimChoice(locate_dim(d, names, "dims", site), f"dims[{d!r}]", _normalize_entries(v))
-            for d, v in self.dims.items()
+            for d, v in self.entries.items()
         ]
         twice = [c.what for i, c in enumerate(out) if any(c.dim == other.dim for other in out[:i])]
         if twice:
@@ -188,7 +229,9 @@ class Select:
             for n in ("sequences", "positions", "samples", "heads", "neurons")
             if getattr(self, n) is not None
         ]
-        return ", ".join(words + [f"{d} {format_entries(v)}" for d, v in self.dims.items()]) or "everything"
+        words += [f"{d} {format_entries(v)}" for d, v in self.entries.items()]
+        words += [f"of [{', '.join(self.names)}]"] if self.names else []
+        return ", ".join(words) or "everything"
 
 
 def locate_dim(dim: DimReference, names: Sequence[str], what: str, site: str = "the tensor") -> int:
@@ -201,7 +244,18 @@ def locate_dim(dim: DimReference, names: Sequence[str], what: str, site: str = "
         return dim % len(names)
     if isinstance(dim, str) and dim in names:
         return list(names).index(dim)
-    raise HookError(f"{what}: {site} has dims [{', '.join(names)}], no {dim!r}; name one of those")
+    raise HookError(f"{what}: {describe_missing_dim(dim, names, site)}")
+
+
+def describe_missing_dim(dim: DimReference, names: Sequence[str], site: str) -> str:
+    """Why a dim is not found, and what to do."""
+    if all(names):
+        return f"{site} has dims [{', '.join(names)}], no {dim!r}; name one of those"
+    shown = ", ".join(n or "?" for n in names)
+    return (
+        f"which dim of {site} is {dim!r} is not known ([{shown}]: names follow from the inputs of a model of "
+        "transformers); pass the names of all dims, such as dims='b s h'"
+    )
 
 
 def _find_entries(entries: slice | tuple[int, ...], count: int, what: str, where: str) -> list[int]:
@@ -242,6 +296,8 @@ def _normalize_entries(value: Indices) -> slice | tuple[int, ...]:
 
 def _find_head_dim(names: Sequence[str], site: str) -> int:
     found = [i for i, n in enumerate(names) if n in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
+    if not found and not all(names):
+        raise HookError(f"heads: {describe_missing_dim('n*d', names, site)}")
     if not found:
         raise HookError(
             f"heads: {site} has dims [{', '.join(names)}], none of heads; take the points q, k, v, scores or "

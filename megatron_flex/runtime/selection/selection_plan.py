@@ -16,12 +16,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_flex.errors import LayoutError
+from megatron_flex.errors import HookError, LayoutError
 from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
 from megatron_flex.layout.region import compact_index, is_partial
-from megatron_flex.runtime.selection.entry_selection import EACH, DimChoice, Select
+from megatron_flex.runtime.selection.entry_selection import EACH, DimChoice, Select, describe_missing_dim
 from megatron_flex.runtime.selection.reduce import Reduction, ReductionContext, Results
-from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, Site
+from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, DimNames, Site
 
 EVERYTHING = Select()
 
@@ -51,6 +51,12 @@ class CaptureSelection:
         """The same of one packed sequence."""
         return CaptureSelection(replace(self.select, sequences=number), self.reduce)
 
+    @property
+    def needs_dim_names(self) -> bool:
+        """Whether the selection or the reduction depends on which dim is which."""
+        reduced = self.reduce is not None and any(isinstance(d, str) for d in self.reduce.dims)
+        return self.select.needs_dim_names or reduced
+
     def describe(self) -> str:
         """The selection and the reduction as text."""
         made = None if self.reduce is None else self.reduce.describe()
@@ -64,8 +70,13 @@ class CaptureSelection:
         Raises:
             HookError: the site has no such dim, or a dim of known length has no such entry.
         """
-        names = site.dims
+        names = self.select.names or site.dims
+        if site.dims and len(names) != len(site.dims):
+            raise HookError(f"{self.describe()}: {site.name} has {len(site.dims)} dims")
         if not names:
+            if self.needs_dim_names and site.inferred and not site.names_dims:
+                unknown = describe_missing_dim("s", ("",) * 3, site.name)
+                raise HookError(f"{self.describe()}: {unknown}")
             return
         choices = self.select.choices(names, None, site.name)
         lengths: list[int | str] = list(site.shape) if len(site.shape) == len(names) else list(names)
@@ -180,6 +191,7 @@ def plan_selection(
     sizes: Sizes,
     coords: Coords,
     heads: int = 0,
+    known: DimNames | None = None,
 ) -> SelectionPlan:
     """Plan a selection.
 
@@ -192,6 +204,7 @@ def plan_selection(
         sizes: the axis sizes of the mesh.
         coords: this rank's coordinates.
         heads: the module's number of heads; 0 if the module does not provide it.
+        known: what is known of the dims, where the layout does not have their names.
 
     Raises:
         HookError: the full tensor has no such entries; the same on all ranks.
@@ -201,8 +214,11 @@ def plan_selection(
     dims = [layout.dims[i] for i in order]
     local = [shape[i] for i in order]
     lengths = _list_full_lengths(dims, local, sizes)
-    names = [d.name for d in dims]
-    choices = {c.dim: c for c in wanted.select.choices(names, heads)}
+    names = list(wanted.select.names or (known.names if known else [d.name for d in dims]))
+    if len(names) != len(dims):
+        raise HookError(f"{wanted.describe()}: the tensor has {len(dims)} dims; name each of them")
+    first = known.first if known else 0
+    choices = {c.dim: c for c in wanted.select.choices(names, (known and known.heads) or heads, first=first)}
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
     chosen = {d: c.of(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None}
     targets = wanted.reduce.places(names) if wanted.reduce is not None else ()
