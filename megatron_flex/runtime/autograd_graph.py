@@ -44,13 +44,13 @@ def enter_edit(tensor: Tensor) -> Tensor:
     """Return the input of an edit: the tensor with its own node in the graph, which always propagates a
     gradient, zeros if there is no other.
 
-    The result shares the tensor's memory. Without gradients it is the tensor itself. In a transform of
-    `torch.func` it is a copy: no other rank waits for that backward pass.
+    The result shares the tensor's memory. Without gradients it is the tensor itself, as in a transform of
+    `torch.func`, where no other rank waits for the backward pass.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     if running_transform() is not None:  # a torch.autograd.Function would need a rule for each transform
-        return tensor.clone()
+        return tensor
     # torch does not type `apply`
     return cast(Tensor, _EditEntrance.apply(tensor))  # type: ignore[no-untyped-call]
 

@@ -56,6 +56,8 @@ def _explain_hook(hook: HookFunction, mesh: Mesh, trains: bool) -> tuple[str, st
         return "a tensor read there is dead after it", "pass save=False"
     if edits and uses_context(hook.editing_function):
         return "a tensor in save_ctx is dead after it", "compute the value within the function"
+    if hook.run == "once":
+        return "one rank's result goes to the others by a collective", "leave out run='once'"
     if trains:
         return (
             "trainable modules get their gradients from backward() only",

@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "capture": ({}, ("1", "torch.func")),
     "edit that captures": ({"editing_function": double}, ("1", "save=False")),
     "gradient": ({"hook_type": "full_backward"}, ("1", "backward()")),
+    "one rank": ({"editing_function": double, "save": False, "run": "once"}, ("1", "run='once'")),
     "shared value": ({"editing_function": keep, "save": False}, ("1", "save_ctx")),
 }
 
