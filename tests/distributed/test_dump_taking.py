@@ -233,7 +233,7 @@ def test_the_life_of_dumps(tmp_path: Path) -> None:
         assert_names(answer["gone"], tmp_path)
         assert "broken on purpose" in answer["failed"]
     (told_again,) = answers[0]["again"]
-    assert_names(told_again, tmp_path / "plain", "iterations 1 to 2", "run-0000", "run-0001")
+    assert_names(told_again, tmp_path / "plain", "iterations 0 to 2", "run-0000", "run-0001")
     assert not any(answer["again"] for answer in answers[1:]), "what is alike on all ranks is printed once"
     with mf.open_dump(tmp_path / "plain") as dump:
         assert dump.iterations == [0, 1, 2, 3]
