@@ -65,7 +65,11 @@ def build() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("edit", [double, double_in_place, double_locally, edits.scale(2.0), detach], ids=str)
+@pytest.mark.parametrize(
+    "edit",
+    [double, double_in_place, double_locally, edits.scale(2.0), detach],
+    ids=["function", "in place", "local", "preset", "detached"],
+)
 def test_an_edit_is_transformed_with_the_model(transform: str, edit: Any) -> None:
     model = build()
 
