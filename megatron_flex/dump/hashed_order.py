@@ -38,7 +38,7 @@ def choose_stream(*numbers: int) -> int:
     """
     state = 0
     for number in numbers:
-        z = ((state ^ (number & WORD)) + INCREMENT) & WORD
+        z = ((state ^ (int(number) & WORD)) + INCREMENT) & WORD  # a number of numpy would overflow
         z = ((z ^ (z >> 30)) * FIRST_FACTOR) & WORD
         z = ((z ^ (z >> 27)) * SECOND_FACTOR) & WORD
         state = z ^ (z >> 31)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 import torch
 import typer
 from hypothesis import HealthCheck, example, given, settings
