@@ -198,13 +198,16 @@ def is_selected(number: int, wanted: slice | Iterable[int] | None) -> bool:
     return wanted is None or number in wanted
 
 
-def select_present(spans: Sequence[Span], present: Sequence[int], where: str) -> list[int]:
+def select_present(
+    spans: Sequence[Span], present: Sequence[int], where: str, kind: type[FlexError] = FlexError
+) -> list[int]:
     """The present numbers that are in the spans, in ascending order.
 
     Args:
         spans: numbers, which must be present, and slices, in which some must be.
         present: the numbers there are.
         where: what has them, for error messages.
+        kind: the class of these errors.
 
     Raises:
         FlexError: a number is not present, or none is in the slices.
@@ -216,10 +219,10 @@ def select_present(spans: Sequence[Span], present: Sequence[int], where: str) ->
         elif span in there:
             out.add(span)
         else:
-            raise FlexError(f"iteration {span} is not in {where}, which has {summarize_numbers(present)}")
+            raise kind(f"iteration {span} is not in {where}, which has {summarize_numbers(present)}")
     if not out:
         wanted = ",".join(map(_format_span, spans))
-        raise FlexError(f"no iteration of {wanted} is in {where}, which has {summarize_numbers(present)}")
+        raise kind(f"no iteration of {wanted} is in {where}, which has {summarize_numbers(present)}")
     return sorted(out)
 
 

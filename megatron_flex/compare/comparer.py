@@ -369,7 +369,8 @@ class _Comparer:
                 f"{_format_some(sorted(two))}"
             )
         if self.only is not None:
-            return select_present(self.only, sorted(one & two), f"both {self.a.path} and {self.b.path}")
+            both = f"both {self.a.path} and {self.b.path}"
+            return select_present(self.only, sorted(one & two), both, DumpError)
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
                 self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")

@@ -30,11 +30,10 @@ SHAPES_DIFFER = (
     "nor equal shards of the expected_shape; hook a point where they have"
 )
 TENSORS_DIFFER = (
-    "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule says "
-    "how they make up the full one; give the full tensor's expected_shape where each rank has a shard, hook "
-    "after the reduction where each has a partial sum, or register an adapter with a rule for the layer "
-    "(docs/extend.md); where each rank has a full tensor of its own, as under dropout, pass "
-    "expected_shape={local}"
+    "tensor parallel ranks have different tensors at {place}, of shapes {one} and {other}, and no rule says "
+    "how they make up the full tensor: give its expected_shape (where each rank has a full tensor of its "
+    "own, as under dropout: {local}), hook after the reduction of a partial sum, or register an adapter "
+    "(docs/extend.md)"
 )
 BLOCK_ENTRIES = 1 << 20  # entries processed together
 FREQUENCIES = (0.7391, 1.3547, 2.2361, 2.9713)

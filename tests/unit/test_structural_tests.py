@@ -32,6 +32,7 @@ from megatron_flex.compare.tolerance import MOST_PEAK_TOLERANCE, Precision, deri
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
 from tests.support.dumps import Given
+from tests.support.messages import raises
 
 UNIT = 2.0**-8
 SCALES = (1.0, 1e-30, 1e30)  # fp32 cannot hold the squares of the last two
@@ -615,5 +616,5 @@ def test_iterations_that_are_asked_for(tmp_path: Path) -> None:
     dumps.write(tmp_path / "b", {FIRST: Given(other, SEQUENCE)})
     assert compare(tmp_path / "a", tmp_path / "b").verdict == "diverges"
     assert compare(tmp_path / "a", tmp_path / "b", iterations=[0, 2]).verdict == "equal"
-    with pytest.raises(DumpError, match="iterations 7 are not in both"):
+    with raises(DumpError, "iteration 7", tmp_path / "a", tmp_path / "b", "0, 1, 2"):
         compare(tmp_path / "a", tmp_path / "b", iterations=[7])
