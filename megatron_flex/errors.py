@@ -183,12 +183,12 @@ def error_attributes(**attributes: Any) -> Iterator[None]:
         raise
 
 
-def shorten_message(text: str) -> str:
+def shorten_message(text: str, limit: int = MAX_MESSAGE) -> str:
     """Return at most 500 characters: of a longer text the beginning, and the end, which has the remedy."""
-    if len(text) <= MAX_MESSAGE:
+    if len(text) <= limit:
         return text
-    end = MAX_MESSAGE // 3
-    return text[: MAX_MESSAGE - end - len(OMITTED)] + OMITTED + text[-end:]
+    end = limit // 3
+    return text[: limit - end - len(OMITTED)] + OMITTED + text[-end:]
 
 
 class _ShortRepr(reprlib.Repr):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import FailedElsewhere, gather_objects, max_over_ranks
-from megatron_flex.errors import AbsentError, FlexWarning, HookError
+from megatron_flex.errors import MAX_MESSAGE, AbsentError, FlexWarning, HookError, shorten_message
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.error_origin import find_user_line
@@ -60,18 +60,27 @@ def raise_on_all_ranks(
     reports = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
     failed = [(rank, report) for rank, report in reports if report is not None]
     ranks_by_message = group_ranks((rank, message) for rank, (message, _, _) in failed)
-    messages = [f"{message}{format_on_ranks(ranks)}" for message, ranks in ranks_by_message.items()]
-    more = f"; and {len(messages) - MAX_ERRORS} more" if len(messages) > MAX_ERRORS else ""
     kind: type[HookError] = (
         type(failure.error) if failure and isinstance(failure.error, AbsentError) else HookError
     )
     _, (_, site, number) = failed[0]
     raise kind(
-        "; ".join(messages[:MAX_ERRORS]) + more,
+        _join_messages(ranks_by_message),
         site=site,
         hook=None if number is None else hooks[number],
         ranks=sorted(rank for rank, _ in failed),
     ) from (failure.error if failure else None)
+
+
+def _join_messages(ranks_by_message: dict[str, list[int]]) -> str:
+    """The messages of several ranks in one, in which each keeps its remedy and its ranks."""
+    shown = [(text, format_on_ranks(ranks)) for text, ranks in ranks_by_message.items()][:MAX_ERRORS]
+    left_out = len(ranks_by_message) - len(shown)
+    more = f"; and {left_out} more" if left_out else ""
+    room = MAX_MESSAGE - len(more) - sum(len(suffix) + len("; ") for _, suffix in shown)
+    if sum(len(text) for text, _ in shown) > room:
+        shown = [(shorten_message(text, room // len(shown)), suffix) for text, suffix in shown]
+    return "; ".join(text + suffix for text, suffix in shown) + more
 
 
 def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

@@ -57,9 +57,8 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 
 NOT_SENT = (
-    "this step's captures are dropped, as they could not be sent through shared memory: {why}; later steps "
-    "gather them by collectives; if the process has too many open files, raise the limit (ulimit -n), and "
-    "FLEX_SHARED_BYTES=0 uses no shared memory"
+    "the captures of this step are lost, as shared memory failed: {why}; later steps use collectives; raise "
+    "the limit of open files (ulimit -n), or use no shared memory (FLEX_SHARED_BYTES=0)"
 )
 
 
