@@ -113,8 +113,8 @@ def test_a_persons_own_loop(stage: int) -> None:
             assert_names(got["early"], "ZeRO", 2, "engine.step()")
             assert_names(got["late"], "ZeRO", 2, "engine.step()")
         else:
-            assert got["early"]
-            assert got["late"]
+            assert_names(got["early"], "0.weight")
+            assert_names(got["late"], "0.weight")
 
 
 def half(stage: int, accumulating: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_freezing(stage: int) -> None:
         hidden = made[1](made[0](samples(replica, 0)))
         (loss_of(made[2](hidden + module(hidden))) / 2).backward()
     for got in run(2, trained_alone, stage):
-        assert bool(got["refused"]) == (stage == 1)
+        assert ("deepspeed.initialize()" in got["refused"]) == (stage == 1)
         assert ("deepspeed.initialize()" in got["bare"]) == (stage > 0)
         assert all(got["kept"])
         torch.testing.assert_close(got["probe"], module.weight.grad, rtol=1e-5, atol=1e-6)

@@ -285,7 +285,7 @@ def uneven(edit: bool) -> str:
 @pytest.mark.parametrize("edit", [False, True])
 def test_ranks_that_infer_different_layouts_do_not_wait_for_each_other(edit: bool) -> None:
     for said in run(2, uneven, edit, timeout=60):
-        assert said
+        assert_names(said, "expected_shape")
 
 
 # -- groups and meshes ---------------------------------------------------------------------------------

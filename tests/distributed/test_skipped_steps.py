@@ -175,7 +175,7 @@ def shapes(edits: bool) -> str:
 @pytest.mark.parametrize("edits", [False, True])
 def test_parts_of_different_shapes(edits: bool) -> None:
     for text in run(2, shapes, edits):
-        assert text
+        assert_names(text, "expected_shape")
 
 
 def exchanges(kind: str) -> str:

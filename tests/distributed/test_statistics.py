@@ -197,6 +197,5 @@ def test_partial_sums_of_an_expert_are_an_error_where_the_site_is_named() -> Non
     case = Case("tp2 sp etp2", tp=2, sp=True, etp=2, experts=4, layers=1)
     expert = "decoder.layers.0.mlp.experts.local_experts.1"
     for message in run(2, error_of, case, f"{expert}:output"):
-        assert f"{expert}:output" in message
-        assert message
+        assert_names(message, f"{expert}:output")
     assert run(2, error_of, case, f"{expert}.linear_fc2:input") == ["", ""]
