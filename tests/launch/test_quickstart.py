@@ -202,7 +202,7 @@ def test_report_accepts_what_rounding_leaves(comparison: ModuleType) -> None:
     ("other", "values"),
     [
         ({"unedited": torch.tensor(2.0)}, ["a:output"]),
-        (tensors() | {"a:output": torch.zeros(2, 1)}, ["a:output", "(2, 1)"]),
+        (tensors() | {"a:output": torch.zeros(2, 1)}, ["a:output", "torch.float32[2, 1]"]),
         (tensors() | {"b": torch.ones(1)}, ["b"]),
     ],
 )

@@ -82,7 +82,7 @@ def test_only_the_number_of_replicas_differs() -> None:
     [
         ("--lr 1", "--tensor-model-parallel-size 1", {}, ("SCRIPT", "--against")),
         ("a.py", "", {}, ("--against",)),
-        ("a.py", "--tensor-model-parallel-size x", {}, ("--tensor-model-parallel-size x", 1)),
+        ("a.py", "--tensor-model-parallel-size x", {}, ("--tensor-model-parallel-size", "'x'", 1)),
         ("a.py", "", {"processes": [2, 2]}, ("--against",)),
         ("a.py", "--lr 1", {"processes": [2]}, ("--processes 2", "4,2")),
     ],
