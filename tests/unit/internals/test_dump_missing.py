@@ -31,7 +31,7 @@ EXPORT = ("export", "d", "out.safetensors")
 def dump(tmp_path: Path) -> Path:
     """Two runs: iterations 0 to 3, and 4 to 7."""
     write(tmp_path / "d", range(4))
-    write(tmp_path / "d", range(8))
+    write(tmp_path / "d", range(4, 8))
     return tmp_path / "d"
 
 
@@ -247,11 +247,11 @@ def test_many_iterations_that_lost_parts_are_one_warning(dump: Path) -> None:
     assert all(f"iteration {n} of" in told[0] for n in (0, 1, 2, 4, 5, 6))
 
 
-@pytest.mark.parametrize(("run", "iteration"), [(0, 0), (0, 1), (0, 3), (1, 5)])
+@pytest.mark.parametrize(("run", "iteration"), [(0, 1), (0, 2), (1, 5)])
 def test_a_folder_of_an_iteration_that_is_gone_is_told(
     dump: Path, command: Command, run: int, iteration: int
 ) -> None:
-    """Also the first and the last of a run: the next one says that it left them out."""
+    """Between others of its run: nothing says where a run began or ended."""
     shutil.rmtree(dump / f"run-{run:04d}" / f"{iteration:010d}")
     assert opened(dump) == ([n for n in range(8) if n != iteration], [])
     with mf.open_dump(dump) as found, raises(DumpError, f"({iteration}, 0)", path=str(dump)):
