@@ -440,7 +440,9 @@ def agreement_seconds() -> float:
         return LEAST_WAIT
     group: Any = dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
-    return max(LEAST_WAIT, *(float(b.options._timeout.total_seconds()) for b in backends))
+    # Not every backend has options: torch's fake one has none.
+    options = [b.options for b in backends if getattr(b, "options", None) is not None]
+    return max([LEAST_WAIT, *(float(o._timeout.total_seconds()) for o in options)])
 
 
 def _place_key(replica: int | None) -> str:
