@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from megatron_flex.adapters import FrameworkMatch, ModuleAdapter, make_axis
 from megatron_flex.adapters.taps import ModuleOutput
+from megatron_flex.collectives import rank_agreement
 from megatron_flex.collectives.transport.node_sockets import NodeConnection
 from megatron_flex.collectives.transport.segments import SlotRing
 from megatron_flex.collectives.transport.shard_placement import Member
@@ -316,16 +317,15 @@ class OtherRank:
         ring = SlotRing(flex_config.shared_folder, 1 << 28)
         found = SharedMemoryTransport(members, 0, mesh, {1: self._line}, ring, None)
         found.watch, self._transport = watch, found
-        self.read_answer()
         return found
 
     def send_note(self) -> None:
         """Send what a rank sends that has recorded the same."""
         if self._transport is not None:
-            self._theirs.send(json.dumps(self._transport.note_of_step()).encode())
+            self._theirs.send(json.dumps(self._transport.note_of_step(failed=False)).encode())
 
     def read_answer(self) -> None:
-        """Read where the next step is written."""
+        """Read where a step is written: the answers come from the first step's beginning on, one a step."""
         for fd in socket.recv_fds(self._theirs, 1 << 16, 1)[1]:
             os.close(fd)
 
@@ -368,18 +368,20 @@ def statistics(model: Model) -> Iterator[Prepared]:
 def dumps(model: Model) -> Iterator[Prepared]:
     """A dump of one site."""
     with tempfile.TemporaryDirectory() as folder, mf.attach(model) as flex:
-        with mock.patch.object(dist, "all_gather_object", _answer_for_all):
+        with mock.patch.object(rank_agreement, "all_gather_pickled", _answer_for_all):
             flex.register_dump(mf.Dump(Path(folder) / "dump", [SITES]))
         yield Prepared(flex.step)
 
 
-def _answer_for_all(slots: list[Any], items: list[Any], group: Any = None) -> None:
+def _answer_for_all(items: list[Any], group: Any) -> list[list[Any]]:
     """Let each rank answer as this one; a rank's number and its coordinates are its own."""
-    for rank in range(len(slots)):
-        slots[rank] = [
+    return [
+        [
             (rank, {"tp": rank}) if isinstance(item, tuple) and isinstance(item[1], dict) else item
             for item in items
         ]
+        for rank in range(dist.get_world_size(group))
+    ]
 
 
 def _one_position(shard: Tensor) -> Tensor:
