@@ -81,7 +81,7 @@ class EditSums:
         except FailedElsewhere:
             self._results = []
             raise
-        except Exception:
+        except Exception:  # raised again: the peers wait in the sums that are left
             if expected is None:
                 self._results = []
                 self._meet(True)

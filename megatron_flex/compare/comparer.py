@@ -151,7 +151,7 @@ def compare(
 
     Raises:
         DumpError: a dump cannot be read, or the two have nothing in common.
-        FlexError: a tolerance is no number, is negative, or both kinds are given; both lack an iteration.
+        FlexError: a tolerance is not a number, is negative, or both kinds are given; both lack an iteration.
 
     Examples:
         >>> from megatron_flex.compare import compare

@@ -260,4 +260,4 @@ def _parse_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
         return given
     if isinstance(given, str) and given in SHORT_DTYPES:
         return SHORT_DTYPES[given]
-    raise FlexError(f"dtype={format_value(given)} is no torch.dtype and none of {', '.join(SHORT_DTYPES)}")
+    raise FlexError(f"dtype={format_value(given)} is not a torch.dtype or {', '.join(SHORT_DTYPES)}")

@@ -28,7 +28,7 @@ def check_export_target(out: Path, to: str, force: bool) -> None:
         DumpError: the target exists and may not be replaced, or a package is missing.
     """
     if to not in EXPORT_FORMATS:
-        raise FlexError(f"format {to!r} is none of {', '.join(EXPORT_FORMATS)}")
+        raise FlexError(f"format {to!r} is not supported; give one of {', '.join(EXPORT_FORMATS)}")
     if to != "safetensors" and find_spec(to) is None:
         raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
     if not out.exists() and not out.is_symlink():

@@ -247,7 +247,7 @@ def read_part(path: Path) -> StoredPart:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DumpError(
-            f"{path}: its header is no dump's: {str(error)[:200]}; it is damaged", path=path
+            f"{path}: its header is not that of a dump: {str(error)[:200]}; it is damaged", path=path
         ) from error
 
 

@@ -54,7 +54,7 @@ def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
         try:
             return compact_index(range(length)[key])
         except (TypeError, ValueError) as error:
-            raise DumpError(f"{format_value(key)} is no slice of {dim!r}: {error}") from None
+            raise DumpError(f"{format_value(key)} is not a slice of {dim!r}: {error}") from None
     if key is None or isinstance(key, (str, float)):
         raise _make_index_error(key, dim)
     if getattr(key, "ndim", 0) > 1:
