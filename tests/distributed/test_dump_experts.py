@@ -155,7 +155,7 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
             dump[FEW[0]].torch()
         for one in opened:
             one.by.pop((LAYER, ROUTING), None)
-        with raises(mf.DumpError, "'ep': 1"):
+        with raises(mf.DumpError, (0, 1, 0)):
             dump[FEW[1]].torch()
 
 

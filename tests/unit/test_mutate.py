@@ -29,7 +29,6 @@ def half_again(n):
 '''
 TESTS = """import tiny
 import pytest
-from tests.support.messages import assert_names, raises
 
 
 def test_double():
