@@ -11,21 +11,7 @@ from torch import Tensor, nn
 
 from megatron_flex import HookError
 from megatron_flex.compat import FlexModel, HookFunction
-from megatron_flex.runtime.function_analysis import uses_argument
 from tests.support.messages import raises
-
-
-def test_the_native_save_ctx_is_not_kept_up_for_it() -> None:
-    flex = FlexModel(nn.Sequential(nn.Identity()), {})
-
-    def mine(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-        save_ctx.seen = 1
-        return inputs
-
-    flex.register_forward_hook(HookFunction("0", editing_function=mine))
-    native = flex._flex.session.registry.entries[0].hook
-    assert not uses_argument(native.editing_function, 2)
-    assert mine.__qualname__ in native.describe()
 
 
 def test_a_function_with_other_arguments_is_refused_at_once() -> None:

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_flex as mf
 from megatron_flex import HookError, HookFunction, SiteError
-from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.sites import SiteTable
 from megatron_flex.statistics import Statistics
 from tests.support.messages import raises
@@ -575,21 +574,6 @@ def test_a_cache_of_everything_has_the_outputs_of_all_modules(size: int | None) 
     assert torch.equal(cache["blocks.1"], wanted["blocks.1:output"])
     assert list(some) == ["blocks.0:output", "blocks.1:output"]
     assert torch.equal(one["blocks.0:output"], traced.value)
-
-
-def test_attaching_a_hook_leaves_those_that_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of many hooks is placed once, however many are attached behind it."""
-    placed: list[HookFunction] = []
-    put = HookRegistry._put
-    monkeypatch.setattr(
-        HookRegistry, "_put", lambda self, entry: (placed.append(entry.hook), put(self, entry))
-    )
-    hooks = [HookFunction(str(n), hook_type=kind) for n in range(20) for kind in ("forward", "tensor")]
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
-    with mf.attach(model, hooks) as flex:
-        assert placed == hooks
-        model(torch.ones(1, 2)).sum().backward()
-        assert len(flex.output_dict) == 40
 
 
 class Scaled(nn.Module):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
+from megatron_flex.compat import FlexModel, HookFunction
 from megatron_flex.runtime.function_analysis import uses_argument
 
 
@@ -106,3 +108,16 @@ def test_whether_a_function_may_look_at_its_third_argument(function: Callable[..
 def test_other_arguments() -> None:
     assert [uses_argument(ignores, i) for i in range(4)] == [True, True, False, False]
     assert not uses_argument(lambda: 0, 0)
+
+
+def test_save_ctx_is_not_kept_up_for_functions_of_flexmodel() -> None:
+    flex = FlexModel(nn.Sequential(nn.Identity()), {})
+
+    def mine(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        save_ctx.seen = 1
+        return inputs
+
+    flex.register_forward_hook(HookFunction("0", editing_function=mine))
+    native = flex._flex.session.registry.entries[0].hook
+    assert not uses_argument(native.editing_function, 2)
+    assert mine.__qualname__ in native.describe()
