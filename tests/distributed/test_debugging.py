@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -15,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_verify import FEW_GROUPS
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names, raises
@@ -39,62 +40,6 @@ PLACES = (
 
 def half(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
     return inputs * 0.5
-
-
-def planned(
-    case: Case, run_on: str, kind: str
-) -> dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]]:
-    """Of each site what was planned and what was sent, there and back."""
-    import megatron_flex as mf
-    from megatron_flex.collectives import plan_full_gather, plan_result_broadcast
-
-    chunks = ranks.start(case)
-    known = {"s": gpt.SEQUENCE, "b": gpt.BATCH}
-    out = {}
-    for place in PLACES:
-        hook = mf.HookFunction(place, editing_function=half, run=run_on, hook_type=kind, save=False)
-        with mf.attach(chunks, [hook]) as flex:
-            flex.debug()
-            flex.session.tracer.write = lambda line: None
-            gpt.step(case, chunks, 0)
-            (site,) = flex.sites(place)
-            mesh, backward = flex.session.mesh, kind == "tensor"
-            seen = flex.session.tracer.last[place + (".grad" if backward else "")]
-            layout = site.layout.gradient() if backward else site.layout
-            lead = plan_result_broadcast(layout, site.shape, 4, mesh) if run_on == "once" else []
-            there = [*plan_full_gather(layout, site.shape, 4, mesh), *lead]
-            back = [] if backward else [*plan_full_gather(layout.gradient(), site.shape, 4, mesh), *lead]
-            told = flex.explain(hook)
-            assert f"measured: {seen.describe()}" in told
-            assert all(p.describe() in told for p in [*there, *back])
-        wanted = [[(p.op, p.axis, int(p.nbytes(known))) for p in plan] for plan in (there, back)]
-        sent = [[(m.op, m.axis, m.nbytes) for m in moves] for moves in (seen.moves, seen.back)]
-        out[place] = (*wanted, *sent)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("case", "run_on", "kind"),
-    [
-        (TP2, "replicated", "forward"),
-        pytest.param(TP2, "once", "forward", marks=pytest.mark.versions),
-        (TP2, "replicated", "tensor"),
-        (Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2), "once", "forward"),
-        pytest.param(
-            Case("tp4 of 2 groups", tp=4, groups=2, layers=2), "replicated", "forward", marks=FEW_GROUPS
-        ),
-        (Case("one", layers=2), "once", "forward"),
-    ],
-    ids=lambda v: getattr(v, "name", v),
-)
-def test_what_is_sent_is_what_was_planned(case: Case, run_on: str, kind: str) -> None:
-    sent = 0
-    for answer in run(case.world, planned, case, run_on, kind):
-        for place, (there, back, there_sent, back_sent) in answer.items():
-            assert there_sent == there, place
-            assert back_sent == back, place
-            sent += len(there) + len(back)
-    assert sent > 0 or case.world == 1
 
 
 def counted(case: Case) -> tuple[int, int, int]:
@@ -140,8 +85,6 @@ def spoken(case: Case, capture: str) -> list[str]:
 
     chunks = ranks.start(case)
     with open(f"{capture}-{torch.distributed.get_rank()}", "w+") as file:
-        import sys
-
         sys.stderr, kept = file, sys.stderr
         hooks = [
             mf.HookFunction(f"{LAYER}:mid", editing_function=mf.edits.scale(0.5), run="once"),
@@ -233,18 +176,30 @@ def refused(address: tuple[str, int], words: bytes) -> list[str]:
     return []
 
 
+class Told(io.StringIO):
+    """A standard error that keeps what the package writes."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def write(self, text: str) -> int:
+        if text.startswith("[flex rank "):
+            self.lines.append(text)
+        return len(text)
+
+
 def debugged(
     case: Case, way: str, run_on: str, commands: list[str]
 ) -> tuple[list[float], list[str], list[str], str]:
     """A step with a debugger in it: losses, what the person saw, what was told, and the step's error."""
     import megatron_flex as mf
     from megatron_flex.config import flex_config
-    from megatron_flex.runtime.debug import edit_debugger
 
     chunks = ranks.start(case)
     told: list[str] = []
     heard: list[str] = []
-    edit_debugger.to_stderr = told.append
+    sys.stderr = Told(told)
     person = None
     if torch.distributed.get_rank() == 0 and way == "terminal":
         master, slave = pty.openpty()
@@ -337,9 +292,7 @@ def test_without_a_terminal_or_a_port() -> None:
 
 def nowhere(case: Case) -> str:
     import megatron_flex as mf
-    from megatron_flex.runtime.debug import edit_debugger
 
-    edit_debugger.to_stderr = lambda line: None
     os.setsid()  # a session without a terminal
     chunks = ranks.start(case)
     flex = mf.attach(chunks, [mf.HookFunction(f"{LAYER}:mid", editing_function=stops, run="once")])

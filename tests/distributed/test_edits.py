@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -169,21 +169,39 @@ def presets() -> dict[str, Row]:
     }
 
 
+def states_in_edits(case: Case, site: str) -> list[Tensor]:
+    """The random states that an edit of one process meets in the microbatches of its first step."""
+    states: list[Tensor] = []
+
+    def noted(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        states.append(torch.get_rng_state())
+        torch.rand(1)
+        return inputs
+
+    chunks = gpt.build(case)
+    with mf.attach(chunks, [mf.HookFunction(site, editing_function=noted, save=False)]):
+        states.clear()
+        gpt.step(case, chunks, 0)
+    assert len(states) == case.microbatches
+    return states
+
+
 def truth(case: Case, names: list[str]) -> dict[str, Any]:
     """Each preset's formula on one process of plain Megatron."""
-    from megatron_flex.runtime.captures import Key
-    from megatron_flex.runtime.edit_runner import seed_generators
-
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0])
     out: dict[str, Any] = {"state": state, "edited": {}}
+    random_states: dict[str, list[Tensor]] = {}
     for name in names:
         site, _, formula = presets()[name]
-        fresh, count = gpt.build(case), iter(range(99))
+        if site not in random_states:
+            random_states[site] = states_in_edits(case, site)
+        fresh, states = gpt.build(case), iter(random_states[site])
         gpt.load(fresh, state)
 
-        def visit(x: Tensor, site: str = site, formula: Formula = formula, count: Any = count) -> Tensor:
-            with seed_generators(Key(site, 0, 0, next(count), 0), 0, x):
+        def visit(x: Tensor, formula: Formula = formula, states: Iterator[Tensor] = states) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(next(states))
                 return formula(x)
 
         oracle.install(fresh[0], site, visit)

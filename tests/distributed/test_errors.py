@@ -305,21 +305,6 @@ def test_a_schedule_fetched_before_attaching_is_refused() -> None:
     assert_names(text, "get_forward_backward_func()")
 
 
-def alone() -> str:
-    """A rank waits for one that never comes, and says which."""
-    from megatron_flex.collectives import Agreement
-
-    if torch.distributed.get_rank() == 1:
-        time.sleep(4)
-        return ""
-    return told(lambda: Agreement("test", 1.0).compare("forward on x"))
-
-
-def test_a_rank_that_never_compares_is_named() -> None:
-    text, _ = run(2, alone)
-    assert_names(text, "rank 1", "1 s")
-
-
 def packed(case: Case, **pack: Any) -> str:
     import megatron_flex as mf
 

@@ -17,7 +17,6 @@ from tests.support import compat, gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
-from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -257,45 +256,6 @@ def test_where_warnings_are_errors_all_ranks_raise() -> None:
     for said in run(2, strict, CASES[0]):
         (text,) = said
         assert_names(text, "value")
-
-
-def met(case: Case) -> Any:
-    """How often ranks compare, and what they send meanwhile, over changes of hooks."""
-    import megatron_flex as mf
-    from megatron_flex.collectives import Agreement
-
-    chunks = ranks.start(case)
-    calls: list[int] = []
-    compare = Agreement.compare_details
-
-    def counted(self: Any, *args: Any) -> Any:
-        calls.append(len("".join(a for a in args if isinstance(a, str))))
-        return compare(self, *args)
-
-    changes.setattr(Agreement, "compare_details", counted)
-    flex = mf.attach(chunks, [mf.HookFunction(PLACE, editing_function=lambda m, x, c, t: x, save=False)])
-    found = []
-    for change in (True, False, True, False):
-        if change:
-            function = closing(torch.zeros(1000, 1000))
-            flex.register_forward_hook(mf.HookFunction(PLACE, editing_function=function, save=False))
-        calls.clear()
-        with ranks.counting() as counts:
-            gpt.step(case, chunks, 0)
-        found.append((list(calls), sum(counts.values())))
-    flex.session.close(failed=True)
-    with ranks.counting() as counts:
-        gpt.step(case, chunks, 0)
-    return found, sum(counts.values())
-
-
-def test_ranks_meet_once_where_hooks_change_and_never_in_a_pass() -> None:
-    for found, _ in run(2, met, CASES[1]):
-        assert [len(calls) for calls, _ in found] == [1, 0, 1, 0]
-        assert all(n < 4000 for calls, _ in found for n in calls), "what is said does not grow with tensors"
-        sent = [n for _, n in found]
-        assert sent[0] == sent[1]
-        assert sent[2] == sent[3]
 
 
 def several(case: Case) -> list[str]:

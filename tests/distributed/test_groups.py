@@ -216,7 +216,7 @@ def apart(case: Case) -> str:
 
 def test_ranks_that_choose_differently_all_raise() -> None:
     for said in run(2, apart, TP2):
-        assert_names(said, "rank 0", "rank 1")
+        assert_names(said, "rank 0", FC2, "rank 1", FC1)
 
 
 def patterns(case: Case) -> list[str]:

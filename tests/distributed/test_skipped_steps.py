@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex import FlexError, HookError
-from megatron_flex.collectives import Agreement, gather_objects, max_over_ranks, rank_agreement
 from megatron_flex.config import flex_config
-from megatron_flex.mesh import Axis, Mesh
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run_alone as run  # what a rank that fails has posted stays with its groups
-from tests.support.rank import changes
 
 SOON = 20.0  # seconds; a collective that waits for a rank in vain takes a minute
 SITE = "decoder.layers.1"
@@ -116,22 +113,6 @@ def uneven_tp(case: Case) -> str:
     return ""
 
 
-def overdue() -> str:
-    """A rank that computes longer than others wait for it."""
-    changes.setattr(rank_agreement, "MEETING", 2.0)
-    model = nn.Linear(4, 4)
-    flex = mf.FlexModel(model, tensor_parallel_size=2)
-    flex.register_forward_hook(hook("edit", "root"))
-    model(torch.ones(2, 4))
-    if dist.get_rank() == 0:
-        time.sleep(5.0)
-        flex.session.close(failed=True)
-        return ""
-    with pytest.raises(HookError) as caught:
-        flex.restore()
-    return str(caught.value)
-
-
 def lagging(dp: int) -> list[int]:
     """Ranks that nothing keeps together: the second one begins its steps when the first is done."""
     model, seen = nn.Linear(4, 4), []
@@ -152,12 +133,7 @@ def test_a_rank_that_is_steps_behind(dp: int) -> None:
     assert [len(seen) for seen in run(2, lagging, dp)] == ([4, 4] if dp == 1 else [2, 4])
 
 
-def test_a_rank_that_does_not_come() -> None:
-    _, text = run(2, overdue)
-    assert_names(text, "rank 0", "2 s", "restore()", "step 0", "rank 1")
-
-
-# -- other shapes, other exchanges ---------------------------------------------------------------------
+# -- other shapes ----------------------------------------------------------------------------------------
 
 
 def shapes(edits: bool) -> str:
@@ -176,37 +152,3 @@ def shapes(edits: bool) -> str:
 def test_parts_of_different_shapes(edits: bool) -> None:
     for text in run(2, shapes, edits):
         assert_names(text, "expected_shape")
-
-
-def exchanges(kind: str) -> str:
-    rank = dist.get_rank()
-    mesh = Mesh((Axis("tp", 2, rank, dist.group.WORLD, (0, 1)),))
-    calls = {
-        "numbers": lambda: max_over_ranks([1] * (2 + 40 * rank), mesh, "the end of a step"),
-        "steps": lambda: max_over_ranks([1], mesh, f"the end of step {rank}"),
-        "kinds": lambda: max_over_ranks([1], mesh, "x") if rank else gather_objects({"a": 1}, mesh, ["tp"]),
-    }
-    with pytest.raises(HookError) as caught:
-        calls[kind]()
-    assert max_over_ranks([rank, -rank, *range(40)], mesh) == [1, 0, *range(40)], "they meet again"
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["numbers", "steps", "kinds"])
-def test_exchanges_that_do_not_fit(kind: str) -> None:
-    for text in run(2, exchanges, kind):
-        assert_names(text, 0, 1)
-        if kind == "steps":
-            assert_names(text, "rank 0", "step 0", "rank 1", "step 1")
-
-
-def hooks_differ() -> str:
-    agreement = Agreement("test", 5.0)
-    with pytest.raises(HookError) as caught:
-        agreement.compare(f"forward on {dist.get_rank()}", "step 3")
-    return str(caught.value)
-
-
-def test_other_hooks() -> None:
-    for text in run(2, hooks_differ):
-        assert_names(text, "0", "1")

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex.adapters import list_model_chunks
-from megatron_flex.runtime.hooks import GradientScale
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
 from tests.support.pool import run
@@ -49,7 +48,7 @@ class Built:
     stepped: bool = False
     clear: Callable[[], None] | None = None
     samples: int = llama.SAMPLES
-    gradient_scale: GradientScale = "raw"
+    gradient_scale: Literal["raw", "loss"] = "raw"
 
     def run(self, flex: mf.FlexModel, data: tuple[Tensor, Tensor]) -> Tensor:
         """A step under hooks."""

@@ -71,11 +71,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "test_skipped_steps.py": (
         "test_unequal_numbers_of_steps[plain-read-leaves one out]",
-        *(
-            "test_exchanges_that_do_not_fit",
-            "test_parts_of_different_shapes",
-            "test_a_rank_that_does_not_come",
-        ),
+        "test_parts_of_different_shapes",
+    ),
+    "internals/test_rank_agreement.py": (
+        *("test_exchanges_that_do_not_fit", "test_a_rank_that_does_not_come"),
     ),
     "test_direct_calls.py": ("test_an_inference_wrapper", "test_a_backward_pass_after_its_step"),
     "test_errors.py": ("test_what_goes_wrong_in_a_step_is_raised_by_all_ranks_at_its_end",),
@@ -96,10 +95,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_function_agreement.py": ("test_which_ranks_differ",),
     "internals/test_connections.py": ("test_a_silent_connection_is_closed_in_time",),
     "test_run_once.py": ("test_an_edit_that_would_differ_between_ranks",),
-    "test_context.py": (
-        "test_shared_values_are_those_of_one_process[pp2]",
-        "test_a_message_left_behind_is_not_taken_for_another",
-    ),
+    "test_context.py": ("test_shared_values_are_those_of_one_process[pp2]",),
+    "internals/test_context_relay.py": ("test_a_message_left_behind_is_not_taken_for_another",),
     "test_skipping.py": ("test_rows_of_an_expert", "test_values_of_on_error"),
     "test_selecting.py": ("test_every_kind_is_what_one_process_has[tp2 sp]",),
     "test_gradients.py": ("test_gradients_on_the_scale_of_the_loss[tp2 sp, scaled-1024.0-pair]",),
@@ -128,10 +125,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_understanding.py": (
         *("test_edits_in_place_are_edits_like_others[replicated]", "test_what_is_said_at_registration"),
     ),
-    "test_debugging.py": (
-        "test_what_is_sent_is_what_was_planned[tp2 sp-once-forward]",
-        "test_a_line_for_each_firing_on_each_rank",
-    ),
+    "test_debugging.py": ("test_a_line_for_each_firing_on_each_rank",),
+    "internals/test_gather_plans.py": ("test_what_is_sent_is_what_was_planned[tp2 sp-once-forward]",),
     "internals/test_collectives.py": (),
     "internals/test_routes.py": (),
     "internals/test_shards.py": ("test_on_shards_as_on_the_whole[2-2]",),
@@ -248,15 +243,15 @@ def is_product(file: str, name: str) -> bool:
 
 def is_quick(item: Any) -> bool:
     """Whether a test is in the selection of scripts/test."""
-    key = _key(item.path)
-    if item.path.parent.name in ("unit", "internals") and key not in QUICK:
+    key, folder = _key(item.path), item.path.parent
+    if "unit" in (folder.name, folder.parent.name) and key not in QUICK:
         return item.path.name not in NOT_QUICK
     names = QUICK.get(key)
     return names is not None and (not names or item.name in names or item.name.partition("[")[0] in names)
 
 
 def _key(path: Path) -> str:
-    """The name of a file in `QUICK`: files of tests/unit/internals have the names of others."""
+    """The name of a file in `QUICK`: files of internals have the names of others."""
     return f"internals/{path.name}" if path.parent.name == "internals" else path.name
 
 

@@ -139,11 +139,15 @@ def check_two_layouts(words: list[str]) -> None:
 
 def check_control(words: list[str]) -> None:
     """`echo 'WORDS' > FILE`, of a control file."""
-    from megatron_flex.runtime.hook_groups import parse_switches
+    import torch
+
+    import megatron_flex as mf
 
     said, arrow, _ = words
     assert arrow == ">"
-    parse_switches(said.split(), [word.lstrip("+-") for word in said.split()])
+    groups = [word[1:] for word in said.split() if word not in ("all", "none")]
+    with mf.attach(torch.nn.Linear(1, 1), [mf.HookFunction("root", groups=groups)]) as flex:
+        flex.select(*said.split())
 
 
 def check_command(words: list[str]) -> None:
