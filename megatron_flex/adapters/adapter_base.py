@@ -6,7 +6,7 @@ Also the loggers of a framework's training loop, where it has them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -98,6 +98,16 @@ class Listener(Protocol):
 
     def call_ends(self, failed: bool) -> None:
         """That call returned, or raised."""
+
+
+class NormListener(Protocol):
+    """Is told when the framework computes the norm of all gradients."""
+
+    def norm_begins(self, without: Iterable[Any] = ()) -> None:
+        """Gradients are complete and not yet clipped; `without`: parameters that this norm leaves out."""
+
+    def norm_ends(self, norm: float | None, scale: float = 1.0) -> None:
+        """The framework has computed the norm of the gradients divided by `scale`; None if it has none."""
 
 
 class Part(NamedTuple):
@@ -334,6 +344,9 @@ class Adapter(Protocol):
 
     def watch(self, listener: Listener) -> Undo:
         """Notify `listener` of the schedule's events, until the returned function is called."""
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Notify `listener` of the norms of all gradients that the framework computes."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Adapter, AxisSizes, FrameworkMatch, LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import (
+    Adapter,
+    AxisSizes,
+    FrameworkMatch,
+    LocalGradient,
+    NormListener,
+    Undo,
+)
 from megatron_flex.adapters.apex_schedule import ApexSchedule
 from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
@@ -295,6 +302,10 @@ class MainGradParameters:
     def wait_until_ready(self) -> None:
         """Likewise."""
         self.inner.wait_until_ready()
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Likewise."""
+        return self.inner.watch_gradient_norm(listener)
 
     def freeze(self) -> Undo:
         """Likewise."""

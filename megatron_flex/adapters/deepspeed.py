@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Listener, LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import Listener, LocalGradient, NormListener, Undo
+from megatron_flex.adapters.gradient_norms import watch_engine_steps
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import ModelRunner, UserLoop
 from megatron_flex.adapters.module_names import is_deepspeed, strip_wrapper_names
@@ -220,6 +221,10 @@ class ZeroParameters(ModuleParameters):
         ):
             raise FlexError(NOT_ASSEMBLED.format(steps=self.engine.gradient_accumulation_steps()))
         return self.none
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the engine's updates."""
+        return watch_engine_steps(self.engine, listener)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, where nothing depends on gradients."""

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters import data_parallel
-from megatron_flex.adapters.adapter_base import LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import LocalGradient, NormListener, Undo
+from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.mesh_axes import axes_of_device_mesh
 from megatron_flex.adapters.module_names import named_modules
 from megatron_flex.adapters.module_walk import walk_modules
@@ -291,6 +292,10 @@ class DTensorParameters:
                     "fully_shard moves parameters while the model runs; ask for them outside of its forward "
                     "and backward pass"
                 )
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace `torch.nn.utils.clip_grad_norm_`."""
+        return watch_torch_clipping([self.root], listener)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, and make wrappers wait for no gradient."""

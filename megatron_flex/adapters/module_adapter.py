@@ -20,6 +20,7 @@ from megatron_flex.adapters.adapter_base import (
     Architecture,
     Listener,
     LocalGradient,
+    NormListener,
     ParameterSite,
     Part,
     Undo,
@@ -290,6 +291,10 @@ class ModuleAdapter:
     def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
         """Run it over full sequences of tokens."""
         self.driving.run(tokens, microbatch_size)
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the clipping of gradients."""
+        return self.keeping.watch_gradient_norm(listener)
 
     def watch(self, listener: Listener) -> Undo:
         """Report steps and calls, and propagate layouts in them."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from megatron_flex.adapters.adapter_base import LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import LocalGradient, NormListener, Undo
+from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.layout import Layout
 
@@ -78,6 +79,9 @@ class ParameterStorage(Protocol):
     def wait_until_ready(self) -> None:
         """Wait for pending changes of parameters."""
 
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """As `Adapter.watch_gradient_norm`."""
+
     def freeze(self) -> Undo:
         """Freeze all parameters until the returned function is called."""
 
@@ -132,6 +136,10 @@ class ModuleParameters:
 
     def wait_until_ready(self) -> None:
         """Nothing is pending."""
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace `torch.nn.utils.clip_grad_norm_`."""
+        return watch_torch_clipping([self.root], listener)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off."""

@@ -18,11 +18,13 @@ from megatron_flex.adapters.adapter_base import (
     Architecture,
     Listener,
     LocalGradient,
+    NormListener,
     ParameterSite,
     Part,
     Undo,
 )
 from megatron_flex.adapters.data_parallel import DDPParameters
+from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
 from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
 from megatron_flex.adapters.taps import WrappingTap
@@ -290,6 +292,10 @@ class PipelineAdapter:
     def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Set that."""
         self._owner(parameter).put_gradient(parameter, value, reduced)
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the clipping of this rank's stages together."""
+        return watch_torch_clipping([part.root for part in self._parts], listener)
 
     def freeze(self) -> Undo:
         """Freeze all parameters."""

@@ -153,6 +153,7 @@ class TrainingRun:
             >>> running.step_ends()
         """
         if self._unverified and self.flex is not None:
+            self.flex.session.compare_norms()
             self._unverified -= 1
             if not self._unverified:
                 self.report.write_line(_describe_verified(self.flex, self.settings.verify))

@@ -237,11 +237,17 @@ class FlexModel(nn.Module):
         twice, and parameters that layouts call replicated are equal, also over data parallel ranks. The cost
         is a checksum of every such tensor. Gradients at hook points are not checked.
 
+        The gradient norm that Megatron's optimizer, a DeepSpeed engine or `torch.nn.utils.clip_grad_norm_`
+        computes after such a step is compared with the norm of the full gradients, at the end of the next
+        step or in `restore()`; a cause is named if one explains the difference: copies that are counted on
+        each rank, or shards that are counted on the first rank only.
+
         Args:
             steps: how many runs of the schedule, or calls of the model, to verify, from the next one on.
 
         Raises:
-            VerifyError: at the end of such a step, on all ranks, with the findings of all ranks.
+            VerifyError: at the end of such a step, on all ranks, with the findings of all ranks; for a norm
+                also in `restore()`.
 
         Examples:
             >>> flex.verify()

@@ -28,6 +28,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
 from megatron_flex.runtime.edit_runner import call_editing_function, find_replica_axis, seed_generators
 from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
+from megatron_flex.runtime.gradient_norm import GradientNorms
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
 from megatron_flex.runtime.local_edits import LocalEditPlan
@@ -269,6 +270,7 @@ class VerificationRequest:
 
     def __init__(self) -> None:
         self._verifier: SiteVerifier | None = None
+        self._norms: GradientNorms | None = None
 
     def begin(
         self, sites: Iterable[Site], parameter_index: ParameterIndex, firing: HookDispatcher, steps: int
@@ -276,6 +278,7 @@ class VerificationRequest:
         """Verify all sites during the next steps. Every rank makes the same call."""
         self.stop()
         self._verifier = SiteVerifier(sites, parameter_index, firing, steps)
+        self._norms = GradientNorms(parameter_index, steps)
 
     @property
     def on(self) -> bool:
@@ -298,8 +301,23 @@ class VerificationRequest:
         """The findings of the step, the same list on all ranks; called while on. Collective over the mesh."""
         return [] if self._verifier is None else self._verifier.step_ends(failed, mesh)
 
+    def compare_norms(self, mesh: Mesh) -> list[Finding]:
+        """The gradient norms reported since the last call that the gradients do not have, as findings.
+
+        A framework reports the norm of a step after the step's end. Collective over the mesh while norms are
+        still to be compared.
+        """
+        if self._norms is None or self._norms.left <= 0:
+            return []
+        return [
+            Finding(norm.text, next(iter(norm.names), None), norm.ranks) for norm in self._norms.compare(mesh)
+        ]
+
     def stop(self) -> None:
         """Stop the verification."""
+        if self._norms is not None:
+            self._norms.stop()
+            self._norms = None
         if self._verifier is not None:
             self._verifier.stop()
             self._verifier = None

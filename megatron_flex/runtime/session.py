@@ -254,6 +254,18 @@ class Session:
         self.verification.begin(self._plain, self.parameter_index, self.dispatcher, steps)
         self.agreement.compare_again()
 
+    def compare_norms(self) -> None:
+        """Compare the gradient norm that the framework has reported since the last step, if `verify` is on.
+
+        Every rank calls it.
+
+        Raises:
+            VerifyError: on all ranks: the gradients do not have that norm.
+        """
+        found = self.verification.compare_norms(self.mesh)
+        if found:
+            raise make_verify_error(found, self.clock.step)
+
     def restore(self) -> None:
         """Wait until all ranks call `restore()`, then remove everything from the model. Collective.
 
@@ -265,9 +277,12 @@ class Session:
         except Exception:  # raised again: the model is restored whatever the other ranks do
             self.close(failed=True)
             raise
+        norms = self.verification.compare_norms(self.mesh)
         silent, unverified = self.taps.find_uncalled_hooks(), self.verification.missed
         self._skips.warn_of_skips()
         self.close()
+        if norms:
+            raise make_verify_error(norms, self.clock.step)
         if silent:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
             raise HookError(
@@ -517,7 +532,8 @@ class Session:
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         self._failed = failed
         watched = self.verification.on
-        found = self.verification.step_ends(failed, mesh) if watched else []
+        found = [] if failed else self.verification.compare_norms(mesh)
+        found += self.verification.step_ends(failed, mesh) if watched else []
         self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()

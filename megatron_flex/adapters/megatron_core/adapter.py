@@ -19,6 +19,7 @@ from megatron_flex.adapters.adapter_base import (
     Architecture,
     Listener,
     LocalGradient,
+    NormListener,
     ParameterSite,
     Part,
     Undo,
@@ -43,6 +44,7 @@ from megatron_flex.adapters.megatron_core.module_classes import (
     unwrap_model,
     wrappers_around,
 )
+from megatron_flex.adapters.megatron_core.optimizer_steps import watch_optimizer_steps
 from megatron_flex.adapters.megatron_core.parameter_gradients import (
     MegatronGradients,
     freeze_parameters,
@@ -312,6 +314,10 @@ class MegatronAdapter:
                 one()
 
         return undo
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the steps of Megatron's optimizers."""
+        return watch_optimizer_steps(self.roots, listener)
 
 
 def make_megatron_adapter(chunks: list[nn.Module]) -> MegatronAdapter | None:

@@ -1,0 +1,65 @@
+"""The gradient norm that Megatron's optimizers report: `step()` of each returns it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.adapter_base import NormListener, Undo
+
+OWN_NORM = "grad_norm_group"  # marks parameters that Megatron clips by a norm of their own
+
+
+def watch_optimizer_steps(roots: list[Any], listener: NormListener) -> Undo:
+    """Notify `listener` of the norm of each optimizer step; the steps of a chained optimizer are one."""
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    depth = [0]
+
+    def around(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if depth[0]:
+                return original(optimizer, *args, **kwargs)
+            scale = float(optimizer.get_loss_scale())  # the step may change it
+            listener.norm_begins(_clipped_apart(roots))
+            depth[0] += 1
+            try:
+                done = original(optimizer, *args, **kwargs)
+            finally:
+                depth[0] -= 1
+            # An overflow of fp16 gradients ends the step without a norm.
+            listener.norm_ends(None if done[1] is None else float(done[1]), scale)
+            return done
+
+        return step
+
+    replaced = [
+        (kind, kind.__dict__["step"]) for kind in _subclasses(MegatronOptimizer) if "step" in vars(kind)
+    ]
+    for kind, original in replaced:
+        kind.step = around(original)
+
+    def undo() -> None:
+        for kind, original in replaced:
+            kind.step = original
+
+    return undo
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    seen: dict[Any, None] = {}
+    left = [kind]
+    while left:
+        one = left.pop()
+        if one not in seen:
+            seen[one] = None
+            left += one.__subclasses__()
+    return iter(seen)
+
+
+def _clipped_apart(roots: list[Any]) -> list[nn.Parameter]:
+    return [p for root in roots for p in root.parameters() if getattr(p, OWN_NORM, None) is not None]

@@ -1,0 +1,242 @@
+"""The gradient norm that a framework reports, against the norm of the full gradients.
+
+A framework computes the norm from the shards on all ranks, each of which it must count once. A parameter that
+is counted on every rank that holds a copy, or only on some of the ranks that hold its shards, scales every
+update of a clipped training, and no tensor of the model shows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.adapters import Undo
+from megatron_flex.collectives import gather_objects, sum_along
+from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.edit_failures import format_ranks, global_rank
+from megatron_flex.runtime.full_parameters import ParameterIndex
+from megatron_flex.runtime.parameter_selection import ParameterSelection
+from megatron_flex.runtime.statistics_sink import select_counted_part
+
+MAX_NAMES, MAX_CAUSES = 2, 3  # bounds the names of one cause, and the causes that explain a norm alike
+ROUNDING = 2e-5  # of the squared norm: frameworks sum fp32 squares in another order
+AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class NormFinding(NamedTuple):
+    """A norm that the full gradients do not have.
+
+    Attributes:
+        text: the reported norm, the norm of the full gradients, and what explains the difference.
+        names: the parameters that are counted wrongly; empty if no cause explains the difference.
+        ranks: the ranks that reported the norm.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+class GradientSquares(NamedTuple):
+    """The squared norm of the gradient of one parameter.
+
+    Attributes:
+        total: of the full gradient.
+        first: for each axis that shards the parameter, of the shards at coordinate 0 of the axis.
+        copies: for each axis of several ranks that does not shard it, how many ranks along it hold it.
+    """
+
+    total: float
+    first: Mapping[str, float]
+    copies: Mapping[str, int]
+
+
+class GradientNorms:
+    """Measures the gradients whenever the framework computes their norm, until enough norms are compared.
+
+    Attributes:
+        left: the number of norms that are still to be compared; the same on all ranks.
+    """
+
+    def __init__(self, parameter_index: ParameterIndex, steps: int) -> None:
+        self._index, self.left = parameter_index, steps
+        self._calls_left = 2 * steps  # of `compare`: a loop that reports no norm ends the comparison too
+        self._selection = ParameterSelection(parameter_index, list(parameter_index.sites))
+        self._measured: dict[str, list[float]] | None = None
+        self._problem, self._precision = "", 0.0
+        self._reported: tuple[float, float] | None = None  # the norm, and the scale of the gradients
+        self._undo: Undo | None = parameter_index.adapter.watch_gradient_norm(self)
+
+    def stop(self) -> None:
+        """Stop watching the framework."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    # -- NormListener ------------------------------------------------------------------------------------
+
+    def norm_begins(self, without: Iterable[Any] = ()) -> None:
+        """Measure this rank's part of all gradients."""
+        skipped = {id(p) for p in without}
+        self._reported, self._problem, self._precision = None, "", 0.0
+        try:
+            self._measured = dict(self._measure(skipped))
+        except FlexError as error:  # gradients that no rule reads; the norm is then not compared
+            self._measured, self._problem = None, str(error)
+
+    def norm_ends(self, norm: float | None, scale: float = 1.0) -> None:
+        """Take down the norm; None where the framework skipped the update."""
+        self._reported = None if norm is None or self._measured is None else (norm, scale)
+
+    def compare(self, mesh: Mesh) -> list[NormFinding]:
+        """The norms reported since the last call that the full gradients do not have. Collective over `mesh`.
+
+        Every rank of the mesh makes the same calls, and gets the same findings.
+        """
+        reported, self._reported = self._reported, None
+        measured, self._measured = self._measured, None
+        complete = not self._problem and not self._index.unknown
+        told = (global_rank(), reported, complete, self._precision)
+        answers = gather_objects(told, mesh, [a.name for a in mesh])
+        norms = {rank: norm for rank, norm, _, _ in answers if norm is not None}
+        self._calls_left -= 1
+        self.left = min(self.left - bool(norms), self._calls_left)
+        if self.left <= 0:
+            self.stop()
+        if not norms or not all(whole for _, _, whole, _ in answers):
+            return []
+        squares = self._sum(measured or {}, mesh)
+        rounding = max(ROUNDING, *(precision for *_, precision in answers))
+        by_norm: dict[float, list[int]] = {}
+        for rank, (norm, scale) in norms.items():
+            by_norm.setdefault(norm * scale, []).append(rank)
+        scale = next(iter(norms.values()))[1]
+        return [
+            finding
+            for norm, ranks in by_norm.items()
+            if (finding := explain_norm(norm, squares, rounding, ranks if len(by_norm) > 1 else (), scale))
+            is not None
+        ]
+
+    def _measure(self, skipped: set[int]) -> Iterator[tuple[str, list[float]]]:
+        """By name: the squares that this rank counts, then the same on the first coordinate of each axis."""
+        coords = self._index.mesh.coords
+        for held in self._selection.found():
+            if held.site.stage != self._index.stages(held.name)[0] or id(held.site.parameter) in skipped:
+                continue  # a copy that the first stage counts
+            over = self._selection.over(held.site)
+            over = over if held.part is None else self._selection.apart(over)
+            local = held.local.detach()
+            counted = select_counted_part(local, held.part, held.layout, self._index.mesh, over)
+            square = float(counted.double().square().sum())
+            if local.is_floating_point():
+                self._precision = max(self._precision, 4 * torch.finfo(local.dtype).eps)
+            yield held.name, [square, *(square * (coords.get(axis, 0) == 0) for axis in AXES)]
+
+    def _sum(self, measured: Mapping[str, Sequence[float]], mesh: Mesh) -> dict[str, GradientSquares]:
+        names = list(self._index.sites)
+        sums = torch.zeros(len(names), 1 + len(AXES), dtype=torch.float64)
+        for row, name in enumerate(names):
+            if name in measured:
+                sums[row] = torch.tensor(measured[name], dtype=torch.float64)
+        device = next((p.device for n in names for _, p in self._index.held(n)), torch.device("cpu"))
+        sums = _sum_over(sums.to(device), mesh)
+        replicas = self._index.mesh.sizes.get("dp", 1) if "dp" not in {a.name for a in mesh} else 1
+        return {
+            name: self._describe(name, [value * replicas for value in row])
+            for name, row in zip(names, sums.tolist(), strict=True)
+        }
+
+    def _describe(self, name: str, row: Sequence[float]) -> GradientSquares:
+        site, sizes = self._index.sites[name][0], self._index.mesh.sizes
+        first = {a: value for a, value in zip(AXES, row[1:], strict=True) if a in site.layout.axes}
+        first |= {axis: row[1 + AXES.index(axis)] for axis, _ in site.owner if axis in AXES}
+        ours = ("etp", "edp") if "ep" in first or "etp" in site.layout.axes else ("tp", "cp", "dp")
+        copies = {a: sizes.get(a, 1) for a in ours if a not in first and sizes.get(a, 1) > 1}
+        stages = len(self._index.stages(name))
+        return GradientSquares(row[0], first, copies | ({"pp": stages} if stages > 1 else {}))
+
+
+def _sum_over(sums: Tensor, mesh: Mesh) -> Tensor:
+    sum_along(sums, mesh, [axis.name for axis in mesh])
+    return sums.cpu()
+
+
+def explain_norm(
+    norm: float,
+    squares: Mapping[str, GradientSquares],
+    rounding: float,
+    ranks: Sequence[int] = (),
+    scale: float = 1.0,
+) -> NormFinding | None:
+    """Compare a reported norm with the gradients; None if they have that norm.
+
+    Args:
+        norm: the reported norm, times `scale`.
+        squares: the squared norms by parameter.
+        rounding: the relative difference of squared norms that rounding explains.
+        ranks: the ranks that reported the norm, if not all did.
+        scale: the factor of the gradients, as a loss scale of fp16.
+    """
+    total = sum(s.total for s in squares.values())
+    if total != total or norm != norm or total == norm * norm:  # NaN has no norm to compare
+        return None
+    room = rounding * max(total, norm * norm)
+    if abs(norm * norm - total) <= room:
+        return None
+    causes = [
+        (text, names)
+        for names, change, text in _list_causes(squares)
+        if abs(change) > room and abs(total + change - norm * norm) <= room
+    ]
+    full = sqrt(total) / scale
+    where = f" on {format_ranks(ranks)}" if ranks else ""
+    text = (
+        f"the reported gradient norm is {norm / scale:.6g}{where}, and that of the full gradients {full:.6g}"
+    )
+    if not causes:
+        return NormFinding(text, (), tuple(ranks))
+    texts = " or ".join(f"{_list_names(names)} {text}" for text, names in causes[:MAX_CAUSES])
+    return NormFinding(f"{text}: {texts}", tuple(causes[0][1]), tuple(ranks))
+
+
+def _list_causes(squares: Mapping[str, GradientSquares]) -> Iterator[tuple[list[str], float, str]]:
+    """Names of parameters, the change of the squared norm if these are counted wrongly, and how they are."""
+    groups: dict[str, list[str]] = {}
+    for name in squares:
+        groups.setdefault(NUMBER.sub("*", name), []).append(name)
+    every = {"": list(squares)} if len(groups) > 1 else {}
+    seen: set[tuple[tuple[str, ...], str]] = set()
+    for names in (*every.values(), *groups.values()):
+        for axis in AXES:
+            for held, change, text in _list_causes_along(names, axis, squares):
+                if held and (tuple(held), text) not in seen:
+                    seen.add((tuple(held), text))
+                    yield held, change, text
+        if names is not every.get(""):
+            yield names, -sum(squares[n].total for n in names), "are not counted"
+
+
+def _list_causes_along(
+    names: Sequence[str], axis: str, squares: Mapping[str, GradientSquares]
+) -> Iterator[tuple[list[str], float, str]]:
+    copied = [n for n in names if axis in squares[n].copies]
+    if copied:
+        count = squares[copied[0]].copies[axis]
+        again = sum((squares[n].copies[axis] - 1) * squares[n].total for n in copied)
+        yield copied, again, f"are counted {count} times, once on each rank along {axis}"
+    sharded = [n for n in names if axis in squares[n].first]
+    lost = sum(squares[n].first[axis] - squares[n].total for n in sharded)
+    yield sharded, lost, f"are sharded over {axis}, and counted on its first rank only"
+
+
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
