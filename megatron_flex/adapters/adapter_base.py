@@ -103,8 +103,15 @@ class Listener(Protocol):
 class NormListener(Protocol):
     """Is told when the framework computes the norm of all gradients."""
 
-    def norm_begins(self, without: Iterable[Any] = ()) -> None:
-        """Gradients are complete and not yet clipped; `without`: parameters that this norm leaves out."""
+    def norm_begins(
+        self, without: Iterable[Any] = (), counts: Callable[[nn.Parameter], bool] | None = None
+    ) -> None:
+        """Gradients are complete and not yet clipped.
+
+        Args:
+            without: parameters that this norm leaves out.
+            counts: whether this rank adds a parameter's local gradient to the norm; None if unknown.
+        """
 
     def norm_ends(self, norm: float | None, scale: float = 1.0) -> None:
         """The framework has computed the norm of the gradients divided by `scale`; None if it has none."""

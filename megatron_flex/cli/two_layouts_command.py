@@ -63,9 +63,12 @@ def run_two_layouts(words: Sequence[str]) -> int:
         sys.stderr.write(f"megatron-flex: {number + 1} of {len(plan.runs)}: {run.title}\n  {run.shell()}\n")
         with spinner(f"training; its log is {out / f'log-{number + 1}.txt'}"):
             _train(run, out / f"log-{number + 1}.txt")
-    found = compare(*plan.dumps)
-    print_comparison(make_console(), found)
-    return found.exit_status
+    comparison = compare(*plan.dumps)
+    print_comparison(make_console(), comparison)
+    wrong_norms = plan.wrong_norms()
+    for line in wrong_norms:
+        typer.echo(line)
+    return comparison.exit_status or int(bool(wrong_norms))
 
 
 def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

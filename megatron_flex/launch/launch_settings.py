@@ -273,6 +273,13 @@ class Settings(SettingsPart):
         "optional",
         "1",
     )
+    gradient_norms: NonEmptyText | None = _flag(
+        None,
+        "gradient-norms",
+        CHECK_GROUP,
+        "Write each reported gradient norm and that of the full gradients to a file of JSON lines.",
+        "FILE",
+    )
     align: NonEmptyText | None = _flag(
         None,
         "align",

@@ -98,6 +98,6 @@ def _describe_settings(settings: Settings, found: ResolvedSettings) -> Iterator[
     for one in found.statistics:
         yield f"statistics: {count_words(len(one.sites), 'pattern')} to {one.path}"
     if not (found.edits or found.dumps or found.statistics):
-        checks = ("list_sites", "estimate", "verify", "align")
+        checks = ("list_sites", "estimate", "verify", "gradient_norms", "align")
         names = [name.replace("_", "-") for name in checks if getattr(settings, name)]
         yield f"checks before training: {', '.join(names)}"

@@ -174,11 +174,17 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 
 def _check_settings(settings: Settings) -> None:
     wanted = settings.edits or settings.dumps or settings.statistics is not None
-    checks = settings.list_sites or settings.estimate or settings.verify or settings.align
+    checks = (
+        settings.list_sites
+        or settings.estimate
+        or settings.verify
+        or settings.gradient_norms
+        or settings.align
+    )
     if not settings.idle and not (wanted or checks):
         raise FlexError(
             "nothing to do; give --flex-dump, --flex-stats, --flex-edit, "
-            "--flex-list-sites, --flex-estimate, --flex-verify or --flex-align"
+            "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"
         )
     settings.check_sites()
     paths = [d.path for d in settings.dumps]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.errors import FlexError
+from megatron_flex.launch.gradient_norm_file import NormFile
 from megatron_flex.launch.hook_control import Control
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
@@ -57,6 +58,7 @@ class TrainingRun:
         self.flex: FlexModel | None = None
         self.found: ResolvedSettings | None = None
         self._control: Control | None = None
+        self._norms: NormFile | None = None
         self._trained = False
         self._unverified = 0  # steps that are still to be verified
         self._before_evaluation: Any = None
@@ -116,6 +118,8 @@ class TrainingRun:
                     self._unverified = self.settings.verify
                 self.report.take_warnings()
                 self.report.write_line(describe_start(flex, found, self.settings.verify))
+                if self.settings.gradient_norms is not None:
+                    self._norms = NormFile(flex, Path(self.settings.gradient_norms))
                 if self.settings.control is not None:
                     self._control = Control(flex, self.settings.control)
         except BaseException:
@@ -152,6 +156,8 @@ class TrainingRun:
             >>> train_step(chunks)
             >>> running.step_ends()
         """
+        if self._norms is not None and self.flex is not None:
+            self._norms.write(self.flex)
         if self._unverified and self.flex is not None:
             self.flex.session.compare_norms()
             self._unverified -= 1
@@ -240,6 +246,9 @@ class TrainingRun:
         self.report.close()
 
     def _close_control(self) -> FlexModel | None:
+        if self._norms is not None:
+            self._norms.close()
+            self._norms = None
         if self._control is not None:
             self._control.close()
             self._control = None

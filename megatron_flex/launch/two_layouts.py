@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
+from megatron_flex.launch.gradient_norm_file import read_norms
 from megatron_flex.ranges import parse_count
 
 VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by", 128  # Megatron's default
@@ -85,6 +86,20 @@ class TwoLayouts:
     runs: tuple[LayoutRun, ...]
     dumps: tuple[Path, Path]
 
+    def wrong_norms(self) -> list[str]:
+        """Where a layout reported a gradient norm that its full gradients do not have: a line for each."""
+        return [
+            f"{folder.name} layout, iteration {record.iteration}: {record.finding}"
+            for folder in self.dumps
+            for record in read_norms(norm_file(folder))
+            if record.finding
+        ]
+
+
+def norm_file(dump: Path) -> Path:
+    """The file of the reported gradient norms of the run that wrote a dump."""
+    return dump.with_name(f"{dump.name}-norms.jsonl")
+
 
 def plan_two_layouts(
     words: Sequence[str],
@@ -150,6 +165,7 @@ def plan_two_layouts(
         ours = ["--flex-dump", str(folder), "--flex-gradients", "--flex-sites", *sites]
         ours += ["--flex-dump-parameters", "**"] if parameters else []
         ours += ["--flex-report", str(out / "report.txt")]
+        ours += ["--flex-gradient-norms", str(norm_file(folder))]
         runs.append(LayoutRun(f"dump the {title} layout", world, (*flags, *loading), shlex.join(ours)))
     return TwoLayouts(tuple(runs), dumps)
 

@@ -8,12 +8,13 @@ update of a clipped training, and no tensor of the model shows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import sqrt
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf, isfinite, prod, sqrt
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_flex.adapters import Undo
 from megatron_flex.collectives import gather_objects, sum_along
@@ -21,7 +22,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
 from megatron_flex.runtime.full_parameters import ParameterIndex
-from megatron_flex.runtime.parameter_selection import ParameterSelection
+from megatron_flex.runtime.parameter_selection import LocalParameterGradient, ParameterSelection
 from megatron_flex.runtime.statistics_sink import select_counted_part
 
 MAX_NAMES, MAX_CAUSES = 2, 3  # bounds the names of one cause, and the causes that explain a norm alike
@@ -30,18 +31,22 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-class NormFinding(NamedTuple):
-    """A norm that the full gradients do not have.
+class ComparedNorm(NamedTuple):
+    """A reported norm beside that of the full gradients.
 
     Attributes:
-        text: the reported norm, the norm of the full gradients, and what explains the difference.
+        norm: the reported norm.
+        full: the norm of the full gradients.
+        finding: the two norms, and what explains that they differ; empty if they agree.
         names: the parameters that are counted wrongly; empty if no cause explains the difference.
         ranks: the ranks that reported the norm.
     """
 
-    text: str
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
+    norm: float
+    full: float
+    finding: str = ""
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class GradientSquares(NamedTuple):
@@ -51,11 +56,13 @@ class GradientSquares(NamedTuple):
         total: of the full gradient.
         first: for each axis that shards the parameter, of the shards at coordinate 0 of the axis.
         copies: for each axis of several ranks that does not shard it, how many ranks along it hold it.
+        counts: how often the framework counts the gradient by its own rule, 1 if correctly.
     """
 
     total: float
     first: Mapping[str, float]
     copies: Mapping[str, int]
+    counts: float = 1.0
 
 
 class GradientNorms:
@@ -65,7 +72,7 @@ class GradientNorms:
         left: the number of norms that are still to be compared; the same on all ranks.
     """
 
-    def __init__(self, parameter_index: ParameterIndex, steps: int) -> None:
+    def __init__(self, parameter_index: ParameterIndex, steps: float = inf) -> None:
         self._index, self.left = parameter_index, steps
         self._calls_left = 2 * steps  # of `compare`: a loop that reports no norm ends the comparison too
         self._selection = ParameterSelection(parameter_index, list(parameter_index.sites))
@@ -82,12 +89,14 @@ class GradientNorms:
 
     # -- NormListener ------------------------------------------------------------------------------------
 
-    def norm_begins(self, without: Iterable[Any] = ()) -> None:
+    def norm_begins(
+        self, without: Iterable[Any] = (), counts: Callable[[nn.Parameter], bool] | None = None
+    ) -> None:
         """Measure this rank's part of all gradients."""
         skipped = {id(p) for p in without}
         self._reported, self._problem, self._precision = None, "", 0.0
         try:
-            self._measured = dict(self._measure(skipped))
+            self._measured = dict(self._measure(skipped, counts))
         except FlexError as error:  # gradients that no rule reads; the norm is then not compared
             self._measured, self._problem = None, str(error)
 
@@ -95,10 +104,11 @@ class GradientNorms:
         """Take down the norm; None where the framework skipped the update."""
         self._reported = None if norm is None or self._measured is None else (norm, scale)
 
-    def compare(self, mesh: Mesh) -> list[NormFinding]:
-        """The norms reported since the last call that the full gradients do not have. Collective over `mesh`.
+    def compare(self, mesh: Mesh) -> list[ComparedNorm]:
+        """The norm reported since the last call beside that of the full gradients. Collective over `mesh`.
 
-        Every rank of the mesh makes the same calls, and gets the same findings.
+        Every rank of the mesh makes the same calls. Returns, on all of them, one for each norm, as ranks may
+        report different ones; none where no norm was reported, or a gradient cannot be read.
         """
         reported, self._reported = self._reported, None
         measured, self._measured = self._measured, None
@@ -119,30 +129,42 @@ class GradientNorms:
             by_norm.setdefault(norm * scale, []).append(rank)
         scale = next(iter(norms.values()))[1]
         return [
-            finding
+            explain_norm(norm, squares, rounding, ranks if len(by_norm) > 1 else (), scale)
             for norm, ranks in by_norm.items()
-            if (finding := explain_norm(norm, squares, rounding, ranks if len(by_norm) > 1 else (), scale))
-            is not None
         ]
 
-    def _measure(self, skipped: set[int]) -> Iterator[tuple[str, list[float]]]:
-        """By name: the squares that this rank counts, then the same on the first coordinate of each axis."""
+    def _measure(
+        self, skipped: set[int], counts: Callable[[nn.Parameter], bool] | None
+    ) -> Iterator[tuple[str, list[float]]]:
+        """By name: the square of the entries that this rank measures, the same if the rank is the first along
+        each axis, whether it holds the gradient, and whether the framework counts what it holds."""
         coords = self._index.mesh.coords
         for held in self._selection.found():
-            if held.site.stage != self._index.stages(held.name)[0] or id(held.site.parameter) in skipped:
-                continue  # a copy that the first stage counts
-            over = self._selection.over(held.site)
-            over = over if held.part is None else self._selection.apart(over)
-            local = held.local.detach()
-            counted = select_counted_part(local, held.part, held.layout, self._index.mesh, over)
-            square = float(counted.double().square().sum())
-            if local.is_floating_point():
-                self._precision = max(self._precision, 4 * torch.finfo(local.dtype).eps)
-            yield held.name, [square, *(square * (coords.get(axis, 0) == 0) for axis in AXES)]
+            parameter = held.site.parameter
+            if parameter is None or id(parameter) in skipped:
+                continue
+            square = 0.0
+            if (
+                held.site.stage == self._index.stages(held.name)[0]
+            ):  # not a copy, which the first stage measures
+                square = self._square(held)
+            first = (square * (coords.get(axis, 0) == 0) for axis in AXES)
+            yield held.name, [square, *first, 1.0, float(counts is None or counts(parameter))]
+
+    def _square(self, held: LocalParameterGradient) -> float:
+        over = self._selection.over(held.site)
+        over = over if held.part is None else self._selection.apart(over)
+        local = held.local.detach()
+        if local.is_floating_point():
+            self._precision = max(self._precision, 4 * torch.finfo(local.dtype).eps)
+        # The rows that pad a vocabulary have gradients too, which the update and the norm contain.
+        padded = replace(held.layout, dims=tuple(replace(d, keep=None) for d in held.layout.dims))
+        counted = select_counted_part(local, held.part, padded, self._index.mesh, over)
+        return float(counted.double().square().sum())
 
     def _sum(self, measured: Mapping[str, Sequence[float]], mesh: Mesh) -> dict[str, GradientSquares]:
         names = list(self._index.sites)
-        sums = torch.zeros(len(names), 1 + len(AXES), dtype=torch.float64)
+        sums = torch.zeros(len(names), len(AXES) + 3, dtype=torch.float64)
         for row, name in enumerate(names):
             if name in measured:
                 sums[row] = torch.tensor(measured[name], dtype=torch.float64)
@@ -156,12 +178,15 @@ class GradientNorms:
 
     def _describe(self, name: str, row: Sequence[float]) -> GradientSquares:
         site, sizes = self._index.sites[name][0], self._index.mesh.sizes
-        first = {a: value for a, value in zip(AXES, row[1:], strict=True) if a in site.layout.axes}
+        first = {a: value for a, value in zip(AXES, row[1:-2], strict=True) if a in site.layout.axes}
         first |= {axis: row[1 + AXES.index(axis)] for axis, _ in site.owner if axis in AXES}
         ours = ("etp", "edp") if "ep" in first or "etp" in site.layout.axes else ("tp", "cp", "dp")
         copies = {a: sizes.get(a, 1) for a in ours if a not in first and sizes.get(a, 1) > 1}
         stages = len(self._index.stages(name))
-        return GradientSquares(row[0], first, copies | ({"pp": stages} if stages > 1 else {}))
+        copies |= {"pp": stages} if stages > 1 else {}
+        # Data parallel copies are never in one norm: an optimizer has one of them, or parts of all.
+        several = prod(copies.get(axis, 1) for axis in ("tp", "etp", "pp"))
+        return GradientSquares(row[0], first, copies, row[-1] * several / row[-2] if row[-2] else 1.0)
 
 
 def _sum_over(sums: Tensor, mesh: Mesh) -> Tensor:
@@ -175,8 +200,8 @@ def explain_norm(
     rounding: float,
     ranks: Sequence[int] = (),
     scale: float = 1.0,
-) -> NormFinding | None:
-    """Compare a reported norm with the gradients; None if they have that norm.
+) -> ComparedNorm:
+    """Compare a reported norm with the gradients.
 
     Args:
         norm: the reported norm, times `scale`.
@@ -186,25 +211,41 @@ def explain_norm(
         scale: the factor of the gradients, as a loss scale of fp16.
     """
     total = sum(s.total for s in squares.values())
-    if total != total or norm != norm or total == norm * norm:  # NaN has no norm to compare
-        return None
-    room = rounding * max(total, norm * norm)
-    if abs(norm * norm - total) <= room:
-        return None
-    causes = [
-        (text, names)
-        for names, change, text in _list_causes(squares)
-        if abs(change) > room and abs(total + change - norm * norm) <= room
-    ]
     full = sqrt(total) / scale
+    compared = ComparedNorm(norm / scale, full, ranks=tuple(ranks))
+    room = rounding * max(total, norm * norm)
+    miscounted = any(s.counts != 1 for s in squares.values())
+    # Of gradients that are not finite there is no norm to compare.
+    agree = not isfinite(total) or not isfinite(norm) or abs(norm * norm - total) <= room
+    if agree and not miscounted:
+        return compared
     where = f" on {format_ranks(ranks)}" if ranks else ""
     text = (
         f"the reported gradient norm is {norm / scale:.6g}{where}, and that of the full gradients {full:.6g}"
     )
+    causes = _list_miscounted(squares) or [
+        (names, cause)
+        for names, change, cause in _list_causes(squares)
+        if abs(change) > room and abs(total + change - norm * norm) <= room
+    ]
     if not causes:
-        return NormFinding(text, (), tuple(ranks))
-    texts = " or ".join(f"{_list_names(names)} {text}" for text, names in causes[:MAX_CAUSES])
-    return NormFinding(f"{text}: {texts}", tuple(causes[0][1]), tuple(ranks))
+        return compared._replace(finding=text)
+    joined = (" and " if miscounted else " or ").join(
+        f"{_list_names(names)} {cause}" for names, cause in causes[:MAX_CAUSES]
+    )
+    return compared._replace(finding=f"{text}: {joined}", names=tuple(causes[0][0]))
+
+
+def _list_miscounted(squares: Mapping[str, GradientSquares]) -> list[tuple[list[str], str]]:
+    """The parameters that the framework's own rule counts wrongly, and how often it counts them."""
+    by_count: dict[float, list[str]] = {}
+    for name, square in squares.items():
+        if square.counts != 1:
+            by_count.setdefault(square.counts, []).append(name)
+    return [
+        (names, f"are counted {times:.3g} times" if times else "are not counted")
+        for times, names in by_count.items()
+    ]
 
 
 def _list_causes(squares: Mapping[str, GradientSquares]) -> Iterator[tuple[list[str], float, str]]:

@@ -310,7 +310,9 @@ class VerificationRequest:
         if self._norms is None or self._norms.left <= 0:
             return []
         return [
-            Finding(norm.text, next(iter(norm.names), None), norm.ranks) for norm in self._norms.compare(mesh)
+            Finding(norm.finding, next(iter(norm.names), None), norm.ranks)
+            for norm in self._norms.compare(mesh)
+            if norm.finding
         ]
 
     def stop(self) -> None:

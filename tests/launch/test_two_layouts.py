@@ -10,6 +10,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.compare.comparison import INDISTINGUISHABLE
+from megatron_flex.launch.gradient_norm_file import read_norms
 from tests.support.launching import SCRIPTS, environment, has_pretrain
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
@@ -50,3 +51,7 @@ def test_tensor_parallel_against_one_rank(tmp_path: Path) -> None:
         mine, other = (dump.parameter(name)[0].torch() for dump in (one, two))
         assert mine.equal(other)
         assert len(mine) == 300, "without the padding, to 512 entries in both layouts, which the losses need"
+    for layout in ("first", "second"):
+        norms = list(read_norms(tmp_path / f"two-layouts/{layout}-norms.jsonl"))
+        assert [n.iteration for n in norms] == [0, 1]
+        assert all(n.reported == pytest.approx(n.full, rel=1e-5) and not n.finding for n in norms)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ def watch_optimizer_steps(roots: list[Any], listener: NormListener) -> Undo:
             if depth[0]:
                 return original(optimizer, *args, **kwargs)
             scale = float(optimizer.get_loss_scale())  # the step may change it
-            listener.norm_begins(_clipped_apart(roots))
+            listener.norm_begins(_clipped_apart(roots), _counting_rule(optimizer))
             depth[0] += 1
             try:
                 done = original(optimizer, *args, **kwargs)
@@ -63,3 +64,14 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 def _clipped_apart(roots: list[Any]) -> list[nn.Parameter]:
     return [p for root in roots for p in root.parameters() if getattr(p, OWN_NORM, None) is not None]
+
+
+def _counting_rule(optimizer: Any) -> Callable[[nn.Parameter], bool]:
+    """Megatron's rule for the parameters whose local gradients a rank adds to the norm."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    first = next(iter(getattr(optimizer, "chained_optimizers", [])), optimizer)
+    known = inspect.signature(param_is_not_tensor_parallel_duplicate).parameters
+    groups = {name: getattr(first, name, None) for name in ("tp_group", "expert_tp_group") if name in known}
+    return lambda p: param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, **groups)
