@@ -95,7 +95,10 @@ def align(
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
         found = judge.alignment(model, candidate.uncompared)
         with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
-            return found if step is None else replace(found, gradients=step.verdicts(judge.tolerances))
+            if step is None:
+                return found
+            gradients = step.verdicts(judge.tolerances)
+            return replace(found, gradients=gradients, notes=(*found.notes, *step.notes))
 
     alignment: Alignment = _on_first(flex, finish)
     sites = {m.site: m for m in candidate.matches}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_flex.alignment.counterparts import Family, Match
+from megatron_flex.alignment.site_pairs import take_part
 from megatron_flex.collectives import broadcast_in_buckets
 from megatron_flex.config import flex_config
 from megatron_flex.lens import Alias, FullWeights, TemporaryCaptures, edits, run
@@ -21,11 +22,17 @@ ABSENT = "this run has no tensor there"
 
 @dataclass(frozen=True)
 class AddedBias(View):
-    """The tensor of a site with the bias that Megatron adds after it."""
+    """The tensor of a site with the bias that Megatron adds after it.
+
+    Attributes:
+        part: which equal part of the bias, and of how many; None for all of it.
+    """
+
+    part: tuple[int, int] | None = None
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
         """With the bias."""
-        return ours + weights[self.weights[0]].to(ours)
+        return ours + take_part(weights[self.weights[0]], self.part).to(ours)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class CandidateRun:
             view: View = NormOutput(norm, "", made_of.rms, made_of.epsilon, float(made_of.unit_offset))
             return Alias(match.site, f"{path}:input", view)
         bias = self._gpt.to_model(match.row.bias) if self._gpt.renames and match.row.bias else match.row.bias
-        view = AddedBias((bias,)) if bias and self.names.has(bias) else View()
+        view = AddedBias((bias,), "", match.row.bias_part) if bias and self.names.has(bias) else View()
         return Alias(match.site, site.name, view, sure=not match.row.optional)
 
     def run(self, tokens: Tensor, layer_inputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ class Counterpart:
         there: the axes of each Hugging Face tensor.
         part: which equal part of the last axis to take there, and of how many; None for all of it.
         bias: the Megatron parameter that Megatron adds after this site and Hugging Face before it.
+        bias_part: which equal part of it, and of how many; None for all of it.
         rotary: whether the features of a head are in the order of rotary position embedding.
         causal: whether only entries that a causal mask allows have a meaning.
         norm: `outside` or `inside`, where the row holds only for norms before, or within, the next linear.
@@ -40,6 +41,7 @@ class Counterpart:
     there: str
     part: tuple[int, int] | None = None
     bias: str = ""
+    bias_part: tuple[int, int] | None = None
     rotary: bool = False
     causal: bool = False
     norm: str = ""
@@ -159,17 +161,27 @@ PLAIN_MLP: Rows = (
 
 def _gated(ours: str, theirs: str) -> Rows:
     """The rows of a gated MLP."""
+    bias = f"{ours}.linear_fc1.bias"
+    points = (("gate", f"{theirs}.gate_proj:output"), ("up", f"{theirs}.up_proj:output"))
     return (
-        _row(f"{ours}.linear_fc1:gate", f"{theirs}.gate_proj:output", "s b f", "b s f"),
-        _row(f"{ours}.linear_fc1:up", f"{theirs}.up_proj:output", "s b f", "b s f"),
+        *(
+            _row(f"{ours}.linear_fc1:{name}", other, "s b f", "b s f", bias=bias, bias_part=(index, 2))
+            for index, (name, other) in enumerate(points)
+        ),
         _row(
             f"{ours}.linear_fc1:output",
             f"{theirs}.gate_proj:output + {theirs}.up_proj:output",
             "s b f",
             "b s f",
+            bias=bias,
         ),
         _row(f"{ours}.linear_fc2:input", f"{theirs}.down_proj:input", "s b f", "b s f"),
-        _row(f"{ours}.linear_fc2:output", f"{theirs}.down_proj:output", STREAM),
+        _row(
+            f"{ours}.linear_fc2:output",
+            f"{theirs}.down_proj:output",
+            STREAM,
+            bias=f"{ours}.linear_fc2.bias",
+        ),
     )
 
 
@@ -516,5 +528,6 @@ def describe_axes(row: Counterpart) -> str:
     """The rearrangement of a row in words."""
     part = f" (part {row.part[0]} of {row.part[1]})" if row.part else ""
     norm = f", where the norm is {row.norm} the linear" if row.norm else ""
-    bias = f", with {row.bias} added" if row.bias else ""
+    of = f" (part {row.bias_part[0]} of {row.bias_part[1]})" if row.bias_part else ""
+    bias = f", with {row.bias}{of} added" if row.bias else ""
     return f"{row.there}{part} -> {row.here}{bias}{norm}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
 from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
-from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor
+from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor, take_part
 from megatron_flex.alignment.tensor_difference import EQUAL, SiteTolerances, measure
 from megatron_flex.compare.tolerance import Precision
 from megatron_flex.dump.reader import OpenDump, open_dump
@@ -164,7 +164,8 @@ class _DumpAlignment:
             own_bias = self._by_table_name(self.ours.parameters).get(row.bias)
             if own_bias is None:
                 return NEEDS_BIAS.format(bias=row.bias)
-            here = here + self.ours.parameter(own_bias).at(iteration)[0].torch().to(here)
+            bias = self.ours.parameter(own_bias).at(iteration)[0].torch()
+            here = here + take_part(bias, row.bias_part).to(here)
         there = reference_tensor(row, captures, self._sizes(len(here)))
         assert there is not None, "every point was read"
         stored = batch_first(row)

@@ -41,9 +41,12 @@ def reference_tensor(
         return None
     tensors = [t for t in found if t is not None]
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
-    if row.part is not None:
-        joined = joined.chunk(row.part[1], -1)[row.part[0]]
-    return rearrange(joined, row.there, canonical_axes(row.here), sizes)
+    return rearrange(take_part(joined, row.part), row.there, canonical_axes(row.here), sizes)
+
+
+def take_part(tensor: Tensor, part: tuple[int, int] | None) -> Tensor:
+    """One equal part of the last axis, by its index and the number of parts; None: all of it."""
+    return tensor if part is None else tensor.chunk(part[1], -1)[part[0]]
 
 
 def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int], config: Any) -> Tensor:

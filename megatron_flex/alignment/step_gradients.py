@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +21,14 @@ from megatron_flex.alignment.tensor_difference import (
 from megatron_flex.alignment.token_batch import TokenBatch
 from megatron_flex.collectives import gather_objects
 from megatron_flex.conversion import place_full_tensors
+from megatron_flex.conversion.architectures import OUTPUT_WEIGHT, WORD_EMBEDDINGS
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel
-from megatron_flex.runtime.full_parameters import ParameterRequest, gather_all_parameters
+from megatron_flex.runtime.full_parameters import (
+    ParameterRequest,
+    gather_all_parameters,
+    gather_parameter,
+)
 
 LOSS, PART = "loss:output", "gradients"
 
@@ -37,6 +43,9 @@ class StepGradients:
         flex: the Megatron model.
         batch: the tokens; each predicts the next one.
 
+    Attributes:
+        notes: in words, what the losses are of; set by `verdicts`.
+
     Raises:
         FlexError: on all ranks: gradients cannot be gathered, such as those under torch's
             DistributedDataParallel with sequence parallelism.
@@ -48,6 +57,7 @@ class StepGradients:
         self._labels = batch.tokens.roll(-1, 1)
         self._counted = batch.real & batch.real.roll(-1, 1)
         self._counted[:, -1] = False
+        self.notes: tuple[str, ...] = ()
         if not bool(self._counted.any()):
             raise FlexError("no token predicts another; give sequences of two tokens or more")
         _clear_gradients(adapter.chunks)
@@ -60,6 +70,7 @@ class StepGradients:
                 f"gradients cannot be compared here ({error}); align without gradients, or wrap the "
                 "chunks in Megatron's DistributedDataParallel"
             ) from None
+        self._padding = _padding_rows(flex, hf_model)
         self._placed = copy.deepcopy(hf_model) if hf_model is not None else None
         if self._placed is not None:
             with torch.no_grad():
@@ -89,20 +100,58 @@ class StepGradients:
 
     def _reference(self) -> tuple[float, dict[str, Tensor]]:
         """The loss and the gradients of the Hugging Face model, whose own gradients are put back."""
-        model: nn.Module = self._hf_model
+        model: Any = self._hf_model
         parameters = dict(model.named_parameters())
         before = {name: p.grad for name, p in parameters.items()}
-        device = next(iter(parameters.values())).device
         try:
             model.zero_grad(set_to_none=True)
-            logits = model(input_ids=self._batch.tokens.to(device), use_cache=False).logits.float()
-            counted = self._counted.to(device)
-            loss = nn.functional.cross_entropy(logits[counted], self._labels.to(device)[counted])
-            loss.backward()
+            with self._training_all_rows(model.get_input_embeddings()):
+                loss = self._reference_loss(model, next(iter(parameters.values())).device)
+                loss.backward()
             return float(loss.detach()), {n: p.grad for n, p in parameters.items() if p.grad is not None}
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = before[name]
+
+    def _reference_loss(self, model: Any, device: torch.device) -> Tensor:
+        """The mean cross entropy over the tokens that Megatron counts, with those that pad its vocabulary."""
+        counted = self._counted.to(device)
+        inputs: list[Tensor] = []
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        try:
+            logits = model(input_ids=self._batch.tokens.to(device), use_cache=False).logits[counted].float()
+        finally:
+            hook.remove()
+        labels = self._labels.to(device)[counted]
+        loss: Tensor = nn.functional.cross_entropy(logits, labels)
+        if self._padding is None or not len(self._padding):
+            return loss
+        rows = self._padding.to(inputs[-1])
+        padded = torch.cat([logits, (inputs[-1][counted] @ rows.T).float()], -1)
+        counting: Tensor = nn.functional.cross_entropy(padded, labels)
+        self.notes += (
+            f"the losses are over {padded.shape[-1]} tokens, as Megatron counts the {len(rows)} that pad its "
+            f"vocabulary; over the {logits.shape[-1]} of Hugging Face the loss is {loss.detach():.6g}, not "
+            f"{counting.detach():.6g}",
+        )
+        return counting
+
+    @contextmanager
+    def _training_all_rows(self, embedding: Any) -> Iterator[None]:
+        """Let the row of `pad_token_id` have a gradient, as in Megatron."""
+        token = getattr(embedding, "padding_idx", None)
+        if token is None or not bool((self._batch.tokens == token).any()):
+            yield
+            return
+        self.notes += (
+            f"token {token}, the pad_token_id of Hugging Face, is in the batch: its embedding has a gradient "
+            "in Megatron, and in this comparison in Hugging Face, which gives it none in training",
+        )
+        try:
+            embedding.padding_idx = None
+            yield
+        finally:
+            embedding.padding_idx = token
 
     @staticmethod
     def _verdict(
@@ -123,6 +172,16 @@ def _full_loss(flex: FlexModel, part: float | None) -> float:
     first = part is not None and all(axis.coord == 0 for axis in mesh if axis.name in ("dp", "tp"))
     parts = gather_objects(part if first else None, mesh, [axis.name for axis in mesh])
     return float(sum(value for value in parts if value is not None))
+
+
+def _padding_rows(flex: FlexModel, hf_model: Any) -> Tensor | None:
+    """The rows of the output layer after Hugging Face's vocabulary, on the first rank. Collective."""
+    index = flex.session.parameter_index
+    name = OUTPUT_WEIGHT if OUTPUT_WEIGHT in index.sites else WORD_EMBEDDINGS
+    weight = gather_parameter(index, name, ParameterRequest(padded=True), None)
+    if weight is None or hf_model is None:
+        return None
+    return weight[len(hf_model.get_output_embeddings().weight) :].clone()  # so that the others are freed
 
 
 def _full_gradients(flex: FlexModel, reduced: bool | None) -> Iterator[tuple[str, Tensor]]:

@@ -6,9 +6,11 @@ without counterpart is refused by name, because the model would compute somethin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,6 +29,10 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 }
 # Constants of Megatron's RotaryEmbedding with rope_scaling=True (rotary_pos_embedding.py, _apply_scaling).
 LLAMA3_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+LATENT_EPSILON = 1e-6  # of transformers' q_a_layernorm and kv_a_layernorm, whatever the configuration has
+# Resolves norms of multi-latent attention, newer Megatron versions only: without q_lora_rank, linear_q_proj
+# has one, too.
+QUERY_NORM_RESOLVER = "megatron.core.transformer.mla_qk_norm_config"
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,73 @@ def gpt2_arguments(config: Any) -> MegatronArguments:
 
 
 def llama_arguments(config: Any) -> MegatronArguments:
-    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, a gated MLP, grouped queries, rotary positions."""
-    biased = bool(getattr(config, "attention_bias", False))
-    if biased != bool(getattr(config, "mlp_bias", False)):
-        refuse_setting(config, "attention_bias", biased, "add_bias_linear gives all linears a bias, or none")
+    """Llama: RMSNorm, a gated MLP, grouped queries, rotary positions; biases everywhere or nowhere."""
+    if config.attention_bias != config.mlp_bias:
+        name = "attention_bias" if config.attention_bias else "mlp_bias"
+        refuse_setting(config, name, True, "add_bias_linear gives all linears a bias, or none")
+    return _decoder_arguments(config, add_bias_linear=config.attention_bias)
+
+
+def mistral_arguments(config: Any) -> MegatronArguments:
+    """Mistral: as Llama, with sliding windows in all layers."""
+    return _decoder_arguments(config, **_window(config, [True] * config.num_hidden_layers))
+
+
+def qwen2_arguments(config: Any) -> MegatronArguments:
+    """Qwen2: biases of queries, keys and values, and sliding windows in some layers."""
+    return _decoder_arguments(config, add_qkv_bias=True, **_window_by_layer(config))
+
+
+def qwen3_arguments(config: Any) -> MegatronArguments:
+    """Qwen3: norms of queries and keys, and sliding windows in some layers."""
+    _refuse_attention_bias(config)
+    return _decoder_arguments(config, qk_layernorm=True, **_window_by_layer(config))
+
+
+def mixtral_arguments(config: Any) -> MegatronArguments:
+    """Mixtral: every MLP is a layer of experts, whose weights are normalized over the chosen ones."""
+    if config.router_jitter_noise:
+        refuse_setting(
+            config, "router_jitter_noise", config.router_jitter_noise, "it is on the input of experts, too"
+        )
+    experts = _experts(config, config.num_local_experts, config.intermediate_size)
+    return replace(
+        _decoder_arguments(
+            config,
+            **_window(config, [True] * config.num_hidden_layers),
+            **experts,
+            **_softmax_weights(config, normalized=True),
+        ),
+        experts=(True,) * config.num_hidden_layers,
+    )
+
+
+def qwen3_moe_arguments(config: Any) -> MegatronArguments:
+    """Qwen3-MoE: some or all MLPs are layers of experts; sliding windows in all layers."""
+    _refuse_attention_bias(config)
+    sparse = tuple(
+        config.num_experts > 0
+        and layer not in config.mlp_only_layers
+        and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+    more: dict[str, Any] = _window(config, [True] * config.num_hidden_layers)
+    if any(sparse):
+        more |= {
+            **_experts(config, config.num_experts, config.moe_intermediate_size),
+            **_softmax_weights(config, normalized=config.norm_topk_prob),
+            "moe_layer_freq": [int(s) for s in sparse],
+        }
+    return replace(_decoder_arguments(config, qk_layernorm=True, **more), experts=sparse)
+
+
+def _decoder_arguments(config: Any, **more: Any) -> MegatronArguments:
+    """What Llama and the models after it have in common.
+
+    Args:
+        config: the configuration.
+        more: further arguments of `TransformerConfig`.
+    """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     transformer = {
         "num_layers": config.num_hidden_layers,
@@ -132,50 +201,28 @@ def llama_arguments(config: Any) -> MegatronArguments:
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head,
         **_normalized(config),
-        "add_bias_linear": biased,
-        **_window(config),
+        "add_bias_linear": False,
+        **more,
     }
     model = {**_vocabulary(config), **_rotary_model(config)}
     return MegatronArguments(transformer, model, experts=(False,) * config.num_hidden_layers)
 
 
-def _with(base: Callable[[Any], MegatronArguments], **more: Any) -> Callable[[Any], MegatronArguments]:
-    def arguments(config: Any) -> MegatronArguments:
-        found = base(config)
-        return MegatronArguments({**found.transformer, **more}, found.model, found.latent, found.experts)
-
-    arguments.__doc__ = base.__doc__
-    return arguments
+def _refuse_attention_bias(config: Any) -> None:
+    if config.attention_bias:
+        refuse_setting(config, "attention_bias", True, "add_bias_linear gives all linears a bias, or none")
 
 
-qwen2_arguments = _with(llama_arguments, add_qkv_bias=True)
-qwen3_arguments = _with(llama_arguments, qk_layernorm=True)
-
-
-def mixtral_arguments(config: Any) -> MegatronArguments:
-    """Mixtral: every MLP is a layer of experts, whose weights are normalized over the chosen ones."""
-    experts = {
-        **_experts(config, config.num_local_experts, config.intermediate_size),
-        "moe_router_pre_softmax": False,
-    }
-    found = llama_arguments(config)
-    layers = (True,) * config.num_hidden_layers
-    return MegatronArguments({**found.transformer, **experts}, found.model, experts=layers)
-
-
-def qwen3_moe_arguments(config: Any) -> MegatronArguments:
-    """Qwen3-MoE: some or all MLPs are layers of experts."""
-    sparse = tuple(
-        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-    experts = {
-        **_experts(config, config.num_experts, config.moe_intermediate_size),
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_layer_freq": [int(s) for s in sparse],
-    }
-    found = qwen3_arguments(config)
-    return MegatronArguments({**found.transformer, **experts}, found.model, experts=sparse)
+def _softmax_weights(config: Any, normalized: bool) -> dict[str, Any]:
+    """How the softmax of the router's logits becomes weights: over the chosen experts, or over all."""
+    if normalized and config.num_experts_per_tok == 1:
+        refuse_setting(
+            config,
+            "num_experts_per_tok",
+            1,
+            "the weight of a single expert is its probability, where this architecture has 1",
+        )
+    return {"moe_router_pre_softmax": not normalized}
 
 
 def deepseek_v3_arguments(config: Any) -> MegatronArguments:
@@ -184,14 +231,16 @@ def deepseek_v3_arguments(config: Any) -> MegatronArguments:
         refuse_setting(config, "rope_interleave", False, "multi-latent attention turns neighbouring entries")
     if config.attention_bias:
         refuse_setting(config, "attention_bias", True, "add_bias_linear gives all linears a bias, or none")
-    if not config.norm_topk_prob:
-        refuse_setting(config, "norm_topk_prob", False, "sigmoid scores of chosen experts are normalized")
-    if config.topk_group and config.num_experts_per_tok // config.topk_group != 2:
+    if config.rms_norm_eps != LATENT_EPSILON:
         refuse_setting(
             config,
-            "topk_group",
-            config.topk_group,
-            f"a group's score is the sum of its best two only for {config.num_experts_per_tok // 2} groups",
+            "rms_norm_eps",
+            config.rms_norm_eps,
+            f"q_a_layernorm and kv_a_layernorm add {LATENT_EPSILON}, and Megatron adds the same in all",
+        )
+    if config.q_lora_rank is None and _has_module(QUERY_NORM_RESOLVER):
+        refuse_setting(
+            config, "q_lora_rank", None, "this version has a norm in linear_q_proj where keys have one"
         )
     sparse = tuple(n >= config.first_k_dense_replace for n in range(config.num_hidden_layers))
     transformer = {
@@ -210,19 +259,52 @@ def deepseek_v3_arguments(config: Any) -> MegatronArguments:
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         **_rotary_latent(config),
+        **(_sigmoid_experts(config, sparse) if any(sparse) else {}),
+    }
+    # The configuration has the rotary embedding of multi-latent attention.
+    model = {**_vocabulary(config), "position_embedding_type": "rope"}
+    return MegatronArguments(transformer, model, latent=True, experts=sparse)
+
+
+def _sigmoid_experts(config: Any, sparse: tuple[bool, ...]) -> dict[str, Any]:
+    """Experts chosen by sigmoid scores with a bias, within groups, beside shared experts."""
+    count, normalized = config.num_experts_per_tok, config.norm_topk_prob
+    if normalized != (count > 1):
+        refuse_setting(
+            config,
+            "norm_topk_prob",
+            normalized,
+            "sigmoid scores of chosen experts are normalized if there are two or more, "
+            f"and num_experts_per_tok is {count}",
+        )
+    if not config.n_shared_experts:
+        refuse_setting(config, "n_shared_experts", 0, "there is no layer of experts without them")
+    grouped = config.n_group > config.topk_group  # else all groups are chosen
+    if grouped and count // config.topk_group != 2:
+        refuse_setting(
+            config,
+            "topk_group",
+            config.topk_group,
+            f"a group's score is the sum of its best two only for {count // 2} groups",
+        )
+    return {
         **_experts(config, config.n_routed_experts, config.moe_intermediate_size),
         "moe_layer_freq": [int(s) for s in sparse],
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": config.n_group,
-        "moe_router_group_topk": config.topk_group,
+        "moe_router_num_groups": config.n_group if grouped else None,
+        "moe_router_group_topk": config.topk_group if grouped else None,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_dtype": "fp32",
     }
-    # The configuration has the rotary embedding of multi-latent attention.
-    model = {**_vocabulary(config), "position_embedding_type": "rope"}
-    return MegatronArguments(transformer, model, latent=True, experts=sparse)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is not installed
+        return False
 
 
 def _vocabulary(config: Any) -> dict[str, Any]:
@@ -253,17 +335,16 @@ def _activation(config: Any, name: str) -> Callable[..., Any]:
     return ACTIVATIONS[value]
 
 
-def _window(config: Any) -> dict[str, Any]:
-    """Sliding windows: a query sees `sliding_window` keys, of which its own is the last."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
+def _window(config: Any, sliding: Sequence[bool]) -> dict[str, Any]:
+    """Sliding windows in some layers: a query sees `sliding_window` keys, of which its own is the last."""
+    if config.sliding_window is None or not any(sliding):
         return {}
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    sliding = [int(kind == "sliding_attention") for kind in types]
-    if not any(sliding):
-        return {}
-    settings: dict[str, Any] = {"window_size": (window - 1, 0)}
-    return settings if all(sliding) else {**settings, "window_attn_skip_freq": sliding}
+    settings: dict[str, Any] = {"window_size": (config.sliding_window - 1, 0)}
+    return settings if all(sliding) else {**settings, "window_attn_skip_freq": [int(s) for s in sliding]}
+
+
+def _window_by_layer(config: Any) -> dict[str, Any]:
+    return _window(config, [kind == "sliding_attention" for kind in config.layer_types])
 
 
 def _experts(config: Any, count: int, width: int) -> dict[str, Any]:
@@ -322,19 +403,40 @@ def _rotary_latent(config: Any) -> dict[str, Any]:
 
 def _scaled_as_yarn(config: Any, rotary: Rotary) -> dict[str, Any]:
     given = rotary.parameters
-    if given.get("attention_factor") is not None or not given.get("truncate", True):
-        refuse_setting(config, "rope_parameters", given, "attention_factor and truncate are fixed")
-    # Without both, transformers scales by the factor alone: 0.1 * log(factor) + 1.
-    both = bool(given.get("mscale") and given.get("mscale_all_dim"))
+    if not given.get("truncate", True):
+        refuse_setting(config, "rope_parameters", given, "truncate=False is not")
+    original = int(given["original_max_position_embeddings"])
+    factor = float(given["factor"] or config.max_position_embeddings / original)
     return {
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(given["factor"]),
-        "original_max_position_embeddings": int(given["original_max_position_embeddings"]),
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": original,
         "beta_fast": float(given.get("beta_fast") or 32),
         "beta_slow": float(given.get("beta_slow") or 1),
-        "mscale": float(given["mscale"]) if both else 1.0,
-        "mscale_all_dim": float(given["mscale_all_dim"]) if both else 0.0,
+        **_yarn_scales(config, given, factor),
     }
+
+
+def _yarn_scales(config: Any, given: dict[str, Any], factor: float) -> dict[str, float]:
+    """The `mscale`s with which Megatron scales rotary embeddings, and scores, as transformers does.
+
+    With `scale(m) = 0.1 * m * log(factor) + 1`, both scale scores by `scale(mscale_all_dim) ** 2`, and
+    Megatron rotary embeddings by `scale(mscale) / scale(mscale_all_dim)`. Transformers takes this ratio only
+    where both are given, and otherwise `attention_factor`, or `scale(1)`.
+    """
+    unit = 0.1 * math.log(factor) if factor > 1 else 0.0
+    all_dims = float(given.get("mscale_all_dim") or 0.0)
+    attention = given.get("attention_factor")
+    if attention is None and given.get("mscale") and all_dims:
+        return {"mscale": float(given["mscale"]), "mscale_all_dim": all_dims}
+    if attention is None and not all_dims:
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    wanted = 1.0 + unit if attention is None else float(attention)
+    if not unit:
+        if wanted != 1.0:
+            refuse_setting(config, "attention_factor", wanted, "it is 1 for a factor of 1")
+        return {"mscale": 1.0, "mscale_all_dim": all_dims}
+    return {"mscale": (wanted * (1.0 + unit * all_dims) - 1.0) / unit, "mscale_all_dim": all_dims}
 
 
 LATENT_SCALINGS: dict[str, Callable[[Any, Rotary], dict[str, Any]]] = {

@@ -198,7 +198,7 @@ ARCHITECTURES: dict[str, HuggingFaceArchitecture] = {
         unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
     ),
     "llama": LLAMA,
-    "mistral": LLAMA,
+    "mistral": replace(LLAMA, arguments=arguments.mistral_arguments),
     "qwen2": replace(LLAMA, arguments=arguments.qwen2_arguments),
     "qwen3": HuggingFaceArchitecture(
         (*LLAMA_RULES, *_in_layers(THEIRS, *HEAD_NORMS)), arguments.qwen3_arguments

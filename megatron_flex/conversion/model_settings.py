@@ -30,6 +30,7 @@ ATTRIBUTES = {
 OF_ROWS = ("num_attention_heads", "num_query_groups")  # on which the order of rows depends
 OF_TENSORS = ("num_layers", "num_moe_experts", "share_embeddings_and_output_weights")  # and which there are
 DEFAULTS = {"rope_scaling": False}
+GROUPS = ("moe_router_num_groups", "moe_router_group_topk")  # which limit nothing where all are chosen
 OF_PATTERN = "moe_layer_freq"  # which a HybridModel's pattern says
 
 
@@ -46,6 +47,8 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
         wanted.pop(OF_PATTERN, None)
         wanted["num_layers"] = len(arguments.hybrid_layer_pattern)
     held = {name: getattr(root.config, name, None) for name in wanted}
+    if held.get(GROUPS[0]) == held.get(GROUPS[1]):
+        held |= {name: None for name in GROUPS if name in held}
     for name, attribute in ATTRIBUTES.items():
         if hasattr(root, attribute) and not (arguments.latent and name.startswith("ro")):
             wanted[name] = arguments.model.get(name, DEFAULTS.get(name))

@@ -71,6 +71,44 @@ def test_every_mapped_site_is_equal_in_layouts(case: Case) -> None:
         assert {s.site for s in ranks[0][family].sites} == one, "a layout hides no site"
 
 
+def with_fields(case: Case, names: list[str]) -> dict[str, Any]:
+    """What `align` finds of models with other fields; their weights are written back bit by bit."""
+    from megatron_flex.alignment import align
+    from megatron_flex.conversion import load_hf, to_hf
+    from megatron_flex.model import FlexModel
+
+    out = {}
+    for name in names:
+        family = hugging_face.VARIANTS[name]
+        hf_model, chunks = aligned.rank_models(family, case)
+        assert load_hf(chunks, hf_model).differences == (), name
+        with FlexModel(chunks) as flex:
+            out[name] = align(hf_model, flex, hugging_face.tokens(), gradients=True)
+        back = hugging_face.make_model(family)
+        for tensor in back.state_dict().values():
+            tensor.zero_()
+        to_hf(chunks, back)
+        written = back.state_dict()
+        assert all(torch.equal(t, written[n]) for n, t in hf_model.state_dict().items()), name
+    return out
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [(ONE, list(hugging_face.VARIANTS)), (TENSOR_SEQUENCE, ["llama, biases", "gpt2, untied"])],
+    ids=["one", "tp2 sp"],
+)
+def test_fields_of_configurations_are_converted(case: Case, names: list[str]) -> None:
+    found = run(case.world, with_fields, case, names)[0]
+    for name, alignment in found.items():
+        assert alignment.agrees, (name, str(alignment))
+        assert max(s.accumulated.error for s in (*alignment.sites, *alignment.gradients)) < BOUND, name
+    note = "\n".join(found["llama, biases"].notes)
+    assert_names(note, 3, "pad_token_id")
+    if case.tp > 1:
+        assert_names("\n".join(found["gpt2, untied"].notes), 62, 1, 61)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_hybrid_model_is_aligned_by_the_names_of_a_gpt_model(family: str) -> None:
     pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")

@@ -131,6 +131,96 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Fields that the configurations above leave at their defaults, several at once; `STRAY` are fields that the
+# modules of these architectures ignore, as files of converted models have them.
+STRAY = {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": None}
+_YARN = FAMILIES["deepseek_v3"].settings["rope_parameters"]
+_ONE_GROUP = {**FAMILIES["deepseek_v3"].settings, "n_group": 1, "topk_group": 1}
+VARIANTS: dict[str, Family] = {
+    "llama, biases": Family(
+        "LlamaConfig",
+        {
+            **COMMON,
+            "vocab_size": ODD_VOCABULARY,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+            "num_key_value_heads": None,
+            "rms_norm_eps": 1e-3,
+            "pad_token_id": 3,
+        },
+    ),
+    "mistral, linear": Family(
+        "MistralConfig",
+        {
+            **COMMON,
+            **STRAY,
+            "sliding_window": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        },
+    ),
+    "qwen2, windows": Family(
+        "Qwen2Config",
+        {
+            **COMMON,
+            **STRAY,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 2,
+            "head_dim": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
+    "qwen3_moe, windows": Family(
+        "Qwen3MoeConfig",
+        {
+            **FAMILIES["qwen3_moe"].settings,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 2,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "qwen3_moe, no experts": Family("Qwen3MoeConfig", {**FAMILIES["qwen3_moe"].settings, "num_experts": 0}),
+    "mixtral, three experts": Family(
+        "MixtralConfig",
+        {**FAMILIES["mixtral"].settings, **STRAY, "num_experts_per_tok": 3, "sliding_window": 5},
+    ),
+    "deepseek_v3, one group": Family(
+        "DeepseekV3Config",
+        {
+            **_ONE_GROUP,
+            "num_experts_per_tok": 6,
+            "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3, one expert": Family(
+        "DeepseekV3Config",
+        {
+            **_ONE_GROUP,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": {**_YARN, "mscale_all_dim": None, "factor": None, "attention_factor": 1.3},
+            "max_position_embeddings": 4 * SEQUENCE,
+        },
+    ),
+    "gpt2, untied": Family(
+        "GPT2Config",
+        {
+            **FAMILIES["gpt2"].settings,
+            "n_inner": None,
+            "activation_function": "silu",
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-3,
+            "reorder_and_upcast_attn": True,
+        },
+    ),
+}
+
+
 def make_model(family: str | Family, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of random weights, in which norms and biases are no identities."""
     import transformers

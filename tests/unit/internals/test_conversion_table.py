@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from megatron_flex.conversion.model_settings import compare_settings
 from megatron_flex.conversion.parameter_names import canonical_names
 from megatron_flex.conversion.rearrangement import clip_runs, find_runs
 from megatron_flex.errors import LayoutError
-from tests.support.hugging_face import COMMON, FAMILIES
+from tests.support.hugging_face import COMMON, FAMILIES, VARIANTS, Family
 from tests.support.messages import assert_names, raises
 
 HEADS = Heads(4, 2)
@@ -128,6 +130,18 @@ REFUSALS = [
     ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "topk_group": 1}, "topk_group=1"),
     ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "rope_interleave": False}, "rope_interleave"),
+    (
+        "DeepseekV3Config",
+        {**FAMILIES["deepseek_v3"].settings, "norm_topk_prob": False},
+        "norm_topk_prob=False",
+    ),
+    ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+    ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "n_shared_experts": 0}, "n_shared_experts=0"),
+    ("MixtralConfig", {**FAMILIES["mixtral"].settings, "num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("MixtralConfig", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("Qwen3MoeConfig", {**FAMILIES["qwen3_moe"].settings, "num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("Qwen3Config", {"attention_bias": True}, "attention_bias=True"),
+    ("LlamaConfig", {"mlp_bias": True}, "mlp_bias=True"),
     ("Gemma2Config", {}, "gemma2"),
     ("Olmo2Config", {}, "olmo2"),
     ("OlmoConfig", {}, "'olmo'"),
@@ -139,6 +153,58 @@ def test_settings_without_counterpart(kind: str, settings: dict[str, Any], text:
     config = getattr(transformers, kind)(**settings)
     with raises(mf.FlexError, text):
         mf.config_from_hf(config)
+
+
+# Fields that modules read and no argument depends on: of training alone, of other heads, of the attention
+# kernel; head_dim is DeepSeek's qk_rope_head_dim.
+WITHOUT_ARGUMENT = {
+    "_attn_implementation",
+    "embd_pdrop",
+    "output_router_logits",
+    "pad_token_id",
+    "problem_type",
+    "reorder_and_upcast_attn",
+    "use_cache",
+    *("num_labels", "hidden_dropout", "classifier_dropout"),
+}
+PATTERN_WITHOUT_ARGUMENT = re.compile(r"summary_\w+")
+
+
+class RecordedConfig:
+    """A configuration whose fields are recorded when they are read."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self.read = config, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._config, name)
+
+
+def fields_of_modules(config: Any) -> set[str]:
+    """The fields of a configuration that the modules of its architecture read, by the names it stores."""
+    module = inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[type(config)])
+    assert module is not None
+    found = re.findall(r"""\bconfig(?:\.|, ")(\w+)""", inspect.getsource(module))
+    return {config.attribute_map.get(name, name) for name in found if hasattr(config, name)}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_fields_that_modules_read_are_those_that_are_converted(family: Family) -> None:
+    """A field that is left out changes what modules compute; one of another architecture changes nothing."""
+    config = family.config
+    recorded = RecordedConfig(config)
+    ARCHITECTURES[config.model_type].arguments(recorded)
+    read = {config.attribute_map.get(name, name) for name in recorded.read} - {"default_theta"}
+    fields = fields_of_modules(config)
+    ignored = {f for f in fields if f in WITHOUT_ARGUMENT or PATTERN_WITHOUT_ARGUMENT.fullmatch(f)}
+    if config.model_type == "deepseek_v3":
+        ignored |= {"head_dim", "num_key_value_heads"}
+    assert fields - ignored - read == set()
+    assert {f for f in read if hasattr(config, f)} - fields - {
+        "tie_word_embeddings",
+        "initializer_range",
+    } == set()
 
 
 def test_arguments_of_megatron() -> None:
@@ -180,6 +246,12 @@ def test_differences_of_settings() -> None:
     root.position_embedding_type = "rope"
     (embedding,) = compare_settings(arguments, root)
     assert_names(embedding, "position_embedding_type", "rope", "learned_absolute")
+    arguments = mf.config_from_hf(VARIANTS["deepseek_v3, one group"].config)
+    groups = {"moe_router_num_groups": 1, "moe_router_group_topk": 1}  # which limit nothing
+    root = SimpleNamespace(config=SimpleNamespace(**{**arguments.transformer, **groups}))
+    assert compare_settings(arguments, root) == ()
+    root.config.moe_router_num_groups = 2
+    assert len(compare_settings(arguments, root)) == 2
 
 
 def test_nothing_but_a_folder_or_a_model_is_read() -> None:
