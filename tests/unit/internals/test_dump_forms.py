@@ -362,8 +362,8 @@ def test_a_header_that_says_something_else_has_another_checksum(dump: Path) -> N
     """All of it is as it may be, but for what was written."""
     path = first_part(dump)
     whole = path.read_bytes()
-    assert rb"\"microbatch\":0" in whole
-    path.write_bytes(whole.replace(rb"\"microbatch\":0", rb"\"microbatch\":1"))
+    assert rb"\"iteration\":0" in whole
+    path.write_bytes(whole.replace(rb"\"iteration\":0", rb"\"iteration\":1"))
     with raises(DumpError, path, path=str(path)):
         read_part(path)
 
