@@ -14,6 +14,7 @@ from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.reference_run import Captures
 from megatron_flex.alignment.tensor_difference import SiteTolerances
 from megatron_flex.alignment.token_batch import TokenBatch
+from megatron_flex.compare.routing_ties import find_ties
 
 NEAR_TIE = 4.0  # times the tolerance of the router's logits: experts this close may be exchanged by round-off
 ROUTER_MAP = ".mlp.router:map"
@@ -67,7 +68,7 @@ class Routing:
                 continue
             dtypes = ours[match.site.replace(":map", ":logits")].dtype, logits.dtype
             bound = NEAR_TIE * tolerances.of(match.site.replace(":map", ":logits"), dtypes)
-            tied = _near_ties(here, there, logits.float(), bound)
+            _, tied = find_ties(here, there, logits.float(), bound * float(logits.abs().amax()))
             if bool((tied & batch.real).any()) and carried:
                 self.notes.append(
                     f"{int((tied & batch.real).sum())} tokens choose other experts in layer "
@@ -122,11 +123,3 @@ def _routed(match: Match) -> bool:
         or ".experts" in match.site
         or match.site.endswith((".mlp:output", f"{match.layer}:output"))
     )
-
-
-def _near_ties(here: Tensor, there: Tensor, logits: Tensor, bound: float) -> Tensor:
-    """The tokens `[b, s]` whose choices differ only among experts that are equal up to round-off."""
-    differs = here != there
-    low = logits.masked_fill(~differs, float("inf")).amin(-1)
-    high = logits.masked_fill(~differs, float("-inf")).amax(-1)
-    return differs.any(-1) & ((high - low) <= bound * logits.abs().amax())

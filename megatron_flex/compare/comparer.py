@@ -24,15 +24,17 @@ from megatron_flex.compare.compared_dump import (
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import (
-    CONSTANT_FACTOR,
     explain_divergence,
     find_dim_shares,
     find_holders,
 )
 from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
 from megatron_flex.compare.noise_scale import SCORES
+from megatron_flex.compare.overflow import suggest_remedy
 from megatron_flex.compare.parameter_drift import ParameterDrift
+from megatron_flex.compare.router_causes import RouterCauses
 from megatron_flex.compare.routing_ties import (
+    RouterPairs,
     RoutingTies,
     find_likely_ties,
     find_routing_ties,
@@ -67,6 +69,7 @@ from megatron_flex.ranges import Span, check_nonnegative, normalize_spans, selec
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
 
+AFTER_ATTENTION = (".self_attention:output", ":mid", ".pre_mlp_layernorm", ".mlp")
 LEAST_SCORES, MOST_SCORES = 10.0, 1000.0  # attention scores that are suggested as a cause
 
 
@@ -220,6 +223,7 @@ class FirstDivergence:
     pair: TensorPair
     both: PairSums
     tested: TestedTensor
+    ties: RoutingTies | None = None
 
 
 @dataclass
@@ -263,7 +267,7 @@ class _Comparer:
                 f"attention scores are so large that their round-off explains the differences of "
                 f"{len(tester.explained)} tensors, first {tester.explained[0]}; less is detected after them"
             )
-        hints = [*self.explain_first_divergence(rows), *self.suggest_scores(tester.tolerances)]
+        hints = [*self.explain_first_divergence(rows), *self.suggest_scores(tester.tolerances, rows)]
         other_tokens = self.find_other_tokens()
         return Comparison(
             self.a.describe(),
@@ -275,6 +279,7 @@ class _Comparer:
             tuple(self.missing),
             allow_missing,
             other_tokens,
+            suggest_remedy(rows, tester.overflow.half),
         )
 
     def find_other_tokens(self) -> str:
@@ -406,7 +411,10 @@ class _Comparer:
         found, pair = both.sums, both.worst
         item = pair.item
         reference = self.measured(item, pair.iteration)
-        tested = tester.test(item, both, reference, self.ties(pairs, both, tester))
+        ties = self.ties(pairs, both, tester)
+        tested = tester.test(pairs, both, reference, ties)
+        if found.broken and tested.worst.excess <= 1:
+            found = found.without_overflows()
         row = Row(
             item.name,
             item.kind,
@@ -423,9 +431,11 @@ class _Comparer:
             tested.worst.evidence,
             tested.floor,
             tested.factor_floor,
+            found.count - found.finite,
+            tested.rerouted,
         )
         if row.diverges and self.first is None:
-            self.first = FirstDivergence(pair, both, tested)
+            self.first = FirstDivergence(pair, both, tested, ties)
             if row.worst is not None:
                 worst = replace(
                     row.worst,
@@ -438,7 +448,7 @@ class _Comparer:
     def ties(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
         """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
         logits = get_logits_item(pairs[0].item)
-        if both.sums.equal:
+        if both.sums.equal or both.sums.broken:
             return None
         if logits is None:
             return self.likely_ties(pairs, both, tester)
@@ -447,11 +457,12 @@ class _Comparer:
         scored = self.pairs(logits, pairs[0].iteration)
         if isinstance(scored, str):
             return None
-        found = find_routing_ties(pairs, scored, tester.tolerances.unit, self.most)
-        if found is not None and found.tied:
+        routers = RouterPairs(pairs, scored, self.a.manifest.model, self.most)
+        found = find_routing_ties(routers, tester.rerouted)
+        if found is not None and found.tied_tokens and not found.others:
             self.notes.append(
-                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied} of {found.tokens} "
-                "tokens have other experts, whose logits are tied within round-off; less is detected after it"
+                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied_tokens} of "
+                f"{found.tokens} tokens have other experts, whose scores are tied within round-off"
             )
         return found
 
@@ -466,12 +477,12 @@ class _Comparer:
         if tester.tolerances.given(item) is not None:
             return None
         bounds, allowed = tester.bound_ties(item, both, sum(math.prod(p.shape[:-1]) for p in pairs))
-        found = find_likely_ties(pairs, bounds, allowed, self.most) if allowed else None
+        found = find_likely_ties(pairs, bounds, allowed, tester.rerouted, self.most) if allowed else None
         if found is not None:
             self.notes.append(
-                f"{item.name}, iteration {iteration}: {found.tied} of {found.tokens} tokens differ by more "
-                f"than the others, and up to {allowed} may have other experts, whose logits are tied within "
-                f"round-off; dump {router.site.rpartition(':')[0]} to see it"
+                f"{item.name}, iteration {iteration}: {found.tied_tokens} of {found.tokens} tokens differ by "
+                f"more than the others, and up to {allowed} may have other experts, whose logits are tied "
+                f"within round-off; dump {router.site.rpartition(':')[0]} to see it"
             )
         return found
 
@@ -504,15 +515,25 @@ class _Comparer:
         profile, tested = self.first.both.profile, self.first.tested
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
         noise = min(tested.floor, 0.5)
-        patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
+        patterns, places = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
         evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
-        if any(p.startswith(CONSTANT_FACTOR) for p in patterns):
+        if any(p.cause == "constant factor" for p in patterns):
             evidence = [
                 o.evidence for o in tested.outcomes if o.evidence and o.test not in ("factor", "rows")
             ]
-        yield from CrossSiteEvidence(self.a, self.b, rows, self.most).explain(pair)
-        yield from patterns
-        yield from (e for e in evidence if e not in patterns)
+        shown = [
+            o for o in tested.outcomes if o.excess > 1 and o.test in ("factor", "offset", "narrower dtype")
+        ]
+        identified = bool(shown) or any(h.cause != "place" for h in patterns)
+        at_router = list(RouterCauses(self.a, self.b, rows, self.most).explain(pair, self.first.ties))
+        if at_router:  # a pattern of numbers beside it would be a second cause
+            at = next(n for n, r in enumerate(rows) if r.diverges)
+            rows[at] = replace(rows[at], evidence="")
+        others = CrossSiteEvidence(self.a, self.b, rows, self.most)
+        yield from at_router or others.explain(pair, found, tested.floor, identified)
+        yield from () if at_router else patterns
+        yield from places
+        yield from () if at_router else (e for e in evidence if e not in patterns)
         module = pair.item.site.partition(":")[0]
         for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [
@@ -530,7 +551,7 @@ class _Comparer:
         elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_format_some(ill)}"
 
-    def suggest_scores(self, tolerances: Tolerances) -> Iterator[str]:
+    def suggest_scores(self, tolerances: Tolerances, rows: Sequence[Row]) -> Iterator[str]:
         """How large attention scores would explain the first divergence, where they are not in both dumps."""
         if self.first is None or self.first.tested.worst.test not in ("norm", "peak"):
             return
@@ -540,6 +561,8 @@ class _Comparer:
         heads = [side.manifest.model.get("num_attention_heads") for side in sides]
         if not all(heads) or any(i.site.endswith(SCORES) for side in sides for i in side.items()):
             return
+        if any(not r.diverges for r in rows if _is_after_attention(r, self.first.pair)):
+            return
         unit = max(p.get_unit() for p in tolerances.precisions)
         scores = self.first.tested.worst.statistic / (2 * unit)
         if LEAST_SCORES <= scores <= MOST_SCORES:
@@ -547,6 +570,13 @@ class _Comparer:
                 f"attention scores that reach {float(f'{scores:.1g}'):.0f} or more would explain it by their "
                 "round-off; dump '**.core_attention:scores' and ':probs' of both runs to see them"
             )
+
+
+def _is_after_attention(row: Row, pair: TensorPair) -> bool:
+    """Whether a row is of what attention of the same layer made."""
+    layer, kind = parse_layer_number(row.name), pair.item.kind
+    same = (row.kind, row.iteration, layer) == (kind, pair.iteration, parse_layer_number(pair.item.site))
+    return same and kind == VALUE and any(part in row.name for part in AFTER_ATTENTION)
 
 
 def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:

@@ -111,6 +111,9 @@ class Row:
         evidence: what a pooled test found, as one line; empty where it found nothing.
         floor: the smallest relative error that would be a divergence.
         factor_floor: the smallest deviation of a constant factor from 1 that would be one.
+        not_finite: entries that were not compared, as one of the two is not finite; if `diverges` is false,
+            both are NaN, the same infinity, or overflowed.
+        rerouted: entries that were not compared by themselves, as near ties of routers reach their tokens.
 
     Examples:
         >>> from megatron_flex.compare import compare
@@ -134,11 +137,18 @@ class Row:
     evidence: str = ""
     floor: float = 0.0
     factor_floor: float = 0.0
+    not_finite: int = 0
+    rerouted: int = 0
 
     @property
     def diverges(self) -> bool:
         """Whether the error is above the tolerance."""
         return not self.error <= self.tolerance
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether a pair of finite entries was compared."""
+        return self.count > self.not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +224,9 @@ class Comparison:
         missing: what was left out: sites and iterations of only one of the dumps, and tensors
             that could not be aligned.
         allow_missing: whether that is allowed.
-        incomparable: why the two cannot be compared at all: other tokens; empty if they can.
+        incomparable: why the two cannot be compared at all: other tokens, or no finite entry; empty if they
+            can.
+        remedy: what makes numbers finite that are not finite in either run.
 
     Examples:
         >>> from megatron_flex.compare import compare
@@ -234,6 +246,12 @@ class Comparison:
     missing: Sequence[str] = ()
     allow_missing: bool = False
     incomparable: str = ""
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.incomparable and not any(r.is_evidence for r in self.rows):
+            empty = "no compared tensor has a finite entry in both runs"
+            object.__setattr__(self, "incomparable", "; ".join(filter(None, [empty, self.remedy])))
 
     @property
     def first(self) -> Row | None:
@@ -259,7 +277,13 @@ class Comparison:
     @property
     def _common_verdict(self) -> Verdict:
         """The verdict about the tensors that both have, if none diverges."""
-        return "equal" if all(r.equal for r in self.rows) else INDISTINGUISHABLE
+        return "equal" if all(r.equal and r.is_evidence for r in self.rows) else INDISTINGUISHABLE
+
+    @property
+    def causes(self) -> list[str]:
+        """The causes that the hints name, such as `reduction`, `mask` or `dropped tokens`."""
+        named = (getattr(hint, "cause", "place") for hint in self.hints)
+        return [cause for cause in dict.fromkeys(named) if cause != "place"]
 
     @property
     def exit_status(self) -> int:
@@ -290,11 +314,13 @@ class Comparison:
             "verdict": self.verdict,
             "exit_status": self.exit_status,
             "incomparable": self.incomparable,
+            "remedy": self.remedy,
             "power": [asdict(p) for p in self.power()],
             "a": self.a,
             "b": self.b,
             "first": None if first is None else asdict(first),
             "hints": list(self.hints),
+            "causes": self.causes,
             "replicas": [asdict(r) for r in self.replicas],
             "notes": list(self.notes),
             "missing": list(self.missing),
@@ -335,15 +361,19 @@ class Comparison:
              entries of 124 tensors are the same']
         """
         first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
-        lines[:0] = self._describe_other_weights()
+        lines[:0] = [*self._describe_no_evidence(), *self._describe_other_weights()]
         if len(self.replicas) > 3:
             lines.append(f"and {len(self.replicas) - 3} more replicas")
         if first is None:
-            worst = max(self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
+            tested = [r for r in self.rows if r.is_evidence]
+            worst = max(tested or self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
+            left_out = self._count_left_out()
+            tensors = count_words(len(self.rows), "tensor")
+            near = f"{worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}"
             within: dict[str, str] = {
-                "equal": f"equal: all entries of {count_words(len(self.rows), 'tensor')} are the same",
-                INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(self.rows)} tensors are within their bounds; "
-                f"nearest is {worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}",
+                "equal": f"equal: all entries of {tensors} are the same{left_out}",
+                INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(tested)} tensors are within their bounds"
+                f"{left_out}; nearest is {near}",
                 INCOMPARABLE: f"{INCOMPARABLE}: {self.incomparable}",
                 "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
                 "tensors is within its tolerances",
@@ -375,6 +405,37 @@ class Comparison:
         lines += [f"  {h}" for h in self.hints]
         return [*lines, *self._left_out(), *self.notes]
 
+    def _describe_no_evidence(self) -> list[str]:
+        """The tensors that show nothing, as no entry is finite in both runs, and the remedy."""
+        empty = [r for r in self.rows if not r.is_evidence and r.not_finite]
+        if not empty or self.incomparable:
+            return []
+        kinds = dict.fromkeys(_describe_kind(r.kind) for r in empty)
+        return [
+            f"no evidence: {len(empty)} of {count_words(len(self.rows), 'tensor')} have no finite entry in "
+            f"both runs ({', '.join(kinds)}), first {empty[0].name}, iteration {empty[0].iteration}"
+            + (f"; {self.remedy}" if self.remedy else "")
+        ]
+
+    def _count_left_out(self) -> str:
+        """The entries and tensors that were not compared, as a part of the verdict's line."""
+        empty = [r for r in self.rows if not r.is_evidence]
+        broken = [r for r in self.rows if r.is_evidence and r.not_finite]
+        rerouted = [r for r in self.rows if r.rerouted]
+        out = []
+        if empty:
+            out.append(f"{len(empty)} have nothing to compare")
+        if broken:
+            count = sum(r.not_finite for r in broken)
+            out.append(f"of {len(broken)} not compared: {count:,} entries that are not finite")
+        if rerouted:
+            count = sum(r.rerouted for r in rerouted)
+            out.append(
+                f"of {len(rerouted)} not compared: {count:,} of {sum(r.count for r in rerouted):,} entries, "
+                "of tokens that near ties of routers reach"
+            )
+        return "".join(f", {text}" for text in out)
+
     def _describe_other_weights(self) -> list[str]:
         """Whether the two runs began with other weights: then all that follows compares two models."""
         begun = [r for r in self.rows if r.iteration == self.rows[0].iteration and r.kind == "parameter"]
@@ -397,7 +458,8 @@ class Comparison:
         """
         known: dict[tuple[int, str], list[Row]] = {}
         for row in self.rows:
-            known.setdefault((row.iteration, row.kind), []).append(row)
+            if row.is_evidence:
+                known.setdefault((row.iteration, row.kind), []).append(row)
         out = []
         for (iteration, kind), rows in known.items():
             floors = sorted(r.floor for r in rows)
@@ -458,7 +520,7 @@ def format_row_cells(row: Row) -> tuple[str, ...]:
     return (
         row.name,
         str(row.iteration),
-        "equal" if row.equal else f"{row.relative:.2e}",
+        "nothing" if not row.is_evidence else "equal" if row.equal else f"{row.relative:.2e}",
         f"{row.tolerance:.1e}" + (" !" if row.diverges else ""),
         f"{row.cosine:.6f}",
         f"{row.max_abs:.2e}",

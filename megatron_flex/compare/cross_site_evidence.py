@@ -1,7 +1,12 @@
-"""What other tensors say of the first divergence: a reduction, another layer's tensor, unsummed gradients."""
+"""What other tensors say of the first divergence: a reduction, another layer's tensor, unsummed gradients.
+
+A cause that follows by elimination, as what is before a tensor agrees, is named only if the numbers of the
+tensor itself do not show another one: a factor, a vector, an order, or numbers that are not finite.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +18,26 @@ from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
+    SAMPLE_AXIS,
+    TOKEN_AXIS,
     VALUE,
     ComparedDump,
     ComparedTensor,
 )
 from megatron_flex.compare.comparison import Row
-from megatron_flex.compare.tensor_pairs import TensorPair, align_arrays, sum_differences
+from megatron_flex.compare.hint import Hint
+from megatron_flex.compare.rotation import find_rotation
+from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair, align_arrays, sum_differences
+from megatron_flex.compare.tolerance import FP32_ROUNDOFF
 
 NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
 MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with
 MATCH = 0.1  # of the difference to the tensor itself, that one to its source may be
+MATCH_NOISE = 10.0  # times the noise of the tensor, likewise
+MASKED_SCORE, LEAST_PROBABILITY = -1e4, 1e-3  # a masked score is below; the other run's probability is above
+ROTATED_ENTRIES = 1 << 20  # of queries or keys that are examined
 REDUCED_FROM = {"output": "partial"}  # points of a module: the result of a reduction, and its parts
+ATTENTION_POINTS = (".core_attention:scores", ".core_attention:probs")
 SIBLINGS = (("q", "k", "v"), ("gate", "up"))
 REDUCED_FROM_BACKWARD = {"input": "gemm_input"}
 
@@ -44,22 +58,33 @@ class CrossSiteEvidence:
     rows: Sequence[Row]
     most: int = COMPARE_BLOCK
 
-    def explain(self, pair: TensorPair) -> Iterator[str]:
+    def explain(
+        self, pair: TensorPair, sums: DifferenceSums, noise: float, identified: bool
+    ) -> Iterator[Hint]:
         """Lines of evidence, each with the class of the fault and the group.
 
         Args:
             pair: the first divergence.
+            sums: over all of it.
+            noise: the relative difference that round-off makes there.
+            identified: whether the numbers of the tensor show a cause by themselves.
         """
         item = pair.item
-        yield from self._find_reduction(item, pair.iteration)
-        if item.kind == PARAMETER_GRADIENT:
-            yield from self._find_unreduced_gradients(pair.iteration)
-        yield from self._find_unsummed_keys(item, pair.iteration)
-        yield from self._find_source(pair)
-        yield from self._find_sibling(pair)
-        yield from self._find_routing(pair)
-        if item.kind == VALUE and item.site.endswith((":scores", ":probs")):
+        if sums.broken or not sums.squares_a or not sums.squares_b:
+            return
+        if not identified:
+            yield from self._find_reduction(item, pair.iteration)
+            if item.kind == PARAMETER_GRADIENT:
+                yield from self._find_unreduced_gradients(pair.iteration)
+            yield from self._find_unsummed_keys(item, pair.iteration)
+            yield from self._find_routing(pair)
+        close = MATCH_NOISE * max(noise, FP32_ROUNDOFF)
+        yield from self._find_source(pair, sums.relative, close)
+        yield from self._find_sibling(pair, sums.relative, close)
+        if item.kind == VALUE and item.site.endswith(ATTENTION_POINTS):
             yield from self._find_mask(pair)
+        if item.kind == VALUE and item.site.endswith((".core_attention:q", ".core_attention:k")):
+            yield from self._find_rotation(pair, noise)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -68,7 +93,7 @@ class CrossSiteEvidence:
 
     # -- a reduction -------------------------------------------------------------------------------------
 
-    def _find_reduction(self, item: ComparedTensor, iteration: int) -> Iterator[str]:
+    def _find_reduction(self, item: ComparedTensor, iteration: int) -> Iterator[Hint]:
         """Whether the partial sums agree and the reduced tensor does not."""
         module, _, point = item.site.partition(":")
         before = (REDUCED_FROM if item.kind == VALUE else REDUCED_FROM_BACKWARD).get(point)
@@ -76,11 +101,12 @@ class CrossSiteEvidence:
             return
         partial = ComparedTensor(f"{module}:{before}", item.kind, item.call)
         row = self._find_row(partial, iteration)
-        if row is not None and not row.diverges:
-            groups = ", ".join(a for a in self.axes if a in ("tp", "etp")) or "tp"
-            yield (
+        groups = ", ".join(a for a in self.axes if a in ("tp", "etp"))
+        if row is not None and not row.diverges and groups:
+            yield Hint(
+                "reduction",
                 f"{partial.name} agrees and {item.name} does not: the reduction between them ({groups}) is "
-                "missing, partial, or over another group"
+                "missing, partial, or over another group",
             )
 
     def _find_row(self, item: ComparedTensor, iteration: int) -> Row | None:
@@ -88,7 +114,7 @@ class CrossSiteEvidence:
 
     # -- gradients of parameters -------------------------------------------------------------------------
 
-    def _find_unreduced_gradients(self, iteration: int) -> Iterator[str]:
+    def _find_unreduced_gradients(self, iteration: int) -> Iterator[Hint]:
         """Which parameters have other gradients, where the gradients of activations agree."""
         own = [r for r in self.rows if r.iteration == iteration]
         if any(r.diverges for r in own if r.kind != PARAMETER_GRADIENT):
@@ -103,13 +129,19 @@ class CrossSiteEvidence:
             groups = [a for a in ("pp",) if a in self.axes] or groups
         elif replicated and len(wrong) < len(gradients):
             groups = [a for a in ("tp", "ep") if a in self.axes] or groups
-        over = f" over {' or '.join(groups)}" if groups else ""
-        yield (
+        over = " or ".join(groups)
+        cause = (
+            f"their reduction over {over} is missing, partial, or doubled"
+            if over
+            else "their products or the sum over microbatches"
+        )
+        yield Hint(
+            "gradients of parameters",
             f"gradients of activations agree, those of {len(wrong)} of {len(gradients)} parameters do not: "
-            f"their reduction{over} is missing, partial, or doubled"
+            f"{cause}",
         )
 
-    def _find_unsummed_keys(self, item: ComparedTensor, iteration: int) -> Iterator[str]:
+    def _find_unsummed_keys(self, item: ComparedTensor, iteration: int) -> Iterator[Hint]:
         """Whether gradients of keys and values differ, and that of queries agrees, under context parallelism.
 
         Queries stay on their rank; keys and values are read by the queries of all ranks.
@@ -119,9 +151,10 @@ class CrossSiteEvidence:
             return
         row = self._find_row(ComparedTensor(f"{module}:q", GRADIENT, item.call), iteration)
         if row is not None and not row.diverges:
-            yield (
+            yield Hint(
+                "keys and values",
                 f"{row.name} agrees and {item.name} does not: the sum of the gradients of keys and values "
-                "over cp is missing or partial"
+                "over cp is missing or partial",
             )
 
     def _is_replicated(self, name: str) -> bool:
@@ -130,55 +163,60 @@ class CrossSiteEvidence:
 
     # -- another layer's tensor --------------------------------------------------------------------------
 
-    def _find_source(self, pair: TensorPair) -> Iterator[str]:
-        """Whether it is the tensor of another layer or expert."""
+    def _find_source(self, pair: TensorPair, own: float, close: float) -> Iterator[Hint]:
+        """Whether it is the tensor of another layer or expert.
+
+        Args:
+            pair: the first divergence.
+            own: its relative difference.
+            close: the greatest relative difference of a tensor to its source.
+        """
         item, known = pair.item, set(self.a.items())
         if not NUMBERED.search(item.site):
             return
-        own = sum_differences([pair], self.most).sums.relative
         candidates = [c for c in self._list_candidates(item) if c in known]
         for candidate in candidates[:MOST_CANDIDATES]:
-            other = self.a.array(candidate)
-            if pair.iteration not in other.iterations or other.dtype != pair.a.dtype:
-                continue
-            found = align_arrays(item, pair.iteration, other, self.b.array(item))
-            if isinstance(found, str) or found[0].shape != pair.shape:
-                continue
-            distance = sum_differences(found, self.most).sums.relative
-            if distance <= MATCH * own:
-                layers = [_get_numbers(i.site)[0] for i in (item, candidate)]
-                what = "experts" if layers[0] == layers[1] else "layers"
-                yield (
-                    f"B's {item.name} is A's {candidate.name} (relative difference {distance:.1g}): "
-                    f"{what} are permuted, repeated, or dealt out to other ranks"
-                )
+            distance = self._measure_distance(pair, candidate)
+            if distance <= min(MATCH * own, close):
+                text = f"B's {item.name} is A's {candidate.name} (relative difference {distance:.1g}): "
+                yield Hint("layers or experts", text + _describe_move(item, candidate))
                 return
 
-    def _find_sibling(self, pair: TensorPair) -> Iterator[str]:
+    def _measure_distance(self, pair: TensorPair, candidate: ComparedTensor) -> float:
+        """The relative difference of B's tensor to another tensor of A; infinite if they are unlike."""
+        other = self.a.array(candidate)
+        if pair.iteration not in other.iterations or other.dtype != pair.a.dtype:
+            return math.inf
+        found = align_arrays(pair.item, pair.iteration, other, self.b.array(pair.item))
+        if isinstance(found, str) or found[0].shape != pair.shape:
+            return math.inf
+        return sum_differences(found, self.most).sums.relative
+
+    def _find_sibling(self, pair: TensorPair, own: float, close: float) -> Iterator[Hint]:
         """Whether it is another tensor of the same module: keys for values, gate for up."""
         item, known = pair.item, set(self.a.items())
         module, _, point = item.site.partition(":")
-        group = next((g for g in SIBLINGS if point in g), ())
-        own = sum_differences([pair], self.most).sums.relative
-        for other in group:
+        for other in next((g for g in SIBLINGS if point in g), ()):
             candidate = ComparedTensor(f"{module}:{other}", item.kind, item.call)
             if other == point or candidate not in known:
                 continue
-            found = align_arrays(item, pair.iteration, self.a.array(candidate), self.b.array(item))
-            if isinstance(found, str) or found[0].shape != pair.shape:
-                continue
-            if sum_differences(found, self.most).sums.relative <= MATCH * own:
-                yield f"B's {item.name} is A's {candidate.name}: {point} and {other} are swapped"
+            if self._measure_distance(pair, candidate) <= min(MATCH * own, close):
+                text = f"B's {item.name} is A's {candidate.name}: {point} and {other} are swapped"
+                yield Hint("swapped", text)
 
-    def _find_routing(self, pair: TensorPair) -> Iterator[str]:
+    def _find_routing(self, pair: TensorPair) -> Iterator[Hint]:
         """Whether the router's choice agrees, and what its experts get does not."""
-        layer, found, _ = pair.item.site.partition(".mlp.experts")
+        item = pair.item
+        layer, found, _ = item.site.partition(".mlp.experts")
+        module, _, point = item.site.partition(":")
         row = self._find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
-        if found and pair.item.kind == VALUE and row is not None and not row.diverges:
-            yield (
-                f"{row.name} agrees and {pair.item.name} does not: rows are permuted, or are sent to other "
-                "experts"
-            )
+        if not found or item.kind != VALUE or row is None or row.diverges:
+            return
+        before = self._find_row(ComparedTensor(f"{module}:input", VALUE, item.call), pair.iteration)
+        if before is not None and point != "input" and not before.diverges:
+            return  # the fault is in the module
+        text = f"{row.name} agrees and {item.name} does not: rows are permuted, or are sent to other experts"
+        yield Hint("rows of experts", text)
 
     def _list_candidates(self, item: ComparedTensor) -> Iterator[ComparedTensor]:
         """The same tensor of other experts, then of other layers; the nearest numbers first."""
@@ -198,23 +236,49 @@ class CrossSiteEvidence:
 
     # -- the attention mask ------------------------------------------------------------------------------
 
-    def _find_mask(self, pair: TensorPair) -> Iterator[str]:
-        """Whether other entries are masked."""
-        unlike, first = 0, ""
+    def _find_mask(self, pair: TensorPair) -> Iterator[Hint]:
+        """Whether other entries are masked, the same in all heads: those that dropout omits are not."""
+        unlike, first, place = 0, "", pair.along("n")
         for block, a, b in pair.blocks(self.most):
-            masked = [_is_masked(t) for t in (a, b)]
-            other = masked[0] != masked[1]
+            other = _are_masked_in_one(a, b, pair.item.site.endswith(":scores"))
+            if place is not None and not bool((other.all(place) == other.any(place)).all()):
+                return
             if other.any() and not first:
                 at = [int(i) + s.start for i, s in zip(other.nonzero()[0], block, strict=True)]
                 first = ", ".join(f"{d} {n[i]}" for d, n, i in zip(pair.dims, pair.numbers, at, strict=True))
             unlike += int(other.sum())
         if unlike:
-            yield f"{unlike} entries are masked in one run only, first at {first}: the attention mask differs"
+            text = (
+                f"{unlike} entries are masked in one run only, first at {first}: the attention mask differs"
+            )
+            yield Hint("mask", text)
+
+    def _find_rotation(self, pair: TensorPair, noise: float) -> Iterator[Hint]:
+        """Whether the angles of the rotary embedding differ."""
+        if pair.dims[:2] != (SAMPLE_AXIS, TOKEN_AXIS) or len(pair.dims) != 4:
+            return
+        samples = max(1, ROTATED_ENTRIES // math.prod(pair.shape[1:]))
+        block = [slice(0, min(samples, pair.shape[0])), *(slice(0, n) for n in pair.shape[1:])]
+        text = find_rotation(*pair.read(block), noise) if pair.numbers[1][0] == 0 else ""
+        if text:
+            yield Hint("rotary angles", text)
 
 
-def _is_masked(scores: torch.Tensor) -> torch.Tensor:
-    """Entries of scores or probabilities that attention leaves out."""
-    return (scores == 0) | (scores <= -1e4)
+def _are_masked_in_one(a: torch.Tensor, b: torch.Tensor, scores: bool) -> torch.Tensor:
+    """Entries that attention leaves out in one run, and that count in the other."""
+    if scores:
+        return (a <= MASKED_SCORE) != (b <= MASKED_SCORE)
+    return ((a == 0) & (b > LEAST_PROBABILITY)) | ((b == 0) & (a > LEAST_PROBABILITY))
+
+
+def _describe_move(item: ComparedTensor, candidate: ComparedTensor) -> str:
+    """What it means that B has A's tensor of another layer or expert."""
+    layers = [_get_numbers(i.site)[0] for i in (item, candidate)]
+    if layers[0] == layers[1]:
+        return "experts are permuted, repeated, or dealt out to other ranks"
+    if item.kind == VALUE and layers[1] == layers[0] - 1:
+        return f"layer {layers[0]} adds nothing in B, or layers are permuted"
+    return "layers are permuted, repeated, or dealt out to other ranks"
 
 
 def _get_numbers(name: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump
+from megatron_flex.compare.hint import Hint
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, Sizes, spans
@@ -360,8 +361,8 @@ def explain_divergence(
     most: int = COMPARE_BLOCK,
     noise: float = 0.0,
     factor: tuple[float, float] = (0.0, math.inf),
-) -> list[str]:
-    """The patterns of the error.
+) -> tuple[list[Hint], list[Hint]]:
+    """The patterns of the error, and the shards, samples, tokens and features that contain it.
 
     Args:
         pair: the tensor in both dumps.
@@ -374,45 +375,49 @@ def explain_divergence(
     """
     if found.discrete:
         part = f"{found.differing} of {found.count} entries differ"
-        return [f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"]
+        text = f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"
+        return [Hint("place", text)], []
     if pair.a.dtype.is_complex or pair.b.dtype.is_complex:
-        return []  # the patterns are of real numbers
+        return [], []  # the patterns are of real numbers
     energies, norms = _measure_energies(pair, most, found.broken > 0)
     if found.broken:
-        hints = [f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"]
-        return [*hints, *_find_error_places(pair, energies, held)]
+        text = f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"
+        return [Hint("not finite", text)], _find_error_places(pair, energies, held)
     zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
     if zeros:
-        return [f"all entries of {zeros[0]} are 0"]
+        return [Hint("zero", f"all entries of {zeros[0]} are 0")], []
     ratio = found.dots / found.squares_a
     rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
-        return [hint]
+        return [Hint("constant factor", hint)], []
     share = (ratio - 1) ** 2 * found.squares_a / found.squares
-    hints = []
+    hints: list[Hint] = []
     if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE:
         hints.append(
-            f"{share:.0%} of the difference is a factor, {ratio:.6g}, which is not the same everywhere: an "
-            "epsilon, or a scale"
+            Hint(
+                "place",
+                f"{share:.0%} of the difference is a factor, {ratio:.6g}, which is not the same everywhere",
+            )
         )
     hints += _find_permutations(pair, found, held, most, noise)
     hints += [
-        f"{n} is zero wherever they differ" for n, squares in zip("AB", norms, strict=True) if not squares
+        Hint("zero", f"{n} is zero wherever they differ")
+        for n, squares in zip("AB", norms, strict=True)
+        if not squares
     ]
-    hints += _find_error_places(pair, energies, held, all_dims=not hints)
-    return [h for h in dict.fromkeys(hints) if h]
+    return list(dict.fromkeys(hints)), _find_error_places(pair, energies, held, all_dims=not hints)
 
 
 def _find_error_places(
     pair: TensorPair, energies: list[Tensor], held: Mapping[int, Sequence[DimShares]], all_dims: bool = True
-) -> list[str]:
+) -> list[Hint]:
     """The shards, samples, tokens and features that contain the error."""
     out: list[str] = []
     for place, dim in enumerate(pair.dims):
         out += find_wrong_ranks(energies[place], held.get(place, ()), pair.numbers[place])
         if all_dims or dim in ENTRY_NAMES:
             out.append(find_wrong_entries(_name_entries(dim), energies[place], pair.numbers[place]))
-    return [h for h in out if h]
+    return [Hint("place", text) for text in dict.fromkeys(out) if text]
 
 
 def _name_entries(dim: str) -> str:
@@ -444,9 +449,9 @@ def _find_permutations(
     held: Mapping[int, Sequence[DimShares]],
     most: int,
     noise: float,
-) -> list[str]:
+) -> list[Hint]:
     """Rows permuted along one of the dims, or a vector that was added to all of them."""
-    out = []
+    out: list[Hint] = []
     for place, dim in enumerate(pair.dims):
         name = _name_entries(dim)
         a, b = _read_rows(pair, place, found, most)
@@ -458,9 +463,11 @@ def _find_permutations(
                 text = f"as if {share.run}'s ranks had contiguous parts along cp={share.size}, not zigzag"
                 known[f"{text}, and not zigzag ones"] = make_contiguous_order(share.size, share.run == "A")
         hint = find_permutation(name, a, b, pair.numbers[place], known, noise)
-        if not hint and dim == TOKEN_AXIS:
+        if hint:
+            out.append(Hint("order", hint))
+        elif dim == TOKEN_AXIS:
             hint = find_common_vector(name, b.double() - a.double(), float(a.double().norm()))
-        out += [hint] if hint else []
+            out += [Hint("same vector", hint)] if hint else []
     return out
 
 

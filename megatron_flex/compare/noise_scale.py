@@ -22,7 +22,7 @@ from megatron_flex.compare.tolerance import parse_layer_number
 STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
 FP8_PEAK_GROWTH = 5.0  # in fp8, in which a few entries round to another value, and most to the same
-LATE_GROWTH = 3.0  # besides, once parameters differ or tokens were routed otherwise
+LATE_GROWTH = 3.0  # besides, once parameters differ
 SOFTMAX_GROWTH = 2.0  # from the greatest difference of scores to the relative one of their softmax
 SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
 DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'
@@ -64,7 +64,6 @@ class NoiseScale:
         peak: the greatest difference so far, over the peak.
         row: the greatest relative difference so far of one token's features.
         factor: the greatest deviation so far of a constant factor between both from 1.
-        flipped: the fraction of tokens that were routed otherwise in a near tie.
         softmax: the greatest relative difference so far that large attention scores explain.
     """
 
@@ -74,7 +73,6 @@ class NoiseScale:
     peak: float = 0.0
     row: float = 0.0
     factor: float = 0.0
-    flipped: float = 0.0
     softmax: float = 0.0
     _parameters: dict[str, ParameterNoise] = field(default_factory=dict)
     _read: ParameterNoise = field(default_factory=ParameterNoise)
@@ -114,7 +112,7 @@ class NoiseScale:
         read = self.read_by(item)
         fresh = DEPTH_SHARE * self.unit * math.sqrt(depth)
         growth = SUM_GROWTH if item.kind == PARAMETER_GRADIENT else 1.0
-        late = bool(read.relative or self.flipped)
+        late = bool(read.relative)
         growth *= LATE_GROWTH if late else 1.0
         relative = STEP_GROWTH * growth * (max(self.relative, 2 * read.relative) + fresh)
         # Training makes single tokens differ by far more than others; any of them may have the peak later.
@@ -169,11 +167,6 @@ class NoiseScale:
     def explain_softmax(self, error: float) -> None:
         """Record a difference that large attention scores explain, of some tokens and heads above all."""
         self.softmax, self.factor = max(self.softmax, error), max(self.factor, error)
-
-    def flip(self, fraction: float) -> None:
-        """Record tokens that were routed otherwise: what follows differs there entirely."""
-        self.flipped = max(self.flipped, fraction)
-        self.observe(math.sqrt(fraction), 1.0)
 
 
 def _get_unit_name(name: str) -> str:

@@ -1,15 +1,16 @@
-"""Tokens that correct runs route to other experts, as the router's logits are tied within round-off.
+"""Tokens that correct runs route to other experts, as the router's scores are tied within round-off.
 
 Where the router was dumped, its logits show which tokens were tied. Where it was not, the tokens whose result
 differs by far more than the others' are counted, and compared with the number of ties that noise makes.
+Tokens that a tie reaches, by attention too, are not evidence: the others are held to the bounds of round-off.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,11 +24,17 @@ from megatron_flex.compare.compared_dump import (
     ComparedTensor,
 )
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
+from megatron_flex.compare.tolerance import get_unit_roundoff, parse_layer_number
 
-PROBS, LOGITS = "router:probs", "router:logits"
-TIE_MARGIN = 4.0  # of the gap between two logits over what that token's logits differ by
+ROUTER = re.compile(r"(.*\brouter):(probs|map)")
+# Scores s in A and t in B, of experts i and j of which A chose i and B chose j: s_i >= s_j and t_j >= t_i, so
+# s_i - s_j <= (s_i - t_i) + (t_j - s_j). More than twice the greatest difference of scores is not a tie.
+TIE_MARGIN = 2.0
+TIE_ROUNDINGS = 4.0  # of a score: of its logit as it was dumped, and of the function of it
 TIE_DEVIATIONS = 4.0  # standard deviations of the number of ties, which is Poisson's
 AFTER_ROUTING = re.compile(r"(.*\blayers\.\d+)(?:\.mlp)?:output")
+SCORE_FUNCTIONS = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt()}
+Positions = Mapping[int, Sequence[int]]  # by sample, the positions of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,51 +43,284 @@ class RoutingTies:
 
     Attributes:
         tokens: the number of tokens.
-        tied: those routed otherwise with logits that are tied within round-off, or as many as ties explain.
-        others: those routed otherwise although they are not.
+        tied: positions of those routed otherwise with scores that are tied within round-off, or as many as
+            ties explain.
+        others: the number of those routed otherwise although they are not tied.
+        fewer: of these, those that have fewer experts in A, and in B.
+        first: the first of these: sample, token, and its experts in A and in B.
         rest: sums over the tokens with the same experts.
     """
 
     tokens: int
-    tied: int
+    tied: Positions
     others: int
     rest: DifferenceSums
+    fewer: tuple[int, int] = (0, 0)
+    first: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def tied_tokens(self) -> int:
+        """The number of tied tokens."""
+        return sum(map(len, self.tied.values()))
+
+
+def find_ties(
+    chosen_a: Tensor,
+    chosen_b: Tensor,
+    scores: Tensor,
+    noise: Tensor | float,
+    contradictions: Mapping[tuple[int, int], float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens `[...]` whose experts differ, and those of them whose choice was a tie.
+
+    A tie needs the same number of experts, one of which was exchanged for another with nearly the same score.
+
+    Args:
+        chosen_a: `[..., experts]`, whether each is chosen.
+        chosen_b: likewise.
+        scores: of one of the runs.
+        noise: by how much the scores of two experts may differ that round-off exchanges, for each token.
+        contradictions: of `RouterPairs.measure_contradictions`, in place of the difference of scores.
+    """
+    lost, gained = chosen_a & ~chosen_b, chosen_b & ~chosen_a
+    exchanged = (lost.sum(-1) == 1) & (gained.sum(-1) == 1)
+    if contradictions is None:
+        gap = (scores.where(lost, 0.0).sum(-1) - scores.where(gained, 0.0).sum(-1)).abs()
+    else:
+        gap = torch.full(exchanged.shape, math.inf, dtype=torch.float64)
+        gap[exchanged] = torch.tensor(
+            [contradictions[pair] for pair in _list_exchanges(lost, gained, exchanged)], dtype=torch.float64
+        )
+    return (lost | gained).any(-1), exchanged & (gap <= noise)
+
+
+def _list_exchanges(lost: Tensor, gained: Tensor, exchanged: Tensor) -> list[tuple[int, int]]:
+    """The two experts of each exchange."""
+    both = (t[exchanged].int().argmax(-1).tolist() for t in (lost, gained))
+    return list(zip(*both, strict=True))
+
+
+def measure_score_noise(left: Tensor, right: Tensor, unit: float) -> Tensor:
+    """By how much scores may differ that the difference of two runs exchanges, for each token.
+
+    Args:
+        left: scores of A, `[..., experts]`.
+        right: scores of B.
+        unit: the unit roundoff of a score.
+    """
+    return TIE_MARGIN * (left - right).abs().amax(-1) + TIE_ROUNDINGS * unit * left.abs().amax(-1)
 
 
 def get_logits_item(item: ComparedTensor) -> ComparedTensor | None:
-    """The logits that a router's probabilities were computed from; None for another tensor."""
-    if item.kind == GRADIENT or not item.site.endswith(PROBS):
+    """The logits that a router's probabilities or map were computed from; None for another tensor."""
+    router = ROUTER.fullmatch(item.site)
+    if item.kind == GRADIENT or router is None:
         return None
-    return ComparedTensor(item.site.removesuffix(PROBS) + LOGITS, item.kind, item.call)
+    return ComparedTensor(f"{router[1]}:logits", item.kind, item.call)
 
 
-def find_routing_ties(
-    probs: Sequence[TensorPair], logits: Sequence[TensorPair], unit: float, most: int = COMPARE_BLOCK
-) -> RoutingTies | None:
-    """Compare which experts were chosen; None if the two tensors do not have the same tokens.
+@dataclass
+class ReroutedTokens:
+    """The tokens of one iteration that the two runs sent to other experts, and what they reach.
+
+    Attributes:
+        fraction: the greatest fraction of a router's tokens.
+    """
+
+    fraction: float = 0.0
+    _by_layer: list[tuple[int | None, Positions]] = field(default_factory=list)
+
+    def add(self, item: ComparedTensor, ties: RoutingTies) -> None:
+        """Record the ties of a layer."""
+        self._by_layer.append((parse_layer_number(item.site), ties.tied))
+        self.fraction = max(self.fraction, ties.tied_tokens / max(ties.tokens, 1))
+
+    def reach(self, pair: TensorPair) -> Tensor:
+        """Whether each token of a pair differs by a tie, `[samples, tokens]`.
+
+        A tied token reaches itself in its layer, and those that attend to it in later layers. The gradients
+        of its sample all depend on it.
+        """
+        samples, tokens = _list_samples(pair), _list_tokens(pair)
+        out = torch.zeros(len(samples), max(len(tokens), 1), dtype=torch.bool)
+        site, places = pair.item.site, torch.tensor(tokens or [0])
+        if not self._by_layer:
+            return out
+        if pair.along(SAMPLE_AXIS) is None and pair.along(TOKEN_AXIS) is None:
+            return ~out  # a sum over tokens, or rows of an expert
+        layer = None if site.startswith("mtp.") else parse_layer_number(site)
+        whole = pair.item.kind != VALUE or not tokens or site.startswith("encoder.")
+        for tied_layer, tied in self._by_layer:
+            for row, sample in enumerate(samples):
+                if sample not in tied:
+                    continue
+                if whole:
+                    out[row] = True
+                elif layer is not None and layer == tied_layer:
+                    out[row] |= torch.isin(places, torch.tensor(list(tied[sample])))
+                else:
+                    out[row] |= places >= min(tied[sample])
+        return out
+
+    def sum_others(self, pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> DifferenceSums:
+        """Sums over the tokens that no tie reaches."""
+        out = DifferenceSums()
+        for pair in pairs:
+            reached = self.reach(pair)
+            if reached.all():
+                continue
+            for block, a, b in pair.blocks(most):
+                keep, dims = _cut_mask(pair, block, ~reached)
+                left, right = (t.movedim(dims, list(range(len(dims))))[keep] for t in (a, b))
+                out.add(left, right)
+        return out
+
+
+def _list_samples(pair: TensorPair) -> Sequence[int]:
+    place = pair.along(SAMPLE_AXIS)
+    return (pair.microbatch or 0,) if place is None else pair.numbers[place]
+
+
+def _list_tokens(pair: TensorPair) -> Sequence[int]:
+    place = pair.along(TOKEN_AXIS)
+    return () if place is None else pair.numbers[place]
+
+
+def _cut_mask(pair: TensorPair, block: Sequence[slice], mask: Tensor) -> tuple[Tensor, list[int]]:
+    """A block's part of a mask over tokens.
 
     Args:
-        probs: zero for experts that were not chosen, experts in the last dim.
+        pair: the pair.
+        block: the block's part of each dim.
+        mask: `[samples, tokens]` of the pair, with one entry along a dim that the pair lacks.
+
+    Returns:
+        The mask over those of the two dims that the pair has, in its order, and their indices.
+    """
+    places = [pair.along(dim) for dim in (SAMPLE_AXIS, TOKEN_AXIS)]
+    for dim, place in enumerate(places):
+        mask = mask if place is None else mask.narrow(dim, block[place].start, _length(block[place]))
+    known = [place for place in places if place is not None]
+    mask = mask.reshape([_length(block[place]) for place in known])
+    return (mask, known) if known == sorted(known) else (mask.T, sorted(known))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+@dataclass
+class RouterPairs:
+    """The choices of experts of both runs, and the scores that they were made by.
+
+    Args:
+        chosen: not zero for the experts that a token chose, which are the last dim.
         logits: of the same tokens.
-        unit: the unit roundoff of the run.
+        model: the model's config.
         most: bytes of one block.
     """
-    rest, tokens, tied, others = DifferenceSums(), 0, 0, 0
-    if [p.shape for p in probs] != [p.shape for p in logits]:
+
+    chosen: Sequence[TensorPair]
+    logits: Sequence[TensorPair]
+    model: Mapping[str, object]
+    most: int = COMPARE_BLOCK
+
+    def blocks(self) -> Iterator[tuple[TensorPair, tuple[slice, ...], list[Tensor], list[Tensor]]]:
+        """Each block: its pair and its part of each dim, the two choices and the two scores."""
+        for pair, scored in zip(self.chosen, self.logits, strict=True):
+            for block in split_into_blocks(pair.shape, self.most):
+                choices = [t != 0 for t in pair.read(block)]
+                yield pair, block, choices, [self.score(t) for t in scored.read(block)]
+
+    def score(self, logits: Tensor) -> Tensor:
+        """What experts are chosen by, without a bias that is the same for all tokens."""
+        function = SCORE_FUNCTIONS.get(str(self.model.get("moe_router_score_function")))
+        scores = logits.double()
+        return scores if function is None or not self.is_biased else function(scores)
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether a number that is not dumped is added to the scores of each expert."""
+        return bool(self.model.get("moe_router_enable_expert_bias")) or "sinkhorn" in str(
+            self.model.get("moe_router_load_balancing_type")
+        )
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of a logit as it was dumped."""
+        return max(get_unit_roundoff(p.dtype) for pair in self.logits for p in (pair.a, pair.b))
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether both are of the same tokens, and each block has all experts."""
+        same = [p.shape for p in self.chosen] == [p.shape for p in self.logits]
+        return same and 8 * max((p.shape[-1] for p in self.chosen), default=0) <= self.most
+
+    def measure_contradictions(self) -> dict[tuple[int, int], float]:
+        """For each exchange of two experts by how much the choices contradict one bias for both runs.
+
+        A run that chose i and not j says that the bias of i less that of j is at least the score of j less
+        that of i; one that chose j and not i, that it is at most that.
+        """
+        exchanges: set[tuple[int, int]] = set()
+        for _, _, (a, b), _ in self.blocks():
+            lost, gained = a & ~b, b & ~a
+            one = (lost.sum(-1) == 1) & (gained.sum(-1) == 1)
+            exchanges.update(_list_exchanges(lost, gained, one))
+        least, most = dict.fromkeys(exchanges, -math.inf), dict.fromkeys(exchanges, math.inf)
+        for _, _, choices, scores in self.blocks():
+            for chosen, score in zip(choices, scores, strict=True):
+                for pair in exchanges:
+                    (i, j), gap = pair, score[..., pair[1]] - score[..., pair[0]]
+                    above, below = (gap[chosen[..., x] & ~chosen[..., y]] for x, y in ((i, j), (j, i)))
+                    least[pair] = max([least[pair], *above.tolist()])
+                    most[pair] = min([most[pair], *below.tolist()])
+        return {pair: least[pair] - most[pair] for pair in exchanges}
+
+
+def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> RoutingTies | None:
+    """Compare which experts were chosen; None if the tensors do not have the same tokens, or all are equal.
+
+    Args:
+        routers: both runs' choices and scores.
+        rerouted: the ties of earlier layers: the tokens that these reach have other scores.
+    """
+    if not routers.is_comparable:
         return None
-    for chosen, scored in zip(probs, logits, strict=True):
-        for block in split_into_blocks(chosen.shape, most):
-            a, b = chosen.read(block)
-            if block[-1].stop - block[-1].start != chosen.shape[-1]:
-                return None
-            unlike = ((a != 0) != (b != 0)).any(-1)
-            tokens += unlike.numel()
-            if unlike.any():
-                near = _are_tied(a, b, *scored.read(block), unlike, unit)
-                tied += int((unlike & near).sum())
-                others += int((unlike & ~near).sum())
-            rest.add(a[~unlike], b[~unlike])
-    return RoutingTies(tokens, tied, others, rest)
+    rest, tokens, others, fewer, first = DifferenceSums(), 0, 0, [0, 0], None
+    tied: dict[int, list[int]] = {}
+    contradictions = routers.measure_contradictions() if routers.is_biased else None
+    for pair, block, (a, b), (left, right) in routers.blocks():
+        noise = measure_score_noise(left, right, routers.unit)
+        differs, ties = find_ties(a, b, left, noise, contradictions)
+        reached, _ = _cut_mask(pair, block, rerouted.reach(pair))
+        ties |= differs & reached & (a.sum(-1) == b.sum(-1))
+        tokens += differs.numel()
+        for at in ties.nonzero().tolist():
+            sample, token = _locate_token(pair, block, at)
+            tied.setdefault(sample, []).append(token)
+        wrong = differs & ~ties
+        others += int(wrong.sum())
+        counts = [t.sum(-1)[wrong] for t in (a, b)]
+        fewer = [fewer[0] + int((counts[0] < counts[1]).sum()), fewer[1] + int((counts[1] < counts[0]).sum())]
+        if first is None and wrong.any():
+            at = wrong.nonzero().tolist()[0]
+            one, two = (tuple(t[tuple(at)].nonzero().flatten().tolist()) for t in (a, b))
+            first = (*_locate_token(pair, block, at), one, two)
+        same = ~differs & ~reached
+        values = pair.read(block)
+        rest.add(values[0][same], values[1][same])
+    return RoutingTies(tokens, tied, others, rest, (fewer[0], fewer[1]), first)
+
+
+def _locate_token(pair: TensorPair, block: Sequence[slice], at: Sequence[int]) -> tuple[int, int]:
+    """The sample and the position of a token of a block."""
+    sample, token = pair.along(SAMPLE_AXIS), pair.along(TOKEN_AXIS)
+    numbers = [known[i + part.start] for known, i, part in zip(pair.numbers, at, block, strict=False)]
+    return (
+        (pair.microbatch or 0) if sample is None else numbers[sample],
+        0 if token is None else numbers[token],
+    )
 
 
 def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
@@ -88,7 +328,7 @@ def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
     found = AFTER_ROUTING.fullmatch(item.site)
     if found is None or item.kind != VALUE:
         return None
-    return ComparedTensor(f"{found[1]}.mlp.{PROBS}", item.kind, item.call)
+    return ComparedTensor(f"{found[1]}.mlp.router:probs", item.kind, item.call)
 
 
 def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
@@ -112,7 +352,11 @@ def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
 
 
 def find_likely_ties(
-    pairs: Sequence[TensorPair], bounds: Sequence[float], allowed: int, most: int = COMPARE_BLOCK
+    pairs: Sequence[TensorPair],
+    bounds: Sequence[float],
+    allowed: int,
+    rerouted: ReroutedTokens,
+    most: int = COMPARE_BLOCK,
 ) -> RoutingTies | None:
     """Find tokens whose result differs as if it were of other experts; None if there are none, or too many.
 
@@ -121,36 +365,35 @@ def find_likely_ties(
         bounds: what a token may differ by, relative to the norm of an average token; the next one counts
             where too many tokens exceed one.
         allowed: the greatest number of such tokens in a correct pair.
+        rerouted: the ties of earlier layers; the tokens that these reach do not count.
         most: bytes of one block.
     """
     if pairs[0].dims[:-1] not in ((SAMPLE_AXIS, TOKEN_AXIS), (TOKEN_AXIS,), (TOKEN_AXIS, SAMPLE_AXIS)):
         return None
-    total, squares = 0.0, []
-    for pair in pairs:
+    total, count, far = 0.0, 0, []
+    for number, pair in enumerate(pairs):
+        reached = rerouted.reach(pair)
         for block, a, b in pair.blocks(most):
             if block[-1].stop - block[-1].start != pair.shape[-1] or not (a.isfinite() & b.isfinite()).all():
                 return None
             total += float(a.double().square().sum())
-            squares.append((b.double() - a.double()).square().sum(-1).reshape(-1))
-    found = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64)
-    mean = total / max(found.numel(), 1)
-    limits = [(bound * bound * mean, int((found > bound * bound * mean).sum())) for bound in bounds]
-    least, apart = next((one for one in limits if one[1] <= allowed), (0.0, 0))
-    if not apart:
+            squares = (b.double() - a.double()).square().sum(-1)
+            count += squares.numel()
+            masked, _ = _cut_mask(pair, block, reached)
+            far.append((number, block, squares.masked_fill(masked, 0.0)))
+    mean = total / max(count, 1)
+    exceeding = ([squares > bound * bound * mean for _, _, squares in far] for bound in bounds)
+    apart = next((masks for masks in exceeding if sum(int(m.sum()) for m in masks) <= allowed), [])
+    if not any(bool(mask.any()) for mask in apart):
         return None
+    tied: dict[int, list[int]] = {}
     rest = DifferenceSums()
-    for pair in pairs:
-        for _, a, b in pair.blocks(most):
-            other = (b.double() - a.double()).square().sum(-1) > least
-            rest.add(a[~other], b[~other])
-    return RoutingTies(found.numel(), apart, 0, rest)
-
-
-def _are_tied(a: Tensor, b: Tensor, one: Tensor, two: Tensor, unlike: Tensor, unit: float) -> Tensor:
-    """For each token whether the experts that one run has and the other has not are tied in A's logits."""
-    left, right = one.double(), two.double()
-    noise = (left - right).abs().amax(-1) + unit * left.abs().amax(-1)
-    swapped = (a != 0) != (b != 0)
-    high = left.masked_fill(~swapped, -torch.inf).amax(-1)
-    low = left.masked_fill(~swapped, torch.inf).amin(-1)
-    return unlike & (high - low <= TIE_MARGIN * noise)
+    for (number, block, _), mask in zip(far, apart, strict=True):
+        for at in mask.nonzero().tolist():
+            sample, token = _locate_token(pairs[number], block, at)
+            tied.setdefault(sample, []).append(token)
+        a, b = pairs[number].read(block)
+        reached, _ = _cut_mask(pairs[number], block, rerouted.reach(pairs[number]))
+        keep = ~mask & ~reached
+        rest.add(a[keep], b[keep])
+    return RoutingTies(count, tied, 0, rest)

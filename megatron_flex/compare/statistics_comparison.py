@@ -25,6 +25,7 @@ from megatron_flex.compare.compared_dump import (
     ComparedTensor,
 )
 from megatron_flex.compare.comparison import Comparison, Row
+from megatron_flex.compare.overflow import GRADIENT_KINDS, suggest_remedy
 from megatron_flex.compare.structural_tests import Outcome
 from megatron_flex.compare.tolerance import (
     DERIVED_MARGIN,
@@ -213,10 +214,12 @@ class StatisticsTester:
     Args:
         depths: reductions before each tensor.
         unit: the unit roundoff of the less precise run.
+        half: whether a run computes in fp16, whose loss scale may overflow gradients.
     """
 
     depths: ReductionDepths
     unit: float
+    half: bool = False
     noise: float = 0.0
 
     def test(self, a: TensorStatistics, b: TensorStatistics, steps: int) -> tuple[Outcome, float]:
@@ -232,12 +235,20 @@ class StatisticsTester:
         derived = min(DERIVED_MARGIN * self.unit * math.sqrt(depth) * (1 + steps), MOST_TOLERANCE)
         pooled = derived * min(1.0, POOLED_LEAST * max(a.count, 1) ** -POOLED_POWER)
         bound = max(min(GROWTH * self.noise, derived), pooled)
+        if self.count_not_finite(a, b) == a.count:
+            return Outcome("norm of statistics", 0.0, bound), math.inf
         outcomes = list(self._list_outcomes(a, b, derived, bound))
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
             worst = outcomes[0]
             self.noise = max(self.noise, outcomes[0].statistic)
         return worst, bound
+
+    def count_not_finite(self, a: TensorStatistics, b: TensorStatistics) -> int:
+        """The entries that are no evidence; all of them in gradients that overflowed in both runs in fp16."""
+        broken = a.nans + a.infinities, b.nans + b.infinities
+        overflowed = self.half and a.kind in GRADIENT_KINDS and all(broken)
+        return a.count if overflowed else min(max(broken), a.count) if all(broken) else 0
 
     def _list_outcomes(
         self, a: TensorStatistics, b: TensorStatistics, derived: float, bound: float
@@ -311,10 +322,11 @@ def compare_statistics(
         get_unit_roundoff(dtype or ASSUMED_DTYPE) + FP32_ROUNDOFF * math.sqrt(width or 4096)
         for dtype, width in known
     )
+    half = any(dtype == torch.float16 for dtype, _ in known)
     values = [n for n in common if not n.endswith(GRADIENT_SUFFIX)]
     rows: list[Row] = []
     for iteration in track(chosen, "comparing", unit="iterations"):
-        tester = StatisticsTester(ReductionDepths(values), unit)
+        tester = StatisticsTester(ReductionDepths(values), unit, half)
         for name in common:
             one, two = a.row(name, iteration), b.row(name, iteration)
             if one is None or two is None:
@@ -325,7 +337,8 @@ def compare_statistics(
                     f"{two.count:,} in B"
                 )
             else:
-                rows.append(_make_row(one, two, *tester.test(one, two, iteration)))
+                found = tester.test(one, two, iteration)
+                rows.append(_make_row(one, two, *found, tester.count_not_finite(one, two)))
     if not rows:
         raise DumpError(f"{a.describe()} and {b.describe()} have nothing in common: {'; '.join(missing)}")
     return Comparison(
@@ -337,6 +350,7 @@ def compare_statistics(
         (*missing, *notes),
         tuple(missing),
         allow_missing,
+        remedy=suggest_remedy(rows, half),
     )
 
 
@@ -353,7 +367,7 @@ def _list_missing(a: StatisticsSide, b: StatisticsSide) -> list[str]:
     return out
 
 
-def _make_row(a: TensorStatistics, b: TensorStatistics, worst: Outcome, floor: float) -> Row:
+def _make_row(a: TensorStatistics, b: TensorStatistics, worst: Outcome, floor: float, not_finite: int) -> Row:
     norms = a.norm or 0.0, b.norm or 0.0
     relative = abs(norms[1] - norms[0]) / max(norms) if max(norms) else 0.0
     same = (a.norm, a.mean, a.absmax, a.zeros, a.nans) == (b.norm, b.mean, b.absmax, b.zeros, b.nans)
@@ -373,6 +387,7 @@ def _make_row(a: TensorStatistics, b: TensorStatistics, worst: Outcome, floor: f
         worst.evidence,
         floor,
         floor,
+        not_finite,
     )
 
 

@@ -39,6 +39,11 @@ class DifferenceSums:
         count: number of pairs.
         differing: number of unequal pairs. Two NaNs are equal.
         broken: pairs with one NaN or infinity that the other lacks.
+        finite: pairs of two finite entries, which alone are evidence.
+        not_finite: pairs of which neither entry is finite.
+        overflowed: of `broken`, pairs of an infinity and a finite entry of the same sign.
+        nearest_overflow: the least magnitude of these finite entries.
+        finite_gap: the greatest difference of two finite entries.
         worst: index of the greatest difference; the first broken pair if there is one.
         values: the two entries there; magnitudes for complex entries.
         discrete: whether entries are integers, which have no round-off.
@@ -47,6 +52,11 @@ class DifferenceSums:
     count: int = 0
     differing: int = 0
     broken: int = 0
+    finite: int = 0
+    not_finite: int = 0
+    overflowed: int = 0
+    nearest_overflow: float = math.inf
+    finite_gap: float = 0.0
     squares_a: float = 0.0
     squares_b: float = 0.0
     dots: float = 0.0
@@ -94,12 +104,14 @@ class DifferenceSums:
         """Add a block of both whose entries are real and finite."""
         squares_a, squares_b, dots, squares, _ = found.totals
         self.count += found.numel
+        self.finite += found.numel
         self.differing += found.differing
         self.squares_a += squares_a
         self.squares_b += squares_b
         self.dots += squares_a + dots  # of the difference and A
         self.squares += squares
         self.peak = max(self.peak, found.peak)
+        self.finite_gap = max(self.finite_gap, found.greatest)
         if not self.broken and (found.greatest > self.greatest or not self._found):
             a, b = a[found.worst], b[found.worst]
             distance = (a.double() - b.double()).abs()
@@ -116,8 +128,10 @@ class DifferenceSums:
         finite = left.isfinite() & right.isfinite()
         broken = different & ~finite
         self.count += left.numel()
+        self.finite += int(finite.sum())
         self.differing += int(different.sum())
         if not finite.all():
+            self._count_overflows(left, right, broken)
             left, right = left.where(finite, 0.0), right.where(finite, 0.0)
         distance = (left - right).abs()
         if self.discrete:
@@ -128,8 +142,23 @@ class DifferenceSums:
         self.squares += float(distance.square().sum())
         if left.numel():
             self.peak = max(self.peak, float(left.abs().max()), float(right.abs().max()))
+            self.finite_gap = max(self.finite_gap, float(distance.max()))
             self._note_worst(a, b, distance, broken, start)
         self.broken += int(broken.sum())
+
+    def _count_overflows(self, left: Tensor, right: Tensor, broken: Tensor) -> None:
+        self.not_finite += int((~left.isfinite() & ~right.isfinite()).sum())
+        if left.is_complex():
+            return
+        for infinite, other in ((left, right), (right, left)):
+            edge = broken & infinite.isinf() & other.isfinite() & (infinite.sign() == other.sign())
+            if edge.any():
+                self.overflowed += int(edge.sum())
+                self.nearest_overflow = min(self.nearest_overflow, float(other[edge].abs().min()))
+
+    def without_overflows(self) -> DifferenceSums:
+        """The sums over the pairs of two finite entries alone."""
+        return replace(self, broken=0, greatest=self.finite_gap)
 
     def _note_worst(
         self, a: Tensor, b: Tensor, distance: Tensor, broken: Tensor, start: Sequence[int]

@@ -26,8 +26,9 @@ from megatron_flex.compare.noise_scale import (
     ParameterNoise,
     measure_parameter,
 )
+from megatron_flex.compare.overflow import OverflowState
 from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
-from megatron_flex.compare.routing_ties import RoutingTies, count_ties
+from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties
 from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
     GRADIENT_CONTRAST,
@@ -46,7 +47,7 @@ from megatron_flex.compare.structural_tests import (
     list_entry_blocks,
     make_shard_blocks,
 )
-from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums
+from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums, TensorPair
 from megatron_flex.compare.tolerance import (
     MEASURED_MARGIN,
     MOST_PEAK_TOLERANCE,
@@ -57,6 +58,7 @@ from megatron_flex.compare.tolerance import (
 
 REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
+REROUTED_GROWTH = 3.0  # from the root of the fraction of tokens with other experts to what these change
 HALF_BITS = {torch.bfloat16: 16, torch.float16: 13}
 VOCABULARY = ("embedding.", "output_layer.")
 CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
@@ -69,8 +71,9 @@ class TestedTensor:
     Attributes:
         worst: the test that exceeds its bound by most; the one of the norm or the peak where none does.
         outcomes: all of them.
-        floor: the smallest relative error that would be a divergence.
+        floor: the smallest relative error that would be a divergence; infinite for a tensor without evidence.
         factor_floor: the smallest deviation of a constant factor from 1 that would be one.
+        rerouted: entries of tokens that ties reach, which only the bound of the full tensor holds.
     """
 
     __test__ = False  # no test of pytest
@@ -79,6 +82,7 @@ class TestedTensor:
     outcomes: tuple[Outcome, ...]
     floor: float
     factor_floor: float
+    rerouted: int = 0
 
 
 @dataclass
@@ -94,6 +98,7 @@ class TensorTester:
 
     Attributes:
         explained: the tensors whose differences large attention scores explain.
+        rerouted: the tokens of the iteration that have other experts in a tie.
     """
 
     a: ComparedDump
@@ -104,8 +109,13 @@ class TensorTester:
     iteration: int = 0
     parameters: bool = False
     explained: list[str] = field(default_factory=list)
+    rerouted: ReroutedTokens = field(default_factory=ReroutedTokens)
     noise: NoiseScale = field(init=False)
+    overflow: OverflowState = field(init=False)
     _copies: dict[tuple[float, ...], tuple[str, tuple[float, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.overflow = OverflowState([p.computed for p in self.tolerances.precisions])
 
     def begin(self, iteration: int, parameters: bool) -> None:
         """An iteration begins.
@@ -116,6 +126,8 @@ class TensorTester:
         """
         self.iteration, self.parameters = iteration, parameters
         self.noise = NoiseScale(self.tolerances.unit, self.tolerances.fp8)
+        self.rerouted = ReroutedTokens()
+        self.overflow.begin()
         self._copies.clear()
         self.drift.begin()
         self._assume_drift()
@@ -126,40 +138,66 @@ class TensorTester:
         return 0 if self.parameters else self.iteration
 
     def test(
-        self, item: ComparedTensor, found: PairSums, reference: PairSums | None, ties: RoutingTies | None
+        self,
+        pairs: Sequence[TensorPair],
+        found: PairSums,
+        reference: PairSums | None,
+        ties: RoutingTies | None,
     ) -> TestedTensor:
         """Test one tensor.
 
         Args:
-            item: the tensor.
+            pairs: the tensor in both runs.
             found: its sums.
             reference: the sums of a reference run against the nearer of the two; None if there is none.
-            ties: the tokens that were routed otherwise, for a router's probabilities.
+            ties: the tokens that were routed otherwise, for what shows them first.
         """
-        sums, tied = found.sums, ties is not None and ties.tied > 0 and not ties.others
+        item, sums = pairs[0].item, found.sums
+        tied = ties is not None and ties.tied_tokens > 0 and not ties.others
         if tied and ties is not None:
-            sums = ties.rest  # of the tokens with the same experts
+            self.rerouted.add(item, ties)
         given = self.tolerances.given(item)
+        relative, peak = (given, given) if given is not None else self._bounds(item, found, reference)
+        dtypes = found.worst.a.dtype, found.worst.b.dtype
+        overflowed = self.overflow.is_overflow(item, sums, dtypes, peak)
+        if overflowed:
+            sums = sums.without_overflows()
+        full: DifferenceSums | None = None  # of all tokens, where some of them are not tested alone
+        if tied and ties is not None:
+            full, sums = sums, ties.rest  # of the tokens with the same experts
         if given is not None:
             outcome = Outcome("tolerance", sums.error, given)
-            return TestedTensor(outcome, (outcome,), given, given)
-        relative, peak = self._bounds(item, found, reference)
-        if reference is None and (sums.relative > relative or _get_peak(sums) > peak):
+            return TestedTensor(outcome, (outcome,), given if sums.finite else math.inf, given)
+        if reference is None and self._exceeds(sums, relative, peak):
             error, softmax = max(sums.relative, _get_peak(sums)), self.noise.bound_softmax(item)
             if error <= softmax and not sums.broken:
                 self.noise.explain_softmax(error)
                 self.explained.append(f"{item.name} (iteration {self.iteration})")
                 relative, peak = max(relative, softmax), max(peak, softmax)
+        if reference is None and self.rerouted.fraction and self._exceeds(sums, relative, peak):
+            full, sums = full or sums, self.rerouted.sum_others(pairs)
         plain = [
-            Outcome("norm", sums.error if sums.discrete or sums.broken else sums.relative, relative),
+            Outcome("norm", _get_norm(sums), relative),
             Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
         ]
-        outcomes = [*plain, *([] if tied else self._pooled(item, found, reference))]
+        if full is not None:
+            loose = Outcome("norm", _get_norm(full), max(relative, self._bound_rerouted(item)))
+            plain = [*plain, loose] if sums.finite else [loose]
+        rerouted = (full or sums).finite - sums.finite
+        even = not rerouted and not overflowed and not (ties is not None and ties.others)
+        outcomes = [*plain, *(self._pooled(item, found, reference) if even else [])]
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
             worst = max(plain, key=lambda o: o.excess)
-        self._observe(item, found, worst, ties)
-        return TestedTensor(worst, tuple(outcomes), relative, self._factor_floor(item, found))
+        if sums.finite:
+            self._observe(item, found, sums, worst, even)
+        floor = plain[0].bound if (full or sums).finite else math.inf
+        return TestedTensor(worst, tuple(outcomes), floor, self._factor_floor(item, found), rerouted)
+
+    def _exceeds(self, sums: DifferenceSums, relative: float, peak: float) -> bool:
+        if sums.discrete:
+            return sums.error > relative
+        return sums.relative > relative or _get_peak(sums) > peak
 
     # -- bounds ----------------------------------------------------------------------------------------
 
@@ -198,7 +236,7 @@ class TensorTester:
             return bound.relative + cast, bound.peak + cast
         if found.sums.discrete:
             exact = self.noise.relative == 0 and self.noise.same_weights and not self.unseen_steps
-            return (0.0, 0.0) if exact else (max(derived, self.noise.flipped), derived)
+            return (0.0, 0.0) if exact else (derived, derived)
         if _is_constant_loss_gradient(item, found.sums):
             few = LOSS_ROUNDINGS * max(map(get_unit_roundoff, dtypes))
             return few + cast, few + cast
@@ -206,10 +244,15 @@ class TensorTester:
             late = min(derived * (1 + self.unseen_steps), max(derived, MOST_TOLERANCE))
             return late, late
         own = self.noise.bounds(item, self.tolerances.depths.of(item))
-        if not self.noise.same_weights or self.noise.flipped or self.noise.softmax or self.unseen_steps:
+        if not self.noise.same_weights or self.noise.softmax or self.unseen_steps:
             return own[0] + cast, own[1] + cast
         most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)
         return min(own[0] + cast, derived), min(own[1] + cast, most)
+
+    def _bound_rerouted(self, item: ComparedTensor) -> float:
+        """What the norm of a tensor may differ by of which some tokens have other experts."""
+        most = MOST_PEAK_TOLERANCE if item.kind == PARAMETER_GRADIENT else MOST_TOLERANCE
+        return min(REROUTED_GROWTH * math.sqrt(self.rerouted.fraction), most)
 
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:
@@ -256,7 +299,7 @@ class TensorTester:
         self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block], unit: float
     ) -> list[Outcome]:
         read = self.noise.read_by_last
-        uneven = self.noise.flipped or self.noise.softmax  # some tokens or heads differ more than others
+        uneven = self.rerouted.fraction or self.noise.softmax  # some tokens or heads differ more than others
         single = self.noise.same_weights and not self.unseen_steps and not uneven
         least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
         least = least if self.noise.same_weights and not self.unseen_steps else LATE_CONTRAST
@@ -329,22 +372,29 @@ class TensorTester:
     # -- what later tensors may differ by ---------------------------------------------------------------
 
     def _observe(
-        self, item: ComparedTensor, found: PairSums, worst: Outcome, ties: RoutingTies | None
+        self, item: ComparedTensor, found: PairSums, sums: DifferenceSums, worst: Outcome, even: bool
     ) -> None:
-        sums = found.sums
+        """Record a tensor that is within its bounds.
+
+        Args:
+            item: the tensor.
+            found: the sums over all of it.
+            sums: those that were tested.
+            worst: the test that is nearest to its bound.
+            even: whether all entries were tested alike.
+        """
         if item.kind == PARAMETER:
             if found.profile is not None and worst.excess <= 1:
                 self.noise.parameter(item.site, measure_parameter(found.profile, _get_peak(sums)))
             return
-        if ties is not None and ties.tied and not ties.others:
-            self.noise.flip(ties.tied / max(ties.tokens, 1))
         if worst.excess > 1 or sums.discrete:
             return
-        factor, error = (0.0, math.inf) if found.profile is None else estimate_factor(found.profile)
+        profile = found.profile if even else None
+        factor, error = (0.0, math.inf) if profile is None else estimate_factor(profile)
         self.noise.observe_scores(item, sums.greatest)
         self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
-        if item.kind in (VALUE, GRADIENT) and found.profile is not None and _has_features(found.profile):
-            self.noise.observe_row(found.profile.row)
+        if item.kind in (VALUE, GRADIENT) and profile is not None and _has_features(profile):
+            self.noise.observe_row(profile.row)
         if item.kind == PARAMETER_GRADIENT:
             self.drift.observe_gradient(sums.relative)
 
@@ -364,6 +414,11 @@ def _get_deviations(item: ComparedTensor) -> float:
 def _has_features(profile: DifferenceProfile) -> bool:
     """Whether its rows are tokens: the last dim is neither of the samples nor of the positions."""
     return len(profile.dims) > 1 and profile.dims[-1] not in (SAMPLE_AXIS, TOKEN_AXIS)
+
+
+def _get_norm(sums: DifferenceSums) -> float:
+    """The relative difference; of integers the fraction that differs; infinite with a NaN in one run."""
+    return sums.error if sums.discrete or sums.broken else sums.relative
 
 
 def _get_peak(sums: DifferenceSums) -> float:

@@ -41,6 +41,8 @@ REPLACED_FLAGS = (
     *("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-decay-samples"),
     *("--hidden-dropout", "--attention-dropout", VOCABULARY_FLAG, "--async-save"),
 )
+# Megatron's first loss scale, 2^32, overflows gradients in fp16: it would skip the few steps of these runs.
+LOSS_SCALE_FLAGS, LOSS_SCALE = ("--loss-scale", "--initial-loss-scale"), 2**16
 DEFAULT_SITES = ("decoder.layers.*", "loss")
 
 
@@ -150,7 +152,7 @@ def plan_two_layouts(
     padded = lcm(*(multiple * size["tp"] for size in sizes))
     worlds = list(processes) or [_count_ranks(size) for size in sizes]
     common = [
-        [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags()]
+        [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags(), *_list_loss_scale(flags)]
         for flags, size in zip((first, second), sizes, strict=True)
     ]
     runs = []
@@ -185,6 +187,14 @@ def _fixed_flags() -> list[str]:
         *("--ckpt-format", "torch_dist", "--hidden-dropout", "0", "--attention-dropout", "0"),
         *("--eval-iters", "0", "--eval-interval", "1000000", "--lr-warmup-iters", "0"),
     ]
+
+
+def _list_loss_scale(words: Sequence[str]) -> list[str]:
+    """The loss scale of a run in fp16, where its flags have none."""
+    names = {word.partition("=")[0] for word in words}
+    if "--fp16" not in names or names & set(LOSS_SCALE_FLAGS):
+        return []
+    return ["--initial-loss-scale", str(LOSS_SCALE)]
 
 
 def drop_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:

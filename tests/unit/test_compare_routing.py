@@ -12,7 +12,7 @@ from torch import Tensor
 import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
 from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
-from megatron_flex.compare.routing_ties import count_ties, find_likely_ties
+from megatron_flex.compare.routing_ties import ReroutedTokens, count_ties, find_likely_ties
 from megatron_flex.compare.tensor_pairs import align_arrays
 from megatron_flex.compare.tensor_tests import TensorTester
 from tests.support import dumps
@@ -98,8 +98,8 @@ def test_the_lesser_bound_of_a_token_counts_where_ties_explain_those_above(
     with mf.open_dump(tmp_path / "a") as a, mf.open_dump(tmp_path / "b") as b:
         pairs = align_arrays(ComparedTensor(MLP, VALUE), 0, a[MLP], b[MLP])
         assert not isinstance(pairs, str)
-        found = find_likely_ties(pairs, [0.15, 0.25], 2)
-    assert (0 if found is None else found.tied) == tied
+        found = find_likely_ties(pairs, [0.15, 0.25], 2, ReroutedTokens())
+    assert (0 if found is None else found.tied_tokens) == tied
     if found is not None:
         assert found.rest.count == (SAMPLES * TOKENS - tied) * WIDTH
 
@@ -147,3 +147,100 @@ def test_the_number_of_ties_is_that_of_normal_logits() -> None:
         model = {"num_moe_experts": experts, "moe_router_topk": chosen}
         assert turned < count_ties(tokens, noise, model) < 2.5 * turned
     assert count_ties(tokens, noise, {"num_moe_experts": 2, "moe_router_topk": 2}) == 0
+
+
+SECOND = "decoder.layers.1:output"
+LONG = {**MODEL, "num_layers": 2}
+
+
+def routed(*exchanges: tuple[int, int, tuple[int, ...]]) -> Tensor:
+    """Probabilities of experts 0 and 1 for all tokens, and of others for (sample, token, experts)."""
+    probs = torch.tensor([0.7, 0.3, 0.0, 0.0]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
+    for sample, token, experts in exchanges:
+        probs[0, sample, token] = 0.0
+        probs[0, sample, token, list(experts)] = 0.5
+    return probs
+
+
+def scores(gap: float = 1e-6) -> Tensor:
+    """Logits in which experts 1, 2 and 3 are apart by `gap`."""
+    return torch.tensor([3.0, 2.0, 2.0 - gap, 2.0 - 2 * gap]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
+
+
+def compared_routers(
+    tmp_path: Path, two: Tensor, logits: Tensor | None = None, model: Any = LONG, **more: Tensor
+) -> Comparison:
+    """Routers whose logits differ in the last digit, with the choices `two` in B."""
+    one = scores() if logits is None else logits
+    noise = 1 + 2e-7 * dumps.random(*one.shape, seed=3).sign()
+    values = {LOGITS: one, PROBS: routed()}, {LOGITS: one * noise, PROBS: two}
+    for folder, known, key in zip("ab", values, ("a", "b"), strict=True):
+        known = {**known, **({SECOND: more[key]} if more else {})}
+        dumps.write(tmp_path / folder, {n: Given(v) for n, v in known.items()}, model=model)
+    return compare(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("experts", "gap", "status"),
+    [((0, 2), 1e-6, 0), ((0, 2), 1e-3, 1), ((0,), 1e-6, 1), ((0, 1, 2), 1e-6, 1), ((2, 3), 1e-6, 1)],
+    ids=["a tie", "scores apart", "one less", "one more", "two exchanged"],
+)
+def test_a_tie_exchanges_one_expert_for_one_of_nearly_the_same_score(
+    tmp_path: Path, experts: tuple[int, ...], gap: float, status: int
+) -> None:
+    found = compared_routers(tmp_path, routed((1, 4, experts)), scores(gap))
+    assert found.exit_status == status, str(found)
+    row = next(r for r in found.rows if r.name == PROBS)
+    assert row.diverges is bool(status)
+    assert row.rerouted == (0 if status else EXPERTS)
+    if not status:
+        (line,) = (x for x in found.summary() if x.startswith("not distinguishable"))
+        assert_names(line, 4, 512)
+        assert found.to_json()["rows"][1]["rerouted"] == EXPERTS
+
+
+def test_equal_logits_excuse_no_other_choice(tmp_path: Path) -> None:
+    """With the same logits bit for bit another choice is a capacity, a bias, or another number of experts."""
+    for folder, probs in (("a", routed()), ("b", routed((0, 3, (0, 2))))):
+        dumps.write(tmp_path / folder, {LOGITS: Given(scores(1e-3)), PROBS: Given(probs)}, model=MODEL)
+    assert compare(tmp_path / "a", tmp_path / "b").first.name == PROBS  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("other", [0.0, 0.4], ids=["one bias", "another bias"])
+def test_a_bias_of_the_router_is_one_for_all_tokens(tmp_path: Path, other: float) -> None:
+    """Scores that a bias is added to are not close at the boundary; one bias must explain both choices."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(1, SAMPLES, TOKENS, EXPERTS, generator=generator)
+    bias = torch.tensor([0.0, 0.5, -0.5, 0.2])
+    noise = 5e-2 * torch.randn(logits.shape, generator=generator)
+    model = {**IN_BF16, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    for folder, near, added in (
+        ("a", logits, bias),
+        ("b", logits + noise, bias + torch.tensor([0.0, other, 0, 0])),
+    ):
+        chosen = torch.zeros_like(near).scatter(-1, (near.sigmoid() + added).topk(2).indices, 0.5)
+        dumps.write(tmp_path / folder, {LOGITS: Given(near), PROBS: Given(chosen)}, model=model)
+    found = compare(tmp_path / "a", tmp_path / "b", tolerance={"*:logits": 0.5})
+    row = next(r for r in found.rows if r.name == PROBS)
+    assert not row.equal, "the noise turns some choices"
+    assert row.diverges is bool(other), str(found)
+    assert bool(row.rerouted) is not bool(other)
+
+
+@pytest.mark.parametrize(
+    ("sample", "token", "factor", "status"),
+    [(1, 6, 1.3, 0), (1, 2, 1.3, 1), (5, 6, 1.3, 1), (1, 6, 40.0, 1)],
+    ids=["after the tie", "before it", "another sample", "too far"],
+)
+def test_what_a_tie_reaches_is_bounded(
+    tmp_path: Path, sample: int, token: int, factor: float, status: int
+) -> None:
+    """Attention carries a tie to the tokens that follow in its sample; all others are held to round-off."""
+    value = dumps.random(1, SAMPLES, TOKENS, WIDTH)
+    other = value.clone()
+    other[0, sample, token] *= factor
+    found = compared_routers(tmp_path, routed((1, 4, (0, 2))), a=value, b=other)
+    assert found.exit_status == status, str(found)
+    row = next(r for r in found.rows if r.name == SECOND)
+    assert row.rerouted == (TOKENS - 4) * WIDTH
+    assert row.diverges is bool(status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_flex.alignment.routing import _near_ties
+from megatron_flex.compare.routing_ties import find_ties
 
 BOUND = 1e-3  # relative to the greatest logit
 NEAR, FAR = 2.0 * BOUND, 0.5
@@ -24,5 +24,7 @@ def test_only_choices_among_equal_experts_are_ties(scale: float) -> None:
         there[0, token, 1:3] = torch.tensor([False, True])
     there[0, 3] = torch.tensor([False, True, False, True])  # the first expert is far from the last
     assert NEAR < 4 * BOUND < FAR
-    assert _near_ties(here, there, logits * scale, BOUND).tolist() == [[False, True, False, False]]
-    assert not _near_ties(here, here, logits * scale, BOUND).any()
+    differs, ties = find_ties(here, there, logits * scale, BOUND * 4 * scale)
+    assert differs.tolist() == [[False, True, True, True]]
+    assert ties.tolist() == [[False, True, False, False]]
+    assert not any(mask.any() for mask in find_ties(here, here, logits * scale, BOUND * 4 * scale))

@@ -17,6 +17,7 @@ from megatron_flex.statistics.statistics_files import create_file
 from megatron_flex.statistics.statistics_records import MeasuredSite, StatisticsHeader
 from tests.support import dumps
 from tests.support.dumps import SEQUENCE, Given
+from tests.support.messages import assert_names
 
 NAMES = [f"decoder.layers.{n}:output" for n in range(3)]
 SHAPE = 4, 16, 8  # samples, tokens, features
@@ -42,7 +43,7 @@ def measured(folder: Path, values: dict[str, Tensor], dtype: str = "float32", **
     for name, value in values.items():
         sums = MomentSums()
         sums.add(value)
-        row = make_statistics(name, "value", 0, sums, 1)
+        row = make_statistics(name, "gradient" if name.endswith(".grad") else "value", 0, sums, 1)
         assert row is not None
         rows.append(row)
     file.write(rows)
@@ -111,3 +112,20 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         compare(one, short)
     with pytest.raises(FlexError, match="statistics have bounds of their own"):
         compare(one, less, tolerance=0.1)
+
+
+def test_gradients_that_overflow_in_both_runs_are_no_evidence(tmp_path: Path) -> None:
+    """Which entries overflow depends on the order of summation; in one run alone they are a divergence."""
+    name = f"{NAMES[0]}.grad"
+    value = tensors()[NAMES[0]]
+    few, many = value.clone(), value.clone()
+    few[0, 0, 0, 0], many[0, 0, 0] = torch.inf, torch.nan
+    sides = [
+        measured(tmp_path / f, {NAMES[1]: value, name: g}, "float16") for f, g in (("a", few), ("b", many))
+    ]
+    result = compare(*sides)
+    assert result.exit_status == 0, str(result)
+    assert [row.is_evidence for row in result.rows] == [True, False]
+    assert_names(result.summary()[0], name, "1 of 2", "--initial-loss-scale 65536")
+    right = measured(tmp_path / "c", {NAMES[1]: value, name: value}, "float16")
+    assert compare(right, sides[1]).exit_status == 1

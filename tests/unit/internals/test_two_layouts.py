@@ -122,3 +122,17 @@ def test_a_failure_shows_the_exception_and_not_the_launchers() -> None:
     own = "megatron-flex: error: no sites are named"
     assert find_failure("\n".join([own, *launcher])) == f"{own}\n"
     assert find_failure(own) == f"{own}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale"),
+    [
+        ("--fp16", ["65536"]),
+        ("--bf16", []),
+        ("--fp16 --loss-scale 8", []),
+        ("--fp16 --initial-loss-scale=8", []),
+    ],
+)
+def test_fp16_has_a_loss_scale_that_does_not_overflow(flags: str, scale: list[str]) -> None:
+    _, words = plan("--tensor-model-parallel-size 1", f"a.py --tensor-model-parallel-size 2 {flags}")
+    assert [values(w, "--initial-loss-scale") for w in words] == [scale] * 3
