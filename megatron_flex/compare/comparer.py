@@ -54,12 +54,12 @@ from megatron_flex.compare.tensor_pairs import (
     PairSums,
     TensorPair,
     align_arrays,
-    one_torch_thread,
     sum_differences,
     sum_in_order,
 )
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, parse_layer_number, read_precision
+from megatron_flex.compare.torch_threads import one_torch_thread
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
 from megatron_flex.errors import DumpError, FlexError, suggest_nearest

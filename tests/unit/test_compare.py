@@ -19,6 +19,7 @@ from megatron_flex.compare.block_sums import split_into_blocks
 from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.comparison import INCOMPARABLE, INDISTINGUISHABLE
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair, align_arrays, sum_in_order
+from megatron_flex.compare.torch_threads import one_torch_thread
 from megatron_flex.dump import VALUE
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -439,7 +440,7 @@ def test_torch_gets_its_threads_back_after_the_last_of_two_comparisons() -> None
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        first, second = tensor_pairs.one_torch_thread(), tensor_pairs.one_torch_thread()
+        first, second = one_torch_thread(), one_torch_thread()
         seen = []
         for step in (first.__enter__, second.__enter__):
             step()
