@@ -20,7 +20,7 @@ from tests.support.messages import any_names
 
 SAMPLES, TOKENS, HEADS, SIZE, WIDTH, EXPERTS = 2, 16, 4, 8, 32, 4
 HEAD = Layout((Dim("s"), Dim("b"), Dim("n", (Cut("tp"),)), Dim("d")))
-SCORES = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("t")))
+SCORES = Layout((Dim("s"), Dim("b"), Dim("n", (Cut("tp"),)), Dim("t")))
 ROUTED = Layout((Dim("s"), Dim("b"), Dim("e")))
 MODEL = {"num_layers": 2, "hidden_size": WIDTH, "num_moe_experts": EXPERTS, "moe_router_topk": 2}
 CORE, ROUTER = "decoder.layers.{}.self_attention.core_attention:{}", "decoder.layers.{}.mlp.router:{}"
@@ -33,8 +33,8 @@ def build() -> dict[str, Given]:
     out: dict[str, Given] = {}
     for layer in range(2):
         seed, hidden = 10 * layer, dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=10 * layer + 1)
-        scores = dumps.random(1, SAMPLES, HEADS, TOKENS, TOKENS, seed=seed + 2)
-        scores = scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -10000.0)
+        scores = dumps.random(1, SAMPLES, TOKENS, HEADS, TOKENS, seed=seed + 2)
+        scores = scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool()[:, None], -10000.0)
         logits = dumps.random(1, SAMPLES, TOKENS, EXPERTS, seed=seed + 3)
         chosen = torch.zeros_like(logits).scatter(-1, logits.topk(2).indices, 1).bool()
         probs = logits.masked_fill(~chosen, -math.inf).softmax(-1)
@@ -66,7 +66,8 @@ def rotated(angle: Callable[[Tensor, Tensor], Tensor]) -> Change:
     """Rotate halves of each head by an angle of the position and the frequency's number."""
 
     def change(value: Tensor) -> Tensor:
-        angles = angle(torch.arange(TOKENS)[:, None], torch.arange(SIZE // 2)[None])[:, None]
+        count = value.shape[-1] // 2
+        angles = angle(torch.arange(TOKENS)[:, None], torch.arange(count)[None])[:, None]
         one, two = value.chunk(2, -1)
         return torch.cat(
             [one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], -1
@@ -119,7 +120,7 @@ BASE = lambda t, f: 0.2 * t * f / SIZE  # noqa: E731
 SYMPTOMS: dict[str, tuple[str, Change, set[str]]] = {
     "NaN in a router": (ROUTER.format(1, "probs"), entry(math.nan, 0, 3), {"not finite"}),
     "NaN of one rank's heads": (CORE.format(1, "q"), entry(math.nan, 0, slice(None), 2), {"not finite"}),
-    "NaN in scores": (CORE.format(1, "scores"), entry(math.nan, 0, 1, 5), {"not finite"}),
+    "NaN in scores": (CORE.format(1, "scores"), entry(math.nan, 0, 5, 1), {"not finite"}),
     "NaN after a reduction": (FC2.format(1, "output"), entry(math.inf, 0, 2), {"not finite"}),
     "NaN in a layer": (LAYER.format(1), entry(math.nan, 1), {"not finite"}),
     "other experts": (ROUTER.format(1, "probs"), with_other_expert, {"router"}),
@@ -127,7 +128,7 @@ SYMPTOMS: dict[str, tuple[str, Change, set[str]]] = {
     "other weights of experts": (ROUTER.format(1, "probs"), lambda t: (t * t) / (t * t).sum(-1, True), set()),
     "a mask": (
         CORE.format(1, "scores"),
-        entry(-10000.0, slice(None), slice(None), slice(4, None), 2),
+        entry(-10000.0, slice(None), slice(4, None), slice(None), 2),
         {"mask"},
     ),
     "attention dropout": (CORE.format(1, "probs"), dropped_probabilities, set()),
@@ -143,6 +144,11 @@ SYMPTOMS: dict[str, tuple[str, Change, set[str]]] = {
         {"layers or experts"},
     ),
     "another rotary base": (CORE.format(1, "q"), rotated(BASE), {"rotary angles"}),
+    "another rotary base of latent attention": (
+        CORE.format(1, "q"),
+        lambda t: torch.cat([t[..., : SIZE // 2], rotated(BASE)(t[..., SIZE // 2 :])], -1),
+        {"rotary angles"},
+    ),
     "shifted positions": (
         CORE.format(1, "q"),
         rotated(lambda t, f: 0.3 / (f + 1) + 0 * t),
