@@ -426,13 +426,13 @@ class Comparison:
         if empty:
             out.append(f"{len(empty)} have nothing to compare")
         if broken:
-            count = sum(r.not_finite for r in broken)
-            out.append(f"of {len(broken)} not compared: {count:,} entries that are not finite")
+            count, tensors = sum(r.not_finite for r in broken), count_words(len(broken), "tensor")
+            out.append(f"{count:,} entries of {tensors} are not finite and not compared")
         if rerouted:
-            count = sum(r.rerouted for r in rerouted)
+            count, total = sum(r.rerouted for r in rerouted), sum(r.count for r in rerouted)
             out.append(
-                f"of {len(rerouted)} not compared: {count:,} of {sum(r.count for r in rerouted):,} entries, "
-                "of tokens that near ties of routers reach"
+                f"{count:,} of {total:,} entries of {count_words(len(rerouted), 'tensor')} are of tokens that "
+                "near ties of routers reach, and are not compared one by one"
             )
         return "".join(f", {text}" for text in out)
 
