@@ -431,8 +431,8 @@ class Comparison:
         if rerouted:
             count, total = sum(r.rerouted for r in rerouted), sum(r.count for r in rerouted)
             out.append(
-                f"{count:,} of {total:,} entries of {count_words(len(rerouted), 'tensor')} are of tokens that "
-                "near ties of routers reach, and are not compared one by one"
+                f"{count:,} of {total:,} entries of {count_words(len(rerouted), 'tensor')} are of tokens "
+                "that near ties of routers reach, and are not compared one by one"
             )
         return "".join(f", {text}" for text in out)
 
