@@ -533,7 +533,8 @@ class _Comparer:
         yield from at_router or others.explain(pair, found, tested.floor, identified)
         yield from () if at_router else patterns
         yield from places
-        yield from () if at_router else (e for e in evidence if e not in patterns)
+        if not at_router and not any(p.cause in ("zero", "order") for p in patterns):
+            yield from (e for e in evidence if e not in patterns)
         module = pair.item.site.partition(":")[0]
         for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [

@@ -23,6 +23,7 @@ from megatron_flex.layout import Dim, Layout, Sizes, spans
 MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are matched against each other
 MOST_LISTED = 8  # entries listed in a sentence
 FACTOR_SHARE = 0.3  # of the difference's energy
+FACTOR_COSINE = 0.7  # of the two: half of the difference of unrelated tensors is along each of them
 NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
 RIGHT_CONTRAST = 1000.0  # of the median over the energy of an entry that has round-off only
 ROW_MARGIN = 8.0  # of the distance of matching rows over the relative noise
@@ -392,7 +393,7 @@ def explain_divergence(
         return [Hint("constant factor", hint)], []
     share = (ratio - 1) ** 2 * found.squares_a / found.squares
     hints: list[Hint] = []
-    if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE:
+    if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE and found.cosine >= FACTOR_COSINE:
         hints.append(
             Hint(
                 "place",

@@ -35,6 +35,7 @@ OFFSET_ROWS = 32
 ROW_SHARE = 0.5  # of the difference's energy, in a factor of each token; correct pairs reach 0.27
 ROW_UNITS = 1.5  # unit roundoffs: a norm's scale that was rounded once more is no wrong factor
 ROW_COUNT = 6.0  # tokens, fewer of which have most of it: single ones that round-off moved, as in fp8
+UNRELATED_SIZE, UNRELATED_SHARE = 0.5, 0.9  # half of the difference of unrelated rows is along each of them
 ROW_WIDTH = 8  # features, fewer of which have much of any difference along themselves
 GRID_SHARE, GRID_SHARE_OTHER, GRID_ENTRIES = 0.999, 0.5, 64  # of B, of A, and entries of a block
 HEAD_DIMS = ("n", "g")
@@ -258,6 +259,8 @@ def check_rows(profile: DifferenceProfile, unit: float) -> Outcome | None:
     rows = profile.along * profile.along / profile.along_squares if profile.along_squares else 0.0
     if size < ROW_UNITS * unit or rows < ROW_COUNT:
         share = 0.0
+    if size > UNRELATED_SIZE and share < UNRELATED_SHARE:
+        share = 0.0
     text = f"{share:.0%} of the difference is a factor of each token by itself, about 1 +- {size:.2g}"
     return Outcome("rows", share, ROW_SHARE, f"{text}: an epsilon, or a scale" if share > ROW_SHARE else "")
 
@@ -270,6 +273,8 @@ def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 
         blocks: the shards.
         bits: the low bits of the mantissa that the run's compute dtype leaves zero by itself.
     """
+    if not profile.total("squares_a") or not profile.total("squares_b"):
+        return None  # every dtype has 0
     for grid in profile.grids:
         if grid.bits <= bits:
             continue

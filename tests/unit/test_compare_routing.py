@@ -164,7 +164,7 @@ def routed(*exchanges: tuple[int, int, tuple[int, ...]]) -> Tensor:
 
 def scores(gap: float = 1e-6) -> Tensor:
     """Logits in which experts 1, 2 and 3 are apart by `gap`."""
-    return torch.tensor([3.0, 2.0, 2.0 - gap, 2.0 - 2 * gap]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
+    return torch.tensor([3.0, 0.0, -gap, -2 * gap]).expand(1, SAMPLES, TOKENS, EXPERTS).clone()
 
 
 def compared_routers(
