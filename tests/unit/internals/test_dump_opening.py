@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ from megatron_flex.dump.schema import MANIFEST_NAME
 from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
+from tests.support.messages import assert_names
 
 
 def manifest(ranks: int = 2, **more: Any) -> Manifest:
@@ -145,18 +147,18 @@ def test_what_killed_runs_leave_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_other_dumps_and_other_folders_are_refused(tmp_path: Path) -> None:
     opened(tmp_path / "dump")
-    assert "another model's dump" in refused(tmp_path / "dump", identity="other")
+    assert_names(refused(tmp_path / "dump", identity="other"), tmp_path / "dump", "plain")
     other = Dump("x", "x", tokens=slice(None, None, 2)).to_json()
     assert "tokens=None" in refused(tmp_path / "dump", settings=other)
     opened(tmp_path / "dump", settings=Dump("x", "x", every=3, iterations=range(5)).to_json())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("words")
-    assert "is no dump, and not empty ('thesis.tex')" in refused(tmp_path / "full")
+    assert_names(refused(tmp_path / "full"), tmp_path / "full", "'thesis.tex'")
     assert (tmp_path / "full" / "thesis.tex").exists()
     (tmp_path / "file").write_text("")
-    assert "no dump can be written there: File exists" in refused(tmp_path / "file")
-    assert "Not a directory" in refused(tmp_path / "file" / "below")
-    assert "no dump can be written there" in refused(Path("/proc/dump"))
+    assert_names(refused(tmp_path / "file"), tmp_path / "file", os.strerror(errno.EEXIST))
+    assert_names(refused(tmp_path / "file" / "below"), os.strerror(errno.ENOTDIR))
+    assert_names(refused(Path("/proc/dump")), "/proc/dump")
     assert "null" in refused(Path("a\0b"))
 
 
@@ -173,20 +175,19 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
     assert "JSON" in refused(tmp_path, model={"a": object()})
 
     def full(self: Manifest, folder: Path) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Manifest, "write", full)
-    assert "No space left on device" in refused(tmp_path)
+    assert_names(refused(tmp_path), os.strerror(errno.ENOSPC))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = opened(tmp_path)
     assert find_access_problem(tmp_path, told) == ""
-    assert (
-        find_access_problem(tmp_path, replace(told, created="later")) == "found another folder of that name"
-    )
-    assert find_access_problem(tmp_path, replace(told, run=7), 0.0) == "cannot see it"
-    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == "cannot see it"
+    other = find_access_problem(tmp_path, replace(told, created="later"))
+    absent = find_access_problem(tmp_path, replace(told, run=7), 0.0)
+    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == absent
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
-    assert find_access_problem(tmp_path, told) == "may not write to it"
+    closed = find_access_problem(tmp_path, told)
+    assert len({"", other, absent, closed}) == 4

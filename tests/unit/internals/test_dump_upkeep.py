@@ -22,6 +22,7 @@ from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.commands import Command
 from tests.support.dumps import COLUMN, REPLICATED, Given, random
+from tests.support.messages import assert_names, raises
 
 MESH = {"pp": 2, "tp": 2}
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc1"
@@ -103,7 +104,7 @@ def test_a_missing_part_is_named_by_rank_and_site(dump):
     finding = only(dump)
     assert (finding.kind, finding.rank, finding.iteration) == ("missing", 1, 10)
     assert finding.sites == (FIRST, FIRST + ".grad")
-    assert "part 0 of rank 1 is missing" in finding.text
+    assert_names(finding.text, 0, 1)
 
 
 def test_an_iteration_that_several_ranks_left_is_one_line(dump, command):
@@ -115,9 +116,9 @@ def test_an_iteration_that_several_ranks_left_is_one_line(dump, command):
     told = command("dump", "verify", dump).out.splitlines()
     twenty, ten = ([line for line in told if f"00000000{n}" in line] for n in (20, 10))
     assert len(twenty) == len(ten) == 1
-    assert "iteration 20 is incomplete: parts of ranks 0, 1, 3 are not there; lost: of 3 sites" in twenty[0]
-    assert "rank 1 stopped before its part 0" in ten[0]
-    assert "2 errors" in told
+    assert_names(twenty[0], 20, "0, 1, 3", 3)
+    assert_names(ten[0], 1, 0)
+    assert_names(told[-1], 2)
 
 
 def test_one_of_several_parts_that_is_missing_is_named_by_what_was_in_it(tmp_path):
@@ -178,13 +179,12 @@ def test_a_digit_of_a_manifest_that_changed_is_damage(dump):
     at = text.index(b'"stage": 1')
     path.write_bytes(text[: at + 9] + b"0" + text[at + 10 :])
     assert only(dump).kind == "manifest"
-    assert "its checksum is wrong" in only(dump).text
-    with pytest.raises(DumpError, match=r"manifest.json: its checksum is wrong"):
+    with raises(DumpError, path, path=str(path)):
         open_dump(dump)
     path.write_bytes(dumps.sealed_again(path.read_bytes()))
     found = [f for f in verify_dump(dump).findings if f.error]
     assert {(f.kind, f.rank) for f in found} == {("contradiction", 2), ("contradiction", 3)}
-    assert f"{SECOND} passed in stage 1, and the manifest has it in stage 0" in found[0].text
+    assert_names(found[0].text, SECOND, 1, 0)
 
 
 def test_strays_are_noted_and_are_no_error(dump):
@@ -357,7 +357,7 @@ def test_a_prune_that_was_stopped_is_finished_by_the_next(dump, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("megatron_flex.dump.tools.dump_cleanup.shutil.rmtree", stopped)
-        with pytest.raises(DumpError, match="cannot be removed: stopped"):
+        with raises(DumpError, dump, "stopped"):
             prune_dump(dump, found)
     assert runs(dump) == {0: [0, 10]}
     assert verify_dump(dump).good
@@ -378,4 +378,5 @@ def test_a_dry_run_removes_nothing(command, dump):
     pruned = command("dump", "prune", "dump", "--force", "--keep-every", "20")
     assert [item for item in removed if item not in pruned.out] == []
     assert open_dump(dump).iterations == [0]
-    assert command("dump", "prune", "dump", "--force").out == "nothing to remove\n"
+    again = command("dump", "prune", "dump", "--force")
+    assert [item for item in again.out.split() if "run-" in item] == []

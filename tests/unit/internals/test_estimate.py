@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from itertools import product
 from math import prod
@@ -176,7 +178,7 @@ def test_bytes_in_words(count: int, words: str) -> None:
 
 
 def test_an_estimate_of_nothing_says_so() -> None:
-    with pytest.raises(FlexError, match="name sites"):
+    with raises(FlexError, "decoder.layers.*"):
         estimate_dump_size(mesh_at({}, {}), [])
 
 
@@ -261,48 +263,48 @@ def test_casts_gradients_and_iterations() -> None:
 
 
 WRONG = [
-    ({"num_layer": 3}, "no argument 'num_layer'; nearest: num_layers"),
-    ({"num_attention_heads": 5}, "num_attention_heads=5 must divide by 2"),
-    ({"hidden_size": 66}, "hidden_size=66 must divide by 4, num_attention_heads"),
-    ({"context_parallel_size": 3}, "seq_length=32 must divide by 6.*nearest: 36"),
-    ({"world_size": 7}, "world_size=7 must be 2 .*nearest: 6"),
-    ({"global_batch_size": 3}, "global_batch_size=3 must divide by 2"),
-    ({"normalization": "Norm"}, "normalization='Norm' is none of"),
-    ({"num_layers": "many"}, "num_layers='many'"),
-    ({"vocab_size": None}, "give vocab_size or padded_vocab_size"),
-    ({"pipeline_model_parallel_size": 3}, "Megatron refuses this configuration: .*divisible"),
-    ({"num_experts": 4, "expert_model_parallel_size": 3}, "num_experts=4 must divide by 3"),
-    ({"tensor_model_parallel_size": 0}, "at least 1"),
-    ({"bf16": True, "fp16": True}, "Megatron refuses this configuration: the rule `assert not args.bf16`"),
+    ({"num_layer": 3}, ["'num_layer'", "num_layers"]),
+    ({"num_attention_heads": 5}, ["num_attention_heads=5", 2]),
+    ({"hidden_size": 66}, ["hidden_size=66", 4, "num_attention_heads"]),
+    ({"context_parallel_size": 3}, ["seq_length=32", 6, 36]),
+    ({"world_size": 7}, ["world_size=7", 2, 6]),
+    ({"global_batch_size": 3}, ["global_batch_size=3", 2]),
+    ({"normalization": "Norm"}, ["normalization='Norm'"]),
+    ({"num_layers": "many"}, ["num_layers='many'"]),
+    ({"vocab_size": None}, ["vocab_size", "padded_vocab_size"]),
+    ({"pipeline_model_parallel_size": 3}, ["Megatron"]),
+    ({"num_experts": 4, "expert_model_parallel_size": 3}, ["num_experts=4", 3]),
+    ({"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", 1]),
+    ({"bf16": True, "fp16": True}, ["Megatron", "`assert not args.bf16`"]),
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG, ids=lambda x: str(x)[:40])
-def test_what_cannot_be_says_value_rule_and_fix(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(FlexError, match=said):
+@pytest.mark.parametrize(("change", "values"), WRONG, ids=lambda x: str(x)[:40])
+def test_what_cannot_be_says_value_rule_and_fix(change: dict[str, Any], values: list[object]) -> None:
+    with raises(FlexError, *values):
         dump_estimate({**BASE, "tensor_model_parallel_size": 2, **change}, "decoder.layers.*")
 
 
 def test_wrong_words_of_an_estimate(tmp_path: Path) -> None:
-    with pytest.raises(SiteError, match="matches no site"):
+    with raises(SiteError, site="encoder.layers.*"):
         dump_estimate(BASE, "encoder.layers.*")
-    with pytest.raises(FlexError, match="cannot be dumped: TEDotProductAttention keeps"):
+    with raises(FlexError, "TEDotProductAttention"):
         dump_estimate(BASE, "decoder.layers.0.self_attention.core_attention:scores")
-    with pytest.raises(FlexError, match="no flag '--num-layer'; nearest: --num-layers"):
+    with raises(FlexError, "'--num-layer'", "--num-layers"):
         dump_estimate(["--num-layer", "3"], "decoder.layers.*")
-    with pytest.raises(FlexError, match="no axis 'tensor'"):
+    with raises(FlexError, "'tensor'"):
         dump_estimate(BASE, "decoder.layers.*", mesh={"tensor": 2})
-    with pytest.raises(FlexError, match="fraction"):
+    with raises(FlexError, 1.5):
         dump_estimate(BASE, "decoder.layers.*", tokens=1.5)
-    with pytest.raises(FlexError, match="microbatches=2: an iteration has 1"):
+    with raises(FlexError, "microbatches=2", 1):
         dump_estimate(BASE, "decoder.layers.*", microbatches=2)
-    with pytest.raises(FlexError, match="No such file"):
+    with raises(FlexError, tmp_path / "none.yaml", os.strerror(errno.ENOENT)):
         dump_estimate(tmp_path / "none.yaml", "decoder.layers.*")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    with pytest.raises(FlexError, match="holds a list"):
+    with raises(FlexError, tmp_path / "list.yaml", "list"):
         dump_estimate(tmp_path / "list.yaml", "decoder.layers.*")
     (tmp_path / "torn.json").write_text("{")
-    with pytest.raises(FlexError, match="no JSON or YAML"):
+    with raises(FlexError, tmp_path / "torn.json", "JSON", "YAML"):
         dump_estimate(tmp_path / "torn.json", "decoder.layers.*")
 
 
@@ -331,7 +333,7 @@ def test_an_estimate_needs_a_process_without_groups() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(FlexError, match="in a process of its own"):
+        with raises(FlexError):
             dump_estimate(BASE, "decoder.layers.*")
     finally:
         dist.destroy_process_group()
@@ -343,7 +345,7 @@ def test_local_shapes() -> None:
     turned = Layout((Dim("s", (Cut("tp"),)), Dim("b"), Dim("h")), permute=(1, 0, 2))
     assert compute_local_shape(turned, (2, 24, 4), sizes) == (12, 2, 4)
     assert prod(compute_local_shape(COPIES, (4, 4, 2), {"tp": 4})) == 16
-    with pytest.raises(FlexError, match="do not divide"):
+    with raises(FlexError, 25):
         compute_local_shape(CUT, (25, 2, 4), sizes)
 
 
