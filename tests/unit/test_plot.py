@@ -267,7 +267,7 @@ def test_broken_values_are_marked() -> None:
     made.values[1, 2] = math.nan
     made.broken[1, 2] = 5
     axes = mf.plot.norms(made).axes[0]
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["NaNs or infinities"]
+    assert len(axes.get_legend().get_texts()) == 1
     (mark,) = [line for line in axes.get_lines() if line.get_marker() == "x"]
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([2], [0.0])
 
@@ -383,16 +383,17 @@ def test_norms_have_the_mean_token_and_a_band() -> None:
         assert (ends.min(), ends.max()) == pytest.approx(
             (made.token_norms[1, -1, n], made.token_norms[2, -1, n])
         )
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["10th to 90th percentile of tokens"]
-    assert axes.get_ylabel() == "mean norm of a token"
-    assert mf.plot.norms(made, rms=True).axes[0].get_ylabel() == "RMS"
-    assert mf.plot.norms(stream()).axes[0].get_ylabel() == "norm of the full tensor"
+    (legend,) = axes.get_legend().get_texts()
+    assert_names(legend.get_text(), "10th", "90th")
+    labels = [p.axes[0].get_ylabel() for p in (mf.plot.norms(made, rms=True), mf.plot.norms(stream()))]
+    assert labels[0] == "RMS"
+    assert len({axes.get_ylabel(), *labels}) == 3, "of a token and of the full tensor"
 
 
 def test_attention_names_its_scale_and_takes_tokens() -> None:
     figure = ALL["attention with tokens"]()
     bar = figure.axes[-1]
-    assert bar.get_ylabel() == "attention to a key (color: square root)"
+    assert (bar.get_ylabel() != "", figure.axes[0].images[0].norm.gamma) == (True, 0.5)
     assert [t.get_text() for t in figure.axes[4].get_xticklabels()] == [f"␣word{n}" for n in range(8)]
 
 
