@@ -240,7 +240,8 @@ def dump_source(
     if shortened:
         notes.append(
             info_note(
-                f"{label}: numbers and histograms of {shortened} tensors are of a part of their values."
+                f"{label}: numbers and histograms of {shortened} of {len(tensors)} tensors are of a part of "
+                "their values."
             )
         )
     if tables.texts and not any(

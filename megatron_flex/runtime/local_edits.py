@@ -170,9 +170,10 @@ def plan_local_edits(
     """
     sizes = mesh.sizes
     if len(layout.dims) != len(shape):
-        return None, "its layout does not fit"
-    if any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims):
-        return None, "its parts may differ in length"
+        return None, f"its layout has {len(layout.dims)} dims, and its shape {shape} has {len(shape)}"
+    for dim in (d for d in layout.dims if d.uneven):
+        if axes := [c.axis for c in dim.cuts if mesh[c.axis].size > 1]:
+            return None, f"its shards along {dim.name!r} over {'/'.join(axes)} may differ in length"
     shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
     padded = _has_padding(shard)
     alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
@@ -180,7 +181,7 @@ def plan_local_edits(
     for hook, edit in edits.items():
         name = describe_edit(edit)
         if hook.run == "once":
-            return None, "one rank edits the full tensor"
+            return None, f"{name} has run='once', with which one rank edits the full tensor"
         if uses_context(edit):
             return None, f"{name} uses save_ctx"
         if trains and uses_modules(edit):

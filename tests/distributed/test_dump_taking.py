@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support import dumped, gpt, ranks
 from tests.support.gpt import Case
-from tests.support.messages import assert_names
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 from tests.support.rank import changes
 
@@ -174,7 +174,7 @@ def test_calls_outside_a_schedule(tmp_path: Path) -> None:
         name = f"{OUT}.grad"
         assert 1 not in dump[name].iterations
         assert [dump[name].at(i).shape[1] // gpt.BATCH for i in (0, 2, 4, 5)] == [1, 3, 1, 1]
-        with pytest.raises(mf.DumpError):
+        with raises(mf.DumpError, name, 3):
             dump[name].at(3).torch()
         assert torch.equal(dump[name].at(0).torch(), dump[name].at(5).torch())
 

@@ -13,7 +13,7 @@ from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, ranks
 from tests.support.counting import counting
 from tests.support.gpt import Case
-from tests.support.messages import assert_names
+from tests.support.messages import assert_names, raises
 from tests.support.pool import run
 from tests.unit.test_page import Elements
 
@@ -45,7 +45,7 @@ def pages(case: Case, folder: str) -> dict[str, Any]:
         out["calls"] = len(calls) + len(more)
         out["written"] = [str(p.name) for p in (before, after) if p is not None]
         out["sites"] = [s.name for s in flex.sites()]
-        with pytest.raises(mf.SiteError):
+        with raises(mf.SiteError, "decodr.*"):
             flex.report.to_html(path / "never.html", pattern="decodr.*")
         flex.remove_hook(hooks[2])
     return out

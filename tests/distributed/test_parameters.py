@@ -279,13 +279,12 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         assert_names(told["unknown"], "decoder.layers.1.mlp.linear_fc3.weight")
         assert_names(told["shape"], (2 * gpt.FFN, gpt.HIDDEN), (2 * gpt.FFN, gpt.HIDDEN + 1))
         assert_names(told["no layout"], "decoder.layers.0.probe.weight", "Linear")
-        assert told["no gradient"]
-        assert told["set unknown"].startswith("SiteError")
+        assert_names(told["no gradient"], FC1)
+        assert_names(told["set unknown"], "SiteError", "'decoder.layers.1.norm'")
         assert_names(told["set shape"], f"({gpt.HIDDEN},)")
         assert "torch.float64" in told["set dtype"]
-        assert told["set differing"]
-        assert told["set nothing"]
-        assert told["set by one"]
+        for case in ("set differing", "set nothing", "set by one"):
+            assert_names(told[case], NORM)
         assert_names(told["optimizer"], "SGD", "reload_model_params()")
         assert_names(told["without layout"], "decoder.layers.0.probe.bias", "Linear")
         assert told["listed"] == "False"
@@ -325,7 +324,7 @@ def test_a_gradient_is_never_given_for_what_it_is_not() -> None:
     for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, True):
         assert told["nothing"] == told["reduced"] == ""
         assert_names(told["unreduced"], "reduced=False")
-        assert told["called"]
+        assert_names(told["called"], "reduced=True", "reduced=False")
     for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, False):
         assert_names(told["unreduced"], "overlap_grad_reduce=True")
 

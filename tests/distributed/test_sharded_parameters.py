@@ -149,7 +149,7 @@ def test_at_the_wrong_moment(kind: str) -> None:
     assert_names(told["hook"], "get_module_parameter(name, gradient=True)")
     assert "_fsdp" not in told["names"]
     assert "_flat" not in told["names"]
-    assert told["inside"]
+    assert_names(told["inside"], "fully_shard" if kind == "FSDP2" else "FullyShardedDataParallel")
     assert_names(told["not reduced"], "layers.1.attention.wq.weight")
     assert told["reduced"] == ""
     assert_names(told["own"], "reduced=False")

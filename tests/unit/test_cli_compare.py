@@ -11,7 +11,7 @@ from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command
 from tests.support.dumps import SEQUENCE, Given, random
-from tests.support.messages import any_names, assert_names
+from tests.support.messages import any_names, assert_names, raises
 
 pytest.importorskip("megatron_flex.cli", exc_type=ImportError)
 
@@ -226,5 +226,5 @@ def test_tokens_as_they_are_said(said, means):
 
 @pytest.mark.parametrize("said", ["x", "1:2:3:4", "random:", "random:0", "1,,2", ""])
 def test_tokens_that_cannot_be_said(said):
-    with pytest.raises(FlexError):
+    with raises(FlexError, "--tokens", repr(said.removeprefix("random:"))):
         parse_token_setting(said)

@@ -429,7 +429,7 @@ def test_torch_has_one_thread_while_two_dumps_are_compared(
         torch.set_num_threads(3)
         assert compare(*paths).verdict == "equal"
         assert (seen, torch.get_num_threads()) == ({1}, 3)
-        with pytest.raises(DumpError):
+        with raises(DumpError, tmp_path / "none"):
             compare(paths[0], tmp_path / "none")
         assert torch.get_num_threads() == 3, "after an error too"
     finally:

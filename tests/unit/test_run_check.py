@@ -122,9 +122,9 @@ def test_patterns(pattern: str) -> None:
     "pattern", ["", "a b", "a/b", "(a)", "a.", ".a", "a:", "a:b:c", "[", "a]", "a[]", "$"]
 )
 def test_texts_that_match_no_name(pattern: str) -> None:
-    with pytest.raises(SiteError):
+    with raises(SiteError, repr(pattern)):
         check_pattern(pattern)
-    with pytest.raises(SiteError):
+    with raises(SiteError, repr(pattern)):
         SiteTable().match(pattern)
 
 

@@ -9,6 +9,7 @@ import megatron_flex as mf
 from megatron_flex.alignment.axes import canonical_axes, parse_axes, rearrange
 from megatron_flex.alignment.counterparts import FAMILIES, family_of
 from megatron_flex.errors import FlexError, LayoutError
+from tests.support.messages import raises
 
 
 def test_axes_are_rearranged() -> None:
@@ -20,11 +21,13 @@ def test_axes_are_rearranged() -> None:
     assert torch.equal(rearrange(flat, "(b s) h", ("s", "b", "h"), {"b": 2}), x.transpose(0, 1))
 
 
-@pytest.mark.parametrize("axes", ["b s", "b s (n d) e", "b (n s) h"])
-def test_other_axes_are_refused(axes: str) -> None:
-    with pytest.raises(LayoutError):
+@pytest.mark.parametrize(
+    ("axes", "named"), [("b s", "'b s'"), ("b s (n d) e", "'b s (n d) e'"), ("b (n s) h", "(n s)")]
+)
+def test_other_axes_are_refused(axes: str, named: str) -> None:
+    with raises(LayoutError, named):
         rearrange(torch.zeros(2, 3, 8), axes, ("b", "s", "n", "d"), {"n": 4})
-    with pytest.raises(LayoutError):
+    with raises(LayoutError, 8, "(n d)", "n=3"):
         rearrange(torch.zeros(2, 3, 8), "b s (n d)", ("b", "s", "n", "d"), {"n": 3})
 
 

@@ -246,7 +246,7 @@ def test_what_reading_refuses_is_an_error(dump, wrong):
         path = part(dump, 10, 0)
         path.with_name(path.name.replace("000-of-001", "001-of-002")).write_bytes(path.read_bytes())
         path.rename(path.with_name(path.name.replace("000-of-001", "000")))
-    with pytest.raises(DumpError):
+    with raises(DumpError, dump):
         open_dump(dump)[FIRST].at(10).torch()
     assert not verify_dump(dump).good
 

@@ -31,7 +31,7 @@ from megatron_flex.dump.writer import part_writer, writer_threads
 from megatron_flex.dump.writer.writer_threads import SLAB_BYTES, CopyStream, HostBuffers
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import replicated
-from tests.support.messages import any_names, assert_names
+from tests.support.messages import any_names, assert_names, raises
 
 LAYOUT = replicated("s", "h")
 
@@ -882,5 +882,5 @@ def test_a_cut_file_is_found(tmp_path: Path, left: int) -> None:
     at.close()
     file = next(tmp_path.glob("*/*.safetensors"))
     file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(DumpError):
+    with raises(DumpError, file):
         read_part(file)

@@ -9,6 +9,8 @@ import torch
 
 from megatron_flex.layout import Cut, Dim, Layout, assemble, replicated
 from megatron_flex.layout.gradient_layout import (
+    PARTS_DIFFER,
+    USES_DIFFER,
     GradientLayout,
     GradientUses,
     conjugate_layout,
@@ -47,9 +49,9 @@ USES = [
     (FULL, TP_AND_CP, Layout(FULL.dims, partial=("cp", "tp")), ""),
     (SHARED, TP_USE, PARTIAL, ""),
     (PARTIAL, ONE_USE, SHARED, ""),
-    (FULL, BOTH, None, ""),
+    (FULL, BOTH, None, PARTS_DIFFER),
     (FULL, REASON, None, "no rule for sort"),
-    (FULL, TWO_PASSES, None, ""),
+    (FULL, TWO_PASSES, None, USES_DIFFER),
     (FULL, "the model was called before", None, "the model was called before"),
 ]
 

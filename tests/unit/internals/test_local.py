@@ -184,16 +184,17 @@ def test_what_needs_the_whole_says_why() -> None:
     assert_names(why(squared), "squared", "@mf.local")
     assert why(squared, replicated("s", "b", "h")) == "", "each rank has all of it"
     assert_names(why(edits.resample("s")), "resample('s')", "s", "a")
-    assert why(edits.scale(2.0), run="once")
+    assert_names(why(edits.scale(2.0), run="once"), "scale(2.0)", "run='once'")
     assert "clamp" in why(edits.clamp(0.0, 1.0), Layout(cut.dims, partial=("b",)))
     assert why(edits.scale(2.0), Layout(cut.dims, partial=("b",))) == ""
     assert why(mf.local(dims=("s", "b"))(squared)) == ""
     assert_names(why(mf.local(dims="b h")(squared)), "squared", "s", "a")
     assert "save_ctx" in why(mf.local()(saving))
-    assert why(mf.local()(training), trains=True)
-    assert why(edits.scale(2.0), Layout((Dim("s", (Cut("a"),), uneven=True), *cut.dims[1:])))
+    assert_names(why(mf.local()(training), trains=True), "training")
+    uneven = Layout((Dim("s", (Cut("a"),), uneven=True), *cut.dims[1:]))
+    assert_names(why(edits.scale(2.0), uneven), "'s'", "a")
     mixed = edits.scale(2.0) | squared
-    assert why(mixed), "a chain with one that needs it"
+    assert_names(why(mixed), "squared")  # a chain with one that needs it
     assert why(edits.scale(2.0) | mf.local()(squared)) == ""
 
 

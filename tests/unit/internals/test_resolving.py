@@ -102,10 +102,9 @@ def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_imported_that_is_not_named(hooks: Path) -> None:
-    with pytest.raises(FlexError):
-        load_function("hooks.py")
-    with pytest.raises(FlexError):
-        load_function("hooks.double")
+    for name in ("hooks.py", "hooks.double"):
+        with raises(FlexError, name):
+            load_function(name)
     resolve_settings(Settings(sites=("a",), edits=(EditSettings(edit="zero"),)))
     assert sys.counted == 0
 

@@ -17,6 +17,7 @@ from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.recorder import Recorder
+from tests.support.messages import raises
 
 FULL = Layout((Dim("s"), Dim("h")))
 
@@ -138,7 +139,7 @@ def test_zeros_stand_for_a_shard_that_does_not_fit() -> None:
     made = Recorder(Mesh((axis,)), captures := Captures())
     cut = Layout((Dim("h", (Cut("tp"),)),))
     made.shard(key("x"), torch.ones(4), cut)
-    with pytest.raises(LayoutError):
+    with raises(LayoutError, (4, 4)):
         made.shard(Key("x", 0, 0, 0, 1), torch.ones(4, 4), cut)
     made.flush()
     assert [t.tolist() for t in captures["x"]] == [[1.0] * 4, [0.0] * 4]
