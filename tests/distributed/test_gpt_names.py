@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_flex.compare.comparison import INDISTINGUISHABLE
 from tests.distributed import matrix
 from tests.distributed.matrix import BOUND, Cell, cells_of, judge, relative
 from tests.support import dumped, gpt, oracle, ranks, ssm, truths
@@ -288,7 +289,7 @@ def test_a_dump_is_compared_with_that_of_its_migration(recorded: dict[str, Path]
     one = transformer(SPREAD)
     for a, b in (("gpt", "hybrid"), ("hybrid", "gpt")):
         found = compare(recorded[a] / "dump", recorded[b] / "dump", tolerance=BOUND)
-        assert found.verdict == "not distinguishable from round-off", found.summary()
+        assert found.verdict == INDISTINGUISHABLE, found.summary()
         assert (list(found.missing), found.exit_status) == ([], 0)
         assert compare(recorded[a] / "dump", recorded[b] / "dump").exit_status == 0
         names = {(r.kind, r.name) for r in found.rows}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare import compare
+from megatron_flex.compare.comparison import INDISTINGUISHABLE
 from megatron_flex.errors import DumpError
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
@@ -69,7 +70,7 @@ def test_the_recipe_of_the_page(tmp_path: Path) -> None:
     assert compare(one, wrong, iterations=[STEP]).verdict == "diverges"
     run(CASE.world, isolated, CASE, one, alone, state, code, 3.0)
     result = compare(one, alone, iterations=[STEP])
-    assert result.verdict == "not distinguishable from round-off", str(result)
+    assert result.verdict == INDISTINGUISHABLE, str(result)
     parameters = [r for r in result.rows if r.kind == "parameter"]
     assert parameters
     assert all(r.equal for r in parameters), "they are those of the other run"

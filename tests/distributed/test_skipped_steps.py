@@ -83,7 +83,6 @@ def test_unequal_numbers_of_steps(where: str, kind: str, many: str) -> None:
         first, last = (0, 1) if STEPS[many][0] < STEPS[many][1] else (1, 0)
         assert_names(text, f"rank {first}", "restore()", "step 1")
         assert f"rank {last}: " in text
-        assert "step 2" in text or "the beginning of a step" in text
 
 
 def first_steps(where: str, kind: str) -> str:

@@ -292,7 +292,6 @@ def test_parallel_modules_in_a_model_that_is_not_known(name: str) -> None:
     for rank, out in enumerate(run(2, inside, name)):
         assert_names(out.pop("unsaid"), "tensor_parallel_size")
         detected = out.pop("detected")
-        assert "no framework's parallel modules" not in detected
         assert "Parallel" in detected.splitlines()[0]
         assert "of megatron." in detected.splitlines()[0]
         assert_names(out.pop("other size"), "[0, 1]")

@@ -100,7 +100,7 @@ def test_a_site_a_rank_and_a_layer_of_its_page_are_shown(run: tuple[str, Path], 
     assert shown is not None
     assert float(shown[1]) == pytest.approx(value.square().mean().sqrt().item(), rel=2e-3)
     window.pick("rank", 1)
-    assert "holds part 2 of 2" in window.text("#mesh")
+    assert "2 of 2" in window.text("#mesh")
     window.pick("layer", 3)
     assert window.chosen("site") == [site.replace("layers.1", "layers.3")]
     assert "rank 1: pp 0 tp 1" in window.text("#chosen").replace(",", "").replace("·", "").replace("  ", " ")

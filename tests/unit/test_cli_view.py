@@ -56,7 +56,7 @@ def test_a_dump(command: Command) -> None:
 def test_two_dumps_are_compared(command: Command) -> None:
     assert command("view", "one", "two").status == 0
     told = read(command.folder / "page.html")
-    assert told["title"] == "one and two"
+    assert_names(told["title"], "one", "two")
     assert [d["label"] for d in told["data"]] == ["A", "B"]
     first = told["sites"]["name"][told["divergence"]["first"]]
     assert first.startswith("decoder.layers.1")

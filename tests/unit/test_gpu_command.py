@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.messages import any_names, assert_names, raises
+
 ROOT = Path(__file__).parents[2]
 Load = Callable[[str], Any]
 KEY = {"device": "cuda", "sources": "a"}
@@ -55,10 +57,8 @@ def test_a_result_holds_for_its_key_alone(script: Load, tmp_path: Path) -> None:
 
 def test_what_did_not_come_to_its_end_is_run_again(script: Load) -> None:
     gpu = script("gpu")
-    said = {
-        status: gpu.finished({"status": status}) for status in (gpu.PASSED, gpu.FAILED, gpu.LATE, gpu.CRASHED)
-    }
-    assert said == {"passed": True, "failed": True, "did not finish": False, "crashed": False}
+    statuses = gpu.PASSED, gpu.FAILED, gpu.LATE, gpu.CRASHED
+    assert [gpu.finished({"status": status}) for status in statuses] == [True, True, False, False]
     assert not gpu.finished(None)
 
 
@@ -70,15 +70,18 @@ def test_how_a_part_went(script: Load, tmp_path: Path, checks: list[Any], code: 
     target = tmp_path / "part.found"
     result = script("gpu").run_part(command(target, found(*checks), code), target, 60)
     assert result["status"] == status
-    assert result["error"] == ("exit status 3: words" if code else "")
+    assert bool(result["error"]) is bool(code)
+    if code:
+        assert_names(result["error"], code, "words")
 
 
 def test_a_part_that_is_late_is_ended_with_all_that_it_started(script: Load, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     starts = ["bash", "-c", f"sleep 300 & echo $! >{pid}; wait"]
     began = time.monotonic()
-    result = script("gpu").run_part(starts, tmp_path / "part.found", 3)
-    assert result["status"] == "did not finish"
+    gpu = script("gpu")
+    result = gpu.run_part(starts, tmp_path / "part.found", 3)
+    assert result["status"] == gpu.LATE
     assert time.monotonic() - began < 60
     stat = Path("/proc", pid.read_text().strip(), "stat")
     for _ in range(100):
@@ -107,7 +110,7 @@ def test_no_part_stops_the_next_and_the_exit_status_says_so(
     words = ["--out", str(tmp_path), "--write", str(tmp_path / "page.md"), "--part", *list(ends)[1:]]
     assert gpu.run(gpu.flags(words), sys.executable) == 1
     assert ran == list(ends)
-    assert "wrong: another thing: 2, at most 1" in capfd.readouterr().out
+    assert any_names(capfd.readouterr().out.splitlines(), "another thing", 2, 1)
     ran.clear()
     ends["values"] = found(GOOD), 0
     assert gpu.run(gpu.flags(words), sys.executable) == 1
@@ -119,8 +122,8 @@ def test_no_part_stops_the_next_and_the_exit_status_says_so(
     assert ran == ["machine", "machine", "hooks"]
     page = (tmp_path / "page.md").read_text()
     assert page == gpu.text(json.loads((tmp_path / "page.json").read_text()))
-    assert "| `bf16` | the same in bf16 | **failed**, 0 of 1 checks |" in page
-    assert "- **Failed:** another thing: 2, at most 1" in page
+    assert any_names(page.splitlines(), "`bf16`", "failed", "0 of 1")
+    assert any_names(page.splitlines(), "another thing", 2, 1)
 
 
 # --- checks
@@ -182,7 +185,7 @@ def test_figures_of_a_cpu_do_not_go_among_the_documents(
     assert not gpu.flags(["--device", "cpu"]).write.is_relative_to(ROOT / "docs")
     with pytest.raises(SystemExit):
         gpu.flags(["--device", "cpu", "--write", str(ROOT / "docs" / "gpu.md")])
-    assert "do not go among the documents" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, "--write")
 
 
 # --- without a network
@@ -190,9 +193,9 @@ def test_figures_of_a_cpu_do_not_go_among_the_documents(
 
 def test_an_environment_that_cannot_be(script: Load, tmp_path: Path) -> None:
     wheels = script("gpu_wheels")
-    with pytest.raises(SystemExit, match="is no environment"):
+    with raises(SystemExit, tmp_path):
         wheels.environment(tmp_path, None)
-    with pytest.raises(SystemExit, match="no wheel is in"):
+    with raises(SystemExit, tmp_path):
         wheels.environment(tmp_path / "venv", tmp_path)
 
 

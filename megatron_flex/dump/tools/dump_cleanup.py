@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_flex.dump.run_folders import IterationFolder, RunFolder, is_temporary, list_run_folders
 from megatron_flex.dump.writer.run_creation import TEMPORARY_RUN_NAME
@@ -17,7 +18,8 @@ from megatron_flex.progress import track
 PRUNED_PREFIX = (
     ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
 )
-LEFTOVER = "left over"  # of a prune that was stopped
+RemovalReason = Literal["incomplete", "temporary", "not kept", "empty run", "left over"]
+LEFTOVER: RemovalReason = "left over"  # of a prune that was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Removal:
 
     path: Path
     nbytes: int
-    why: str
+    why: RemovalReason
     run: int | None = None
     iteration: int | None = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 from megatron_flex.alignment import Alignment, SiteVerdict
 from megatron_flex.alignment.tensor_difference import Difference
+from tests.support.messages import assert_names
 
 GOOD, BAD = "decoder.layers.0:output", "decoder.layers.1:output"
 
@@ -38,11 +40,14 @@ def write(found: Alignment, path: Path) -> Elements:
 def test_the_first_difference_and_its_cause_are_named(tmp_path: Path) -> None:
     verdicts = (verdict(GOOD, "0", 0.01), verdict(BAD, "1", 1.0))
     page = write(Alignment("Llama", verdicts, causes=("gate and up are swapped",)), tmp_path / "page.html")
-    assert f"The models differ first at {BAD}" in page.text
-    assert "gate and up are swapped" in page.text
-    equal = write(Alignment("Llama", verdicts[:1]), tmp_path / "equal.html")
-    assert "The models agree" in equal.text
-    assert "The models differ" not in equal.text
+    assert_names(page.text, "gate and up are swapped")
+    first = re.search(
+        r'<h2>[^<]*<a href="#first"><code>([^<]*)<', (tmp_path / "page.html").read_text("utf-8")
+    )
+    assert first is not None
+    assert first[1] == BAD
+    write(Alignment("Llama", verdicts[:1]), tmp_path / "equal.html")
+    assert "#first" not in (tmp_path / "equal.html").read_text("utf-8")
 
 
 def test_names_with_markup_stay_text(tmp_path: Path) -> None:

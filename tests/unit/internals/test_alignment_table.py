@@ -9,7 +9,7 @@ import megatron_flex as mf
 from megatron_flex.alignment.axes import canonical_axes, parse_axes, rearrange
 from megatron_flex.alignment.counterparts import FAMILIES, family_of
 from megatron_flex.errors import FlexError, LayoutError
-from tests.support.messages import raises
+from tests.support.messages import assert_names, raises
 
 
 def test_axes_are_rearranged() -> None:
@@ -46,7 +46,7 @@ def test_the_printed_table() -> None:
     text = str(mf.site_names("llama"))
     assert "decoder.layers.{layer}.self_attention.linear_qkv:q" in text
     assert "b s (n d) -> s b n d" in text
-    assert "Hugging Face computes the mean only" in text
+    assert_names(text, "loss:output", "Hugging Face")
     (row,) = mf.site_names("gpt2", ["decoder.layers.7.self_attention.linear_qkv:k"])
     assert row == (
         "decoder.layers.7.self_attention.linear_qkv:k",
@@ -54,7 +54,8 @@ def test_the_printed_table() -> None:
         "b s (g d) (part 1 of 3) -> s b g d",
     )
     ((_, point, why),) = mf.site_names("llama", ["decoder.layers.0.mlp.router:logits"])
-    assert (point, why) == ("", "the architecture llama has no such tensor")
+    assert point == ""
+    assert_names(why, "llama")
 
 
 def test_norms_inside_a_linear_change_what_enters_it() -> None:
@@ -69,5 +70,5 @@ def test_norms_inside_a_linear_change_what_enters_it() -> None:
 
 
 def test_an_unknown_architecture_is_named() -> None:
-    with pytest.raises(FlexError, match=r"'lama' has no table of hook points.*llama"):
+    with raises(FlexError, "'lama'", "llama"):
         mf.site_names("lama")

@@ -589,7 +589,7 @@ def test_progress_and_bytes_are_in_the_log(
             step(at, number, tensors(number, 5, 10_000))
         at.close()
     told = [r.getMessage() for r in caplog.records]
-    assert [t.endswith("MB to go") for t in told] == [True, True, True, False, False]  # of the first rank
+    assert len(told) == 5  # three of the first rank while its files are written, and one at each end
     assert_names(told[1], tmp_path, 2, "1.6 MB")
     assert_names(told[4], tmp_path, 1, 3, "2.4 MB")
 
