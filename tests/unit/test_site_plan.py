@@ -216,18 +216,3 @@ def test_shapes_and_dims_that_change_have_passes_of_their_own() -> None:
             with flex.step():
                 net(torch.ones(shape))
         assert [tuple(t.shape) for t in flex.output_dict["0:output"]] == shapes
-
-
-def test_a_later_pass_executes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, general = model(), []
-    with mf.FlexModel(net) as flex:
-        flex.session.add(*edited(tripled))
-        dispatcher = flex.session.dispatcher
-        dispatch = dispatcher._dispatch
-        monkeypatch.setattr(
-            dispatcher, "_dispatch", lambda *args, **more: general.append(1) or dispatch(*args, **more)
-        )
-        for _ in range(PASSES):
-            with flex.step():
-                net(torch.ones(2, 4))
-    assert len(general) == 1
