@@ -229,7 +229,8 @@ def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> di
         _, inner = flex.interp.run_with_cache(tokens(), "blocks.1.hook_resid_pre")  # counts for what it is
         assert_names(said(lambda: handles["logits"].value), "with flex.interp.trace()")
         shown = repr(entering)
-        assert "tensor(" not in shown, "it has no value yet"
+    assert repr(entering) != shown, "which has a value now"
+    assert_names(repr(entering), "blocks.1.mlp", tuple(entering.value.shape))
     assert torch.equal(again.value, inner["resid_pre", 1])
     assert not flex.output_dict
     out = {name: far(handle.value, truth[name]) for name, handle in handles.items()}
