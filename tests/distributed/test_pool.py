@@ -175,7 +175,7 @@ def removed() -> None:
         (thread, ["thread", "left"]),
         (hooked, ["_global_forward_hooks", 0, 1]),
         (opened, [__file__, 1]),
-        (shared, ["/dev/shm/"]),
+        (shared, ["/dev/shm"]),
         (moded, ["functions", 0, 1]),
     ],
 )
