@@ -40,8 +40,11 @@ class StageMessage(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A tag of 30 bits, unique among the messages that may be in transit at the same time."""
-        step, microbatch, stage = self.step % 2**10, self.microbatch % 2**12, self.virtual_stage % 2**7
+        """A tag of 23 bits, unique among the messages that may be in transit at the same time.
+
+        Tags recur after eight steps: the receiver then drops what a failed step left, and it is released.
+        """
+        step, microbatch, stage = self.step % 2**3, self.microbatch % 2**12, self.virtual_stage % 2**7
         return (((step << 12 | microbatch) << 7 | stage) << 1) | self.backward
 
     @property
@@ -62,7 +65,8 @@ class PipelineRelay:
         self._axis, self._name = mesh["pp"], name
         self._group: Any = None
         self._posted: dict[StageMessage, list[tuple[dist.Work, Tensor]]] = {}
-        self._abandoned: list[tuple[dist.Work, Tensor]] = []
+        # By tag: gloo may read the tensors until the receiver has taken or dropped the messages.
+        self._abandoned: dict[int, list[tuple[dist.Work, Tensor]]] = {}
 
     def open(self) -> None:
         """Create the group, if it does not exist. Collective over the leaders of a replica's stages."""
@@ -103,11 +107,13 @@ class PipelineRelay:
         for known in [message] if message else list(self._posted):
             for work, _ in self._posted.pop(known, []):
                 work.wait()
+            # Messages with one tag arrive in the order in which they were sent.
+            self._abandoned.pop(known.tag, None)
 
     def abandon(self) -> None:
         """Stop waiting for sent packages: the receivers may never read them, or drop them by their number."""
-        for sent in self._posted.values():
-            self._abandoned += sent
+        for message, sent in self._posted.items():
+            self._abandoned.setdefault(message.tag, []).extend(sent)
         self._posted.clear()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -58,6 +59,40 @@ def test_a_message_left_behind_is_not_taken_for_another() -> None:
     assert (inner["y"].item(), inner["y"].shape) == (1, ())
     assert bits.tolist() == [False, True, True, True, True]
     assert nothing.shape == (0, 3)
+
+
+FAILED, COMPLETED = 20, 8
+
+
+def left_in_memory() -> int:
+    """How many packages that nobody took are in memory, after steps that fail and then some that do not."""
+    from megatron_flex.collectives import PipelineRelay, StageMessage
+    from megatron_flex.mesh import Axis, Mesh
+
+    rank = torch.distributed.get_rank()
+    relay = PipelineRelay(Mesh((Axis("pp", 2, rank, torch.distributed.group.WORLD, (0, 1)),)), "failing")
+    relay.open()
+    packages: list[weakref.ref[Tensor]] = []
+    for step in range(FAILED + COMPLETED):
+        message = StageMessage(step, 0, 1, False)
+        if rank == 0:
+            package = torch.full((9,), step, dtype=torch.uint8)
+            packages.append(weakref.ref(package))
+            relay.send(package, 1, message)
+            del package
+            if step < FAILED:
+                relay.abandon()
+            else:
+                relay.settle()
+        elif step >= FAILED:
+            assert relay.receive(0, message).tolist() == [step] * 9
+    left = sum(package() is not None for package in packages)
+    relay.close()
+    return left
+
+
+def test_packages_of_failed_steps_are_released_by_later_steps() -> None:
+    assert run(2, left_in_memory, timeout=60) == [0, 0]
 
 
 # -- what travels, and when ----------------------------------------------------------------------------
