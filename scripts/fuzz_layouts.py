@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -41,6 +42,12 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shrink", type=int, default=SHRINKING, help="runs to make a failure smaller; 0: none"
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="cases that have all of these, such as dp failing: see the totals",
+    )
     parser.add_argument("--case", help="run this case, a JSON that was printed, and no other")
     parser.add_argument("--json", type=Path, help="write a record of each case to this file")
     return parser.parse_args(arguments)
@@ -57,11 +64,12 @@ def verdicts(flags: argparse.Namespace) -> Iterator[tuple[str, Verdict]]:
         yield "case", prove(Draw.read(flags.case))
         return
     end = time.monotonic() + 60 * flags.minutes
-    last = flags.start + flags.count if flags.count else sys.maxsize
-    numbers = iter(range(flags.start, last))
+    draws = ((n, numbered(flags.seed, n, flags.world)) for n in itertools.count(flags.start))
+    wanted = ((n, draw) for n, draw in draws if set(flags.only) <= set(features(draw)))
+    cases = itertools.islice(wanted, flags.count)
     if flags.jobs == 1:
-        for number in numbers:
-            yield str(number), prove(numbered(flags.seed, number, flags.world))
+        for number, draw in cases:
+            yield str(number), prove(draw)
             if time.monotonic() > end:
                 return
         return
@@ -72,9 +80,9 @@ def verdicts(flags: argparse.Namespace) -> Iterator[tuple[str, Verdict]]:
             while (
                 len(waiting) < flags.jobs
                 and time.monotonic() < end
-                and (number := next(numbers, None)) is not None
+                and (case := next(cases, None)) is not None
             ):
-                waiting[executor.submit(prove, numbered(flags.seed, number, flags.world))] = number
+                waiting[executor.submit(prove, case[1])] = case[0]
             if not waiting:
                 return
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -102,6 +110,10 @@ def features(draw: Draw) -> Iterator[str]:
     )
     yield from (name for name in named if getattr(draw, name))
     yield from (f"recompute {name}" for name in draw.recompute)
+    for row in draw.failures:
+        yield from ("failing", f"failing {row.kind}", f"failing in {row.mode}")
+    for what in {draw.frozen, *(row.frozen for row in draw.failures)} - {""}:
+        yield from ("frozen", f"frozen {what}")
     for hook in draw.hooks:
         yield f"hook {hook.kind}"
         if hook.edit:
@@ -177,7 +189,8 @@ def main(arguments: list[str]) -> int:
     for number, verdict in verdicts(flags):
         result = "agrees" if verdict.good else "FAILS"
         draw = verdict.draw
-        told = f"{len(draw.hooks)} hooks, {len(verdict.cells)} comparisons: {result}"
+        hooks = len(draw.hooks) + len(draw.failures)
+        told = f"{hooks} hooks, {len(verdict.cells)} comparisons: {result}"
         print(f"{number}: {draw.layout}, {told}, {verdict.seconds:.1f} s", flush=True)
         kept = record(number, verdict)
         if not verdict.good:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
+import random
 from functools import cache
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.support import design, edit_table, random_proof
-from tests.support.random_cases import GRADIENTS, VALUES, Draw, Hook, drawn
+from tests.support import design, edit_table, failing, random_proof
+from tests.support.failing import Row
+from tests.support.random_cases import GRADIENTS, VALUES, Draw, Hook, plain
 from tests.support.random_proof import Verdict, prove
 from tests.support.shrinker import shrink
 
@@ -30,7 +31,8 @@ KINDS = (*VALUES, *GRADIENTS)
 @cache
 def candidates() -> list[Draw]:
     """Drawn when a test of this file runs, not when it is collected: drawing takes seconds."""
-    return [d for d in itertools.islice(drawn(SEED), DRAWS) if d.world <= RANKS]
+    draws = (plain(random.Random(f"{SEED}/{number}"), (1, 2, 4)) for number in range(DRAWS))
+    return [d for d in draws if d.world <= RANKS]
 
 
 @cache
@@ -128,3 +130,27 @@ def test_what_is_raised_is_a_failure() -> None:
 
 def test_nothing_compared_is_no_pass() -> None:
     assert not Verdict(Draw()).good
+
+
+# -- failing ranks and frozen parts --------------------------------------------------------------------
+
+LATER = "decoder.layers.1:input"
+
+
+def failing_nowhere(case: Any, state: Any, rows: Any, fails: bool) -> dict[str, Any]:
+    return failing.run_rows(case, state, rows, False)
+
+
+def test_a_failing_edit_in_a_frozen_model_is_judged() -> None:
+    rows = (Row("module", LATER, "model", rank=1), Row("gathered", LATER, "embedding", rank=2, step=1))
+    draw = Draw(tp=2, dp=2, layers=2, failures=rows)
+    verdict = prove(draw)
+    assert verdict.good, verdict.told()
+    assert [c.site for c in prove(draw, failing_nowhere).bad] == [LATER, LATER]
+
+
+def test_hooks_in_a_frozen_model() -> None:
+    hooks = (Hook("decoder.layers.1.mlp:input", "tensor"), Hook("decoder.layers.0:input", edit="mixed"))
+    verdict = prove(Draw(dp=2, tp=2, layers=2, frozen="embedding", hooks=hooks))
+    assert verdict.good, verdict.told()
+    assert not [c for c in verdict.cells if c.site.startswith("embedding")]

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from tests.support import design, edit_table, gpt, moe, oracle, ssm, wish_table
+from tests.support import design, edit_table, failing, gpt, moe, oracle, ssm, wish_table
+from tests.support.failing import Row
 
 KINDS = ("gpt", "experts", "hybrid", "latent", "prediction", "bert")
 VALUES = ("forward", "forward_pre")
@@ -71,6 +72,8 @@ class Draw:
         verify: whether `verify()` checks the first step.
         dump: sites that are dumped, with their gradients.
         statistics: sites that are measured, with their gradients.
+        frozen: which parameters need no gradient, of `failing.FROZEN`.
+        failures: edits that fail on one rank, one after the other; nothing else is hooked then.
     """
 
     kind: str = "gpt"
@@ -116,6 +119,8 @@ class Draw:
     hooks: tuple[Hook, ...] = ()
     dump: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
+    frozen: str = ""
+    failures: tuple[Row, ...] = ()
 
     @property
     def world(self) -> int:
@@ -209,6 +214,8 @@ class Draw:
         told: dict[str, Any] = _given(self)
         if self.hooks:
             told["hooks"] = [_given(h) for h in self.hooks]
+        if self.failures:
+            told["failures"] = [_given(row) for row in self.failures]
         return json.dumps(told, separators=(",", ":"))
 
     @staticmethod
@@ -216,12 +223,13 @@ class Draw:
         """A case from its JSON.
 
         Raises:
-            ValueError: it is no case that can be drawn, and why.
+            ValueError: the case cannot be drawn; the message says why.
         """
         told = json.loads(text)
         hooks = tuple(Hook(**h) for h in told.pop("hooks", []))
+        failures = tuple(Row(**row) for row in told.pop("failures", []))
         lists = {n: tuple(v) for n, v in told.items() if isinstance(v, list)}
-        draw = Draw(**{**told, **lists, "hooks": hooks})
+        draw = Draw(**{**told, **lists, "hooks": hooks, "failures": failures})
         if why := forbidden(draw):
             raise ValueError(f"no such case: {why}")
         return draw
@@ -241,7 +249,7 @@ def _sites(bare: Draw) -> tuple[str, ...]:
 
 def sites_of(draw: Draw) -> tuple[str, ...]:
     """The names of all sites of a case's model, in the order of one process."""
-    return _sites(replace(draw, hooks=(), dump=(), statistics=()))
+    return _sites(replace(draw, hooks=(), dump=(), statistics=(), failures=()))
 
 
 def matched(draw: Draw, hook: Hook) -> list[str]:
@@ -260,6 +268,7 @@ def fitted(draw: Draw) -> Draw:
         hooks=tuple(h for h in draw.hooks if (h.kind != "parameter" and matched(draw, h)) or _has(draw, h)),
         dump=tuple(s for s in draw.dump if s in have),
         statistics=tuple(s for s in draw.statistics if s in have),
+        failures=tuple(row for row in draw.failures if row.site in have),
     )
 
 
@@ -282,7 +291,7 @@ def forbidden(draw: Draw) -> str:
 def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     stages, model, ranks = d.pp * d.vpp, d.kind, d.tp * d.cp * d.dp
     count = len(d.pattern) if d.pattern else d.layers
-    yield model not in KINDS, f"kind {model!r} is none of {', '.join(KINDS)}"
+    yield model not in KINDS, f"kind {model!r} does not exist; the kinds are {', '.join(KINDS)}"
     yield (model == "hybrid") != bool(d.pattern), "a hybrid model, and no other, has a pattern"
     # -- upstream's own rules
     yield d.sp and d.tp == 1, "sequence parallelism divides over tensor parallel ranks"
@@ -364,6 +373,19 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
         "statistics of partial sums are refused, of a gradient too",
     )
     yield d.verify and (d.gathered or bool(d.dropout)), "verified in plain runs"
+    yield d.frozen not in failing.FROZEN, f"frozen is one of {failing.FROZEN}"
+    parts = {d.frozen, *(row.frozen for row in d.failures)} - {""}
+    yield (
+        (bool(parts) and model == "prediction") or (bool(parts or d.failures) and d.tied and d.pp > 1),
+        "the tests sum the embeddings' gradients, which must exist",
+    )
+    yield bool(d.frozen) and d.bf16, "bf16 is read in plain training"
+    yield bool(d.frozen and d.recompute), "upstream: recomputed where the input needs no gradient, none comes"
+    others = (d.hooks, d.dump, d.statistics, d.frozen, d.padding, d.steps > 1, d.forward_only)
+    yield (
+        bool(d.failures) and any((*others, d.dropout, d.bf16, d.gathered, d.verify)),
+        "failures are drawn apart, in plain training",
+    )
 
 
 def _is_partial(d: Draw, site: str) -> bool:
@@ -387,8 +409,13 @@ RECOMPUTE = {
 
 
 def _hooks_forbidden(d: Draw) -> str:
-    if not (d.hooks or d.dump or d.statistics):
+    if not (d.hooks or d.dump or d.statistics or d.failures):
         return "nothing is hooked"
+    if wrong := next((why for row in d.failures for broken, why in _row_rules(d, row) if broken), ""):
+        return wrong
+    sites = (*d.dump, *d.statistics, *(s for h in d.hooks if h.backward for s in matched(d, h)))
+    if d.frozen and not all(_has_gradient(d.frozen, s) for s in sites):
+        return "a tensor without a trained parameter before it has no gradient"
     if d.steps == 1 and any(h.quiet for h in d.hooks):
         return "a quiet hook is off in the second step"
     if missing := [s for s in (*d.dump, *d.statistics) if s not in sites_of(d)]:
@@ -428,6 +455,48 @@ def _hook_forbidden(d: Draw, h: Hook) -> Iterator[str]:
         yield f"{h}: selections are drawn apart from edits"
 
 
+STREAM = re.compile(r"(decoder|encoder)\.layers\.\d+:(input|mid|output)")
+FC = re.compile(r"decoder\.layers\.\d+\.mlp\.(linear_fc1:output|linear_fc2:input)")
+FIRST = re.compile(r"decoder\.layers\.0:(input|mid)")
+
+
+def _has_gradient(frozen: str, site: str) -> bool:
+    """Whether trained parameters, those of layers, are before a site; of some sites it is not said."""
+    return not frozen or (
+        frozen == "embedding" and re.match(r"(decoder|encoder)\.layers\.\d+\.mlp", site) is not None
+    )
+
+
+def _row_rules(d: Draw, row: Row) -> Iterator[tuple[bool, str]]:
+    """What keeps an edit that fails from being drawn."""
+    told, gradient = f"{row}: ", row.kind.startswith("gradient")
+    yield row.kind not in failing.KINDS, f"{told}the kinds are {failing.KINDS}"
+    yield row.site not in sites_of(d), f"{told}the model does not have this site"
+    yield moe.read_only(row.site), f"{told}numbers are not edited"
+    expert = ".local_experts." in row.site
+    yield expert and row.kind not in ("gathered", "skip", "local", "gradient"), f"{told}an expert has rows"
+    stream = STREAM.fullmatch(row.site) is not None and d.kind != "hybrid"
+    yield row.kind == "module" and not stream, f"{told}the module is for the residual stream"
+    fc = FC.fullmatch(row.site) is not None and d.kind not in ("hybrid", "experts")
+    yield row.kind == "chain" and not (stream or fc), f"{told}the direction is for some widths"
+    alone = d.tp * d.cp == 1 and not d.experts
+    local = row.kind in ("chain", "local", "skip local", "sum", "skip sum")
+    yield local and row.trains and not alone, f"{told}refused: each rank would have a part of the gradient"
+    first = FIRST.fullmatch(row.site) is not None and d.kind != "hybrid" and d.layers > 1
+    two = row.kind.startswith("context") or row.kind == "then gradient"
+    yield two and not first, f"{told}another hook is at the second layer's input"
+    yield (gradient or two) and row.mode != "train", f"{told}gradients are of a training step"
+    yield gradient and not _has_gradient(row.frozen, row.site), f"{told}the tensor has no gradient"
+    yield row.kind == "then gradient" and bool(row.frozen) and not row.trains, f"{told}no gradient"
+    yield row.mode == "call" and (d.kind != "gpt" or d.cp * d.pp > 1), f"{told}only GPTs are called"
+    yield row.mode == "call" and d.dp > 1, f"{told}replicas may be called apart, and raise apart"
+    yield row.mode == "call" and bool(d.recompute), f"{told}recomputed in a backward pass"
+    yield (
+        row.frozen == "embedding" and bool(d.recompute) and row.kind != "module",
+        f"{told}upstream: a recomputed region whose input needs no gradient gives its parameters none",
+    )
+
+
 # -- drawing -----------------------------------------------------------------------------------------
 
 
@@ -440,7 +509,61 @@ def drawn(seed: int, worlds: Sequence[int] = (1, 2, 4)) -> Iterator[Draw]:
 
 
 def one(rng: random.Random, worlds: Sequence[int]) -> Draw:
-    """A case that is possible; those that are not are drawn again."""
+    """A case, in which an edit may fail on one rank, or parameters may be frozen."""
+    draw, chance = plain(rng, worlds), rng.random()
+    if chance < 0.25:
+        return _failing(rng, draw)
+    other = replace(draw, frozen=rng.choice(failing.FROZEN[1:]))
+    return other if chance < 0.4 and not forbidden(other) else draw
+
+
+def _failing(rng: random.Random, draw: Draw) -> Draw:
+    """The same model with failures instead of the hooks; the same case where it can have none."""
+    apart: dict[str, Any] = {n: getattr(Draw, n) for n in APART}
+    bare = replace(draw, **apart)
+    rows: list[Row] = []
+    sites = [s for s in sites_of(bare) if not moe.read_only(s)]
+    if forbidden(replace(bare, failures=(Row("gathered", sites[0], ""),))):
+        return draw
+    special = {
+        "module": STREAM,
+        "chain": re.compile(f"{STREAM.pattern}|{FC.pattern}"),
+        **dict.fromkeys(("context", "context once", "then gradient"), FIRST),
+    }
+    while len(rows) < 3:
+        kind = rng.choice(failing.KINDS)
+        here = [s for s in sites if special[kind].fullmatch(s)] if kind in special else sites
+        row = Row(
+            kind,
+            rng.choice(here or sites),
+            rng.choice(failing.FROZEN),
+            trains=rng.random() < 0.6,
+            rank=rng.randrange(draw.world),
+            step=rng.randrange(2),
+            late=rng.random() < 0.3,
+            mode=rng.choice(("train", "call", *failing.MODES)),
+        )
+        if not forbidden(replace(bare, failures=(row,))):
+            rows.append(row)
+    return replace(bare, failures=tuple(dict.fromkeys(rows)))
+
+
+APART = (
+    "hooks",
+    "dump",
+    "statistics",
+    "padding",
+    "steps",
+    "forward_only",
+    "dropout",
+    "bf16",
+    "gathered",
+    "verify",
+)
+
+
+def plain(rng: random.Random, worlds: Sequence[int]) -> Draw:
+    """A case in which nothing fails or is frozen; those that are not possible are drawn again."""
     while True:
         draw = _hooked(rng, _model(rng, worlds))
         if not forbidden(draw):

@@ -9,6 +9,8 @@ What is asserted:
   state. If hooks only read, its twin has none, and losses and gradients of parameters are the same bits; if
   some edit, its twin does not recompute, and all readings, losses and gradients agree: recomputation replays
   edits and dropout alike. `verify()` sees that what ranks hold replicated has the same bits.
+- Where an edit fails on one rank, all ranks raise one error, or none where the hook skips errors, and the
+  steps beside it are those of one process in which nothing fails.
 - In bf16 a run is as near to one process as that one is to itself in fp32, times the summands that it rounds
   more.
 
@@ -34,7 +36,17 @@ from torch import Tensor, nn
 
 from tests.distributed import matrix
 from tests.distributed.matrix import BOUND, Cell, relative
-from tests.support import dumped, edit_table, gpt, measuring, oracle, random_cases, ranks, wish_table
+from tests.support import (
+    dumped,
+    edit_table,
+    failing,
+    gpt,
+    measuring,
+    oracle,
+    random_cases,
+    ranks,
+    wish_table,
+)
 from tests.support.pool import RankError, run
 from tests.support.random_cases import QUIET, Draw, Hook, matched
 
@@ -97,12 +109,16 @@ def prove(draw: Draw, sharded: Any = None) -> Verdict:
 
     Args:
         draw: the case.
-        sharded: what runs on the ranks instead of `spread`; a fault can be planted there.
+        sharded: what runs on the ranks instead of `spread`, or where edits fail of `failing.run_rows`; a
+            fault can be planted there.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            cells, unjudged = _compared(draw, folder, sharded or spread)
+            if draw.failures:
+                cells, unjudged = _failures(draw, sharded or failing.run_rows), []
+            else:
+                cells, unjudged = _compared(draw, folder, sharded or spread)
             return Verdict(draw, cells, unjudged, seconds=time.monotonic() - started)
         except Exception as error:  # of the ranks, or of comparing what they gave: no case may end the others
             text = str(error) if isinstance(error, RankError) else traceback.format_exc()
@@ -121,6 +137,19 @@ def _compared(draw: Draw, folder: str, sharded: Any) -> tuple[list[Cell], list[s
     ]
     cells, unjudged = _weighed(draw, truth, want, [*cells, *_dumps(draw, truth, folder)])
     return [*cells, *_unchanged(draw, truth, answers), *_statistics(draw, truth, answers)], unjudged
+
+
+def _failures(draw: Draw, sharded: Any) -> list[Cell]:
+    """A cell for each edit that fails: whether anything is wrong with it."""
+    case, rows = draw.case(), draw.failures
+    truth = failing.one_process(case, rows)
+    answers = run(draw.world, sharded, case, truth["state"], rows, True, timeout=TIMEOUT)
+    cells = []
+    for number, row in enumerate(rows):
+        wrong = failing.problems(row, truth["rows"][number], answers, number)
+        check, error = "; ".join([f"{row}", *wrong]), float("inf") if wrong else 0.0
+        cells.append(Cell(draw.layout, row.site, check, error, model=draw.kind))
+    return cells
 
 
 def _weighed(
@@ -243,6 +272,7 @@ def _rounding(half: dict[str, Any], full: dict[str, Any]) -> float:
 def _hooked_alone(case: gpt.Case, draw: Draw, state: dict[str, Tensor]) -> dict[str, Any]:
     chunks = gpt.build(case)
     models = _half(chunks, draw)
+    failing.freeze(chunks, draw.frozen)
     with torch.no_grad():
         for name, parameter in gpt.global_names(chunks[0]):
             parameter.copy_(state[name])
@@ -364,12 +394,14 @@ def spread(
     chunks = ranks.start(case)
     models = _half(chunks, draw)
     gpt.load(chunks, state)
+    failing.freeze(chunks, draw.frozen)
     with _tokens(draw):
         answer = _both(draw, case, models, chunks, shapes, folder)
         if draw.dropout and draw.edits:
             twin = replace(draw, recompute=())
             others = gpt.build(twin.case())
             gpt.load(others, state)
+            failing.freeze(others, draw.frozen)
             answer["twin"] = _both(twin, twin.case(), _half(others, draw), others, shapes, folder)
         return answer
 
@@ -566,7 +598,7 @@ def _unchanged(draw: Draw, truth: dict[str, Any], answers: list[dict[str, Any]])
         for after, behind in a["steps"]:
             same = 0.0 if losses == after else float("inf")
             out.append(Cell(draw.layout, "(all)", "losses unchanged by reading", same, 0.0, model=draw.kind))
-            if draw.forward_only:
+            if not before:
                 continue
             pairs = [(behind.get(n), g) for n, (_, g) in before.items()]
             error = matrix.greatest(relative(b[1], g) if b else float("inf") for b, g in pairs)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from tests.support.random_cases import Draw, Hook, fitted, forbidden
+from tests.support.failing import Row
+from tests.support.random_cases import Draw, fitted, forbidden
 
 PLAIN = Draw()
 SWITCHES = (
@@ -19,6 +21,7 @@ SWITCHES = (
     "forward_only",
     "recompute",
     "scale",
+    "frozen",
 )
 MODEL = (
     "capacity",
@@ -95,10 +98,10 @@ def _fewer_hooks(draw: Draw) -> Iterator[Draw]:
         yield replace(draw, hooks=hooks[half:])
     for n in range(len(hooks)):
         yield replace(draw, hooks=hooks[:n] + hooks[n + 1 :])
-    for name in ("dump", "statistics"):
-        sites = getattr(draw, name)
-        for n in range(len(sites)):
-            yield replace(draw, **{name: sites[:n] + sites[n + 1 :]})
+    for name in ("dump", "statistics", "failures"):
+        items = getattr(draw, name)
+        for n in range(len(items)):
+            yield replace(draw, **{name: items[:n] + items[n + 1 :]})
 
 
 def _fewer_ranks(draw: Draw) -> Iterator[Draw]:
@@ -131,7 +134,7 @@ def _fewer_layers(draw: Draw) -> Iterator[Draw]:
         yield replace(draw, pattern=draw.pattern[:n] + draw.pattern[n + 1 :])
 
 
-def _moved(draw: Draw, count: int) -> dict[str, tuple[Hook, ...] | tuple[str, ...]]:
+def _moved(draw: Draw, count: int) -> dict[str, tuple[Any, ...]]:
     def move(site: str) -> str:
         found = re.match(r"(decoder|encoder)\.layers\.(\d+)(.*)", site)
         return f"{found[1]}.layers.{min(int(found[2]), count - 1)}{found[3]}" if found else site
@@ -140,7 +143,8 @@ def _moved(draw: Draw, count: int) -> dict[str, tuple[Hook, ...] | tuple[str, ..
     more = {
         name: tuple(dict.fromkeys(move(s) for s in getattr(draw, name))) for name in ("dump", "statistics")
     }
-    return {"hooks": tuple(hooks), **more}
+    failures = dict.fromkeys(replace(row, site=move(row.site)) for row in draw.failures)
+    return {"hooks": tuple(hooks), "failures": tuple(failures), **more}
 
 
 def _plain_model(draw: Draw) -> Draw:
@@ -169,3 +173,9 @@ def _plainer_hooks(draw: Draw) -> Iterator[Draw]:
             replace(hook, site=hook.site.replace(".layers.*", ".layers.0")),
         ):
             yield replace(draw, hooks=(*draw.hooks[:n], plainer, *draw.hooks[n + 1 :]))
+    for n, row in enumerate(draw.failures):
+        for name in ("frozen", "trains", "step", "late", "mode", "rank"):
+            simple = replace(
+                row, **{name: {"frozen": "", "trains": False, "rank": 0}.get(name, getattr(Row, name))}
+            )
+            yield replace(draw, failures=(*draw.failures[:n], simple, *draw.failures[n + 1 :]))

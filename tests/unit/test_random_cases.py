@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import edit_table, oracle, random_cases, wish_table
+from tests.support import edit_table, failing, oracle, random_cases, wish_table
 from tests.support.messages import assert_names
 from tests.support.random_cases import KINDS, Draw, Hook, drawn, fitted, forbidden, matched
 from tests.support.shrinker import shrink, simpler
@@ -62,6 +62,8 @@ def test_every_axis_is_drawn(cases: list[Draw], command: Any) -> None:
     wanted |= {f"recompute {name}" for names in random_cases.RECOMPUTE.values() for name in names}
     wanted |= {f"hook {kind}" for kind in (*random_cases.VALUES, *random_cases.GRADIENTS)}
     wanted |= {f"edit {name}" for name in edit_table.TABLE} | {f"kept {name}" for name in wish_table.TABLE}
+    wanted |= {f"failing {kind}" for kind in failing.KINDS} | {f"failing in {m}" for m in failing.MODES}
+    wanted |= {"failing", "frozen", "frozen embedding", "frozen model"}
     wanted |= {"edit of a value", "edit of a gradient", "run replicated", "run once"}
     assert not wanted - seen
     for pair in itertools.combinations(("tp", "pp", "cp", "dp"), 2):
