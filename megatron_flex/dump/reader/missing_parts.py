@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 from megatron_flex.dump.part_format import (
     format_iteration_folder,
@@ -14,7 +13,7 @@ from megatron_flex.dump.part_format import (
 )
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.run_folders import list_iteration_folder, renamed_runs, run_paths
-from megatron_flex.dump.schema import Manifest, read_settings
+from megatron_flex.dump.schema import Manifest, SettingsRecord, read_settings
 from megatron_flex.ranges import describe_numbers
 
 MOST_DETAILED = 8  # iterations whose missing ranks are listed
@@ -114,40 +113,52 @@ MOST_GAPS = 1000  # iterations that are not there, of a run
 
 
 def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
-    """Iterations between the first and the last of a run of which there is no folder in any run.
+    """Iterations that have no folder in any run: between the first and the last of a run, or between the last
+    of a run and the first of the next one with the same settings.
 
     They were dropped, could not be written, were pruned, or somebody removed them: no file says which. Which
     iterations there should be is known by the settings, by what later runs left out as earlier ones had it,
     and else by the steps in which those that are there follow one another.
 
     Args:
-        runs: the manifest of each, and the numbers of the iterations that have a folder in it.
+        runs: the manifest of each, and the numbers of the iterations that have a folder in it; in the order
+            of the runs.
     """
     several = [(manifest, set(numbers)) for manifest, numbers in runs]
     present = {number for _, numbers in several for number in numbers}
     out: set[int] = set()
+    previous: tuple[SettingsRecord, list[int]] | None = None
     for manifest, numbers in several:
         skipped = {
             found[0] for name in manifest.skipped if (found := parse_iteration_folder(name)) is not None
         }
         out |= skipped - present
-        wanted = _wanted(manifest.settings, sorted(numbers | skipped))
-        out.update(islice((n for n in wanted if n not in present), MOST_GAPS))
+        record, dumped = read_settings(manifest.settings), sorted(numbers | skipped)
+        if not dumped:
+            continue
+        wanted = [_wanted(record, dumped, dumped[0], dumped[-1])]
+        if previous is not None and _same_iterations(previous[0], record):
+            earlier = previous[1]
+            # A run of one iteration does not say by which steps iterations follow one another.
+            by = earlier if len(earlier) > 1 else dumped
+            wanted.append(_wanted(record, by, earlier[-1], dumped[0]))
+        previous = record, dumped
+        out.update(islice((n for n in chain(*wanted) if n not in present), MOST_GAPS))
     return sorted(out)
 
 
-def _wanted(settings: Mapping[str, Any], numbers: Sequence[int]) -> Iterable[int]:
-    """The iterations that a run dumps, from the first to the last of `numbers`."""
-    if len(numbers) < 2:
-        return ()
-    first, last = numbers[0], numbers[-1]
-    record = read_settings(settings)
+def _same_iterations(one: SettingsRecord, other: SettingsRecord) -> bool:
+    return (one.every, one.iterations) == (other.every, other.iterations)
+
+
+def _wanted(record: SettingsRecord, numbers: Sequence[int], first: int, last: int) -> Iterable[int]:
+    """The iterations that a run with these numbers of iterations dumps, from `first` to `last`."""
     every, several = record.every, record.iterations
     every = every if type(every) is int and every > 0 else 1
     if isinstance(several, list):
         return [n for n in several if type(n) is int and first <= n <= last and n % every == 0]
-    steps = every if every > 1 and several is None else gcd(*(n - first for n in numbers))
-    return range(first, last + 1, steps)
+    steps = every if every > 1 and several is None else gcd(*(n - numbers[0] for n in numbers))
+    return range(first, last + 1, steps) if steps and (last - first) % steps == 0 else ()
 
 
 def gaps_in_words(numbers: Sequence[int], most: int = 8) -> str:

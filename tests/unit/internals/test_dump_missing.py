@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -247,11 +248,11 @@ def test_many_iterations_that_lost_parts_are_one_warning(dump: Path) -> None:
     assert all(f"iteration {n} of" in told[0] for n in (0, 1, 2, 4, 5, 6))
 
 
-@pytest.mark.parametrize(("run", "iteration"), [(0, 1), (0, 2), (1, 5)])
+@pytest.mark.parametrize(("run", "iteration"), [(0, 1), (0, 3), (1, 4), (1, 5)])
 def test_a_folder_of_an_iteration_that_is_gone_is_told(
     dump: Path, command: Command, run: int, iteration: int
 ) -> None:
-    """Between others of its run: nothing says where a run began or ended."""
+    """Between others, of its run or of two runs: nothing says where the first began or the last ended."""
     shutil.rmtree(dump / f"run-{run:04d}" / f"{iteration:010d}")
     assert opened(dump) == ([n for n in range(8) if n != iteration], [])
     with mf.open_dump(dump) as found, raises(DumpError, f"({iteration}, 0)", path=str(dump)):
@@ -292,6 +293,33 @@ def test_which_iterations_are_gone_is_known_by_settings_and_steps(
 
     manifest = replace(Manifest.read(dump / "run-0000"), settings=settings)
     assert gaps([(manifest, there)]) == gone
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "gone"),
+    [
+        (({}, [0, 1, 2]), ({}, [4, 5]), [3]),
+        (({}, [0, 1, 2]), ({}, [2, 3]), []),
+        (({}, [0]), ({}, [4, 6]), [2]),
+        (({}, [0]), ({}, [4]), []),
+        (({}, [0, 10]), ({}, [40, 41]), [20, 30]),
+        (({}, [0, 10]), ({}, [15, 25]), []),
+        (({"every": 2}, [0]), ({"every": 2}, [4]), [2]),
+        (({"every": 2}, [0]), ({"every": 3}, [9]), []),
+        (({"iterations": [1, 5, 6, 9]}, [1]), ({"iterations": [1, 5, 6, 9]}, [9]), [5, 6]),
+    ],
+)
+def test_iterations_that_are_gone_between_two_runs(
+    dump: Path, earlier: tuple[Any, list[int]], later: tuple[Any, list[int]], gone: list[int]
+) -> None:
+    """A run that was killed before its last iteration was written, and one that continued after it."""
+    from dataclasses import replace
+
+    from megatron_flex.dump.reader.missing_parts import gaps
+    from megatron_flex.dump.schema import Manifest
+
+    manifest = Manifest.read(dump / "run-0000")
+    assert gaps((replace(manifest, settings=s), there) for s, there in (earlier, later)) == gone
 
 
 def test_numbers_that_cannot_be_are_not_counted_one_by_one(dump: Path) -> None:
