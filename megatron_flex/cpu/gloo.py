@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.cpu.patches import Patches
 
 
@@ -52,7 +53,7 @@ def _gather_unequal(all_gather: Callable[..., Any]) -> Callable[..., Any]:
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
         for owner, shard in enumerate(tensor_list):
-            dist.broadcast(shard, group=group, group_src=owner)
+            run_collective(dist.broadcast, shard, group=group, group_src=owner)
         return FinishedWork() if async_op else None
 
     return gather
@@ -72,7 +73,7 @@ def _scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
         for owner, shard in enumerate(input_list):
             # gloo sums in place on every rank, and the caller keeps its shards.
             total = shard.clone()
-            dist.reduce(total, op=op, group=group, group_dst=owner)
+            run_collective(dist.reduce, total, op=op, group=group, group_dst=owner)
             if owner == dist.get_rank(group):
                 output.copy_(total)
         return FinishedWork() if async_op else None

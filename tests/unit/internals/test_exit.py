@@ -81,11 +81,9 @@ def test_the_exit_waits_for_the_tensors_of_collectives(waits: float, after: bool
         assert then is after
 
 
-def calling(case: Case) -> set[str]:
-    """The modules that call queued collectives in steps with all kinds of hooks."""
-    import megatron_flex as mf
-
-    chunks, callers = ranks.start(case), set()
+def watch_callers() -> set[str]:
+    """The modules that call queued collectives from now on, a set that grows."""
+    callers = set()
 
     def watched(call: Any) -> Any:
         @wraps(call)
@@ -98,6 +96,14 @@ def calling(case: Case) -> set[str]:
     for name in QUEUED:
         if hasattr(dist, name):
             changes.setattr(dist, name, watched(getattr(dist, name)))
+    return callers
+
+
+def calling(case: Case) -> set[str]:
+    """The modules of ours that call queued collectives in steps with all kinds of hooks."""
+    import megatron_flex as mf
+
+    chunks, callers = ranks.start(case), watch_callers()
     hooks = [
         mf.HookFunction("decoder.layers.*"),
         mf.HookFunction("decoder.layers.*", hook_type="full_backward"),
@@ -115,3 +121,24 @@ def test_every_queued_collective_is_waited_for() -> None:
     pytest.importorskip("megatron.core")
     for callers in run(4, calling, Case("tp2 pp2", tp=2, pp=2, layers=2)):
         assert callers == {gloo_workers.__name__}
+
+
+def gathering_unequal_shards() -> tuple[set[str], list[list[float]], list[float]]:
+    """The modules of ours that call queued collectives for shards of unequal size; and what they give."""
+    from megatron_flex import cpu
+
+    cpu.enable()
+    callers, rank = watch_callers(), dist.get_rank()
+    gathered = [torch.zeros(1), torch.zeros(2)]
+    dist.all_gather(gathered, torch.full((1 + rank,), 1.0 + rank))
+    total = torch.zeros(1 + rank)
+    dist.reduce_scatter(total, [torch.ones(1), torch.ones(2)])
+    ours = {name for name in callers if name.startswith("megatron_flex.")}
+    return ours, [t.tolist() for t in gathered], total.tolist()
+
+
+def test_collectives_for_shards_of_unequal_size_are_waited_for() -> None:
+    for rank, (callers, gathered, total) in enumerate(run(2, gathering_unequal_shards)):
+        assert callers == {gloo_workers.__name__}
+        assert gathered == [[1.0], [2.0, 2.0]]
+        assert total == [2.0] * (1 + rank)
