@@ -36,7 +36,7 @@ class FlexConfig:
         pending_bytes: captured shards are sent to the leader at the end of a microbatch once their full
             tensors together exceed this size, and otherwise at the end of the step (FLEX_PENDING_BYTES).
         progress: whether progress is shown on stderr: -1 on a terminal only, 0 never, 1 always, as plain
-            lines where it is no terminal (FLEX_PROGRESS).
+            lines where it is not a terminal (FLEX_PROGRESS).
         seed: the seed of the random streams of editing functions (FLEX_SEED).
         shared_bytes: maximum shared memory for the reads of one leader on a node; 0 for none, so that all
             reads are gathered (FLEX_SHARED_BYTES).

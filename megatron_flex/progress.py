@@ -20,7 +20,7 @@ from megatron_flex.config import flex_config
 
 AFTER = 0.5  # seconds of work before a bar is drawn: shorter work shows no bar
 EVERY = 0.1  # seconds between two drawings
-LOG_LINES = 10  # lines in total where stderr is no terminal
+LOG_LINES = 10  # lines in total where stderr is not a terminal
 BYTES = "B"  # the unit of bytes
 ROWS = 20  # given to tqdm, which draws nothing on a terminal that reports 0 rows
 BAR_FORMAT = "{desc} {bar:24} {percentage:3.0f}%{postfix} {remaining}"
@@ -93,9 +93,9 @@ class BarDrawing(Protocol):
 def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
     """Show the progress of a piece of work. Communicates nothing; any rank may call it alone.
 
-    Nothing is shown if stderr is no terminal, on ranks other than the first, with FLEX_PROGRESS=0, or while
-    another bar of this process is open. With FLEX_PROGRESS=1, a stderr that is no terminal gets a few plain
-    lines.
+    Nothing is shown if stderr is not a terminal, on ranks other than the first, with FLEX_PROGRESS=0, or
+    while another bar of this process is open. With FLEX_PROGRESS=1, a stderr that is not a terminal gets a
+    few plain lines.
 
     Args:
         what: the work, such as `verifying`.

@@ -139,7 +139,7 @@ def normalize_numbers(
         in_order: whether the order of the entries counts, and one that is not there is an error.
 
     Raises:
-        FlexError: the value is none of these, is empty, or lists too many numbers.
+        FlexError: the value is not one of these, is empty, or lists too many numbers.
     """
     what = f"{name}={format_value(given)}"
     if isinstance(given, slice):
@@ -343,4 +343,4 @@ def check_choice(name: str, given: Any, allowed: Sequence[str | None]) -> None:
     """
     if not (given is None or isinstance(given, str)) or given not in allowed:
         known = ", ".join(map(str, allowed))
-        raise FlexError(f"{name}={format_value(given)} is none of {known}")
+        raise FlexError(f"{name}={format_value(given)} is not one of {known}")

@@ -48,7 +48,7 @@ the column `site` holds something else:
 """
 
 FORMULAS = "names, and values that a cache computes, compared with formulas in one process"
-FEATURES = {  # what follows the models, in this order: what `site` is in the file, where it is no hook point
+FEATURES = {  # what follows the models, in this order: what `site` is in the file, where that is not one
     "GPT, data parallel samples together": "",
     "GPT, ready-made edits": "presets, each compared with its formula in one process",
     "GPT, linear edits": "edits that are linear maps, on the shard of each rank",

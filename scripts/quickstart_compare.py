@@ -32,7 +32,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether the two agree; not if anything is no number."""
+        """Whether the two agree; not if anything is not a number."""
         return self.relative <= TOLERANCE
 
 

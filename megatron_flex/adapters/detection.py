@@ -108,7 +108,7 @@ def parse_release(text: str) -> Release:
 
 
 def version_of(package: str) -> Version | None:
-    """The version of a package; None if it is none of the frameworks, or not imported."""
+    """The version of a package; None if it is not one of the frameworks, or not imported."""
     tested = TESTED_RANGES.get(package)
     module = sys.modules.get(tested.module) if tested else None
     if tested is None or module is None:

@@ -27,7 +27,7 @@ def spread_of_placements(
         grad_placements: the argument of `to_local` for the gradient.
 
     Raises:
-        FlexError: the DeviceMesh has a dim that is no axis of the run.
+        FlexError: the DeviceMesh has a dim that is not an axis of the run.
     """
     cuts: list[tuple[int, str]] = []
     partial_: list[str] = []
@@ -61,7 +61,7 @@ def _why_no_layout(axis: str, placement: Any) -> str:
         return "whose shards have several pieces each, which no rule describes; redistribute it to a Shard"
     if isinstance(placement, Shard):
         if axis == "pp" or (axis == "dp" and placement.dim != 0):
-            return "which is no way to lay the tensors of one sample"
+            return "which cannot shard the tensors of one sample"
         return ""
     if type(placement) is Partial and placement.reduce_op == "sum":
         return "" if axis != "dp" else "a sum over replicas, not one replica's own tensor; redistribute it"

@@ -187,8 +187,8 @@ def rank_lines(device_mesh: Any) -> list[Ranks]:
     at, ranks = device_mesh.get_coordinate(), device_mesh.mesh
     if at is None:
         raise FlexError(
-            f"rank {dist.get_rank()} is none of {device_mesh}'s; make the FlexModel on its ranks only, with "
-            "their process_group"
+            f"rank {dist.get_rank()} is not one of {device_mesh}'s; make the FlexModel on its ranks only, "
+            "with their process_group"
         )
     out = []
     for dim in range(ranks.ndim):

@@ -74,8 +74,8 @@ def list_model_chunks(model: Any) -> list[nn.Module]:
     wrong = [part for part in parts if not isinstance(part, nn.Module) and not _is_stage(part)]
     if wrong:
         raise FlexError(
-            f"{wrong[0]!r} is no model: give an nn.Module, the list of its virtual chunks, or a schedule of "
-            "torch.distributed.pipelining"
+            f"{wrong[0]!r} is not a model: give an nn.Module, the list of its virtual chunks, or a schedule "
+            "of torch.distributed.pipelining"
         )
     if library is not None and any(_is_stage(part) for part in parts):
         raise FlexError(

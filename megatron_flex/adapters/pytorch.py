@@ -123,7 +123,7 @@ def make_mesh(axis_sizes: AxisSizes, process_group: Any = None) -> Mesh:
     rank = dist.get_rank() if joined else 0
     if rank not in ranks:
         raise FlexError(
-            f"rank {rank} is none of process_group's {list(ranks)}; make the FlexModel on those ranks only"
+            f"rank {rank} is not one of process_group's {list(ranks)}; make the FlexModel on those ranks only"
         )
     tp, pp = axis_sizes.get("tp") or 1, axis_sizes.get("pp") or 1
     dp = axis_sizes.get("dp") or max(1, len(ranks) // (tp * pp))

@@ -18,7 +18,7 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
 from megatron_flex.text_table import format_series
 
-UNBOUNDED_WIDTH = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
+UNBOUNDED_WIDTH = 4000  # columns of what is not a terminal: nothing is cut for a program that reads on
 
 
 def make_console(file: TextIO | None = None) -> Console:

@@ -16,7 +16,7 @@ from megatron_flex.progress import stop_before_bars
 def spinner(text: str) -> Iterator[None]:
     """Show that a command waits, on a terminal only; a progress bar that is drawn meanwhile takes its place.
 
-    Nothing is written where stderr is no terminal, and with FLEX_PROGRESS=0.
+    Nothing is written where stderr is not a terminal, and with FLEX_PROGRESS=0.
 
     Args:
         text: what it waits for.

@@ -100,7 +100,7 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
     """Configurations, dumps, folders of statistics; one folder may be a dump and have statistics.
 
     Raises:
-        FlexError: something is none of these.
+        FlexError: an argument is not one of these.
     """
     configs, dumps, measured = [], [], []
     for path in paths:

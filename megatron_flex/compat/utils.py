@@ -21,7 +21,7 @@ def setup_logger(level: str) -> None:
         FlexError: `level` is not one of these names.
     """
     if level.lower() not in LOG_LEVELS:
-        raise FlexError(f"log level {level!r} ({LOG_LEVEL_VARIABLE}) is none of {', '.join(LOG_LEVELS)}")
+        raise FlexError(f"log level {level!r} ({LOG_LEVEL_VARIABLE}) is not one of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(format="%(asctime)s | %(name)s | %(funcName)s | %(message)s")
     logging.getLogger("megatron_flex").setLevel(level.upper())
 

@@ -63,7 +63,9 @@ class FolderWeights:
             try:
                 file = safetensors.safe_open(path, framework="pt")
             except Exception as error:  # the library's own kinds of errors, for damaged files
-                raise FlexError(f"{path} is no complete safetensors file ({error}); copy it again") from error
+                raise FlexError(
+                    f"{path} is not a complete safetensors file ({error}); copy it again"
+                ) from error
             self._files[path] = file
             for name in file.keys():  # noqa: SIM118 - the file has no iterator
                 found = file.get_slice(name)
@@ -199,7 +201,7 @@ def folder_of(source: Any) -> Path:
         raise FlexError(f"a {type(source).__name__} is neither a model of transformers nor a folder of one")
     folder = Path(source)
     if not folder.is_dir():
-        raise FlexError(f"{folder} is no folder; download the model first, nothing is downloaded here")
+        raise FlexError(f"{folder} is not a folder; download the model first, nothing is downloaded here")
     return folder
 
 

@@ -78,7 +78,7 @@ class ConversionPlan(NamedTuple):
     unused: tuple[str, ...]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of which a part is no entry."""
+        """The shape of each tensor of which a part is not an entry."""
         out: dict[str, tuple[int, ...]] = {}
         for parameter in self.parameters.values():
             for part in parameter.parts:

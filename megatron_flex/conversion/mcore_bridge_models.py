@@ -31,7 +31,7 @@ def check_source(bridge: Any, source: Any) -> Path:
     """The folder that a bridge is to read.
 
     Raises:
-        FlexError: it is no folder, or has another architecture than the model.
+        FlexError: it is not a folder, or has another architecture than the model.
     """
     if isinstance(source, nn.Module):
         raise FlexError(
@@ -49,7 +49,7 @@ def check_target(target: Any) -> Path:
     """The folder that a bridge is to write.
 
     Raises:
-        FlexError: it is no folder, or has weights.
+        FlexError: it is not a folder, or has weights.
     """
     if isinstance(target, nn.Module) or target is None:
         raise FlexError("mcore-bridge writes folders; give one on every rank")

@@ -432,7 +432,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}"
         )
     if rest:
-        raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is no flag of ours, which begin with {prefix}")
+        raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is not one of our flags, which begin with {prefix}")
     return found
 
 

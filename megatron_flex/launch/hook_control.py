@@ -185,7 +185,7 @@ def parse_control_words(content: bytes) -> tuple[str, ...]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise FlexError("this is no text; write lines such as +steer, -dump, all, none") from error
+        raise FlexError("this is not text; write lines such as +steer, -dump, all, none") from error
     return tuple(word for line in text.splitlines() for word in line.partition("#")[0].split())
 
 

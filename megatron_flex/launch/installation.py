@@ -118,7 +118,7 @@ class Installation:
         missing = [name for name in NEEDED_FUNCTIONS if not callable(getattr(module, name, None))]
         if missing:
             raise FlexError(
-                f"{module.__file__} has no {missing[0]}(): it is no Megatron-LM of 0.12 to 0.19; "
+                f"{module.__file__} has no {missing[0]}(): it is not Megatron-LM of 0.12 to 0.19; "
                 "attach to the model in your script instead"
             )
         around = {

@@ -38,7 +38,7 @@ def _join_numbers(given: Any) -> Any:
 
 def _reject_bool(given: Any) -> Any:
     if isinstance(given, bool):
-        raise ValueError(f"{str(given).lower()} is no number")
+        raise ValueError(f"{str(given).lower()} is not a number")
     return given
 
 

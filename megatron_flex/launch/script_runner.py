@@ -73,7 +73,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     found, words = flags.settings_from_argv(argv)
     named = words[1:] if words[:1] == ["-m"] else words
     if not named or named[0].startswith("-"):
-        what = f"{named[0]} is no script" if named else "no script"
+        what = f"{named[0]} is not a script" if named else "no script"
         raise FlexError(f"{what}: {USAGE}; our flags come after it")
     if named is words and not Path(named[0]).exists():
         raise FlexError(f"no script {named[0]}: {USAGE}; our flags come after it")

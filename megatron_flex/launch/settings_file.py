@@ -46,7 +46,7 @@ def read_settings_file(path: str | PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise FlexError(f"{name}: {error.strerror}; --flex-config takes a YAML file") from error
     except UnicodeDecodeError as error:
-        raise FlexError(f"{name}: byte {error.start} is no text in UTF-8; write it as YAML") from error
+        raise FlexError(f"{name}: byte {error.start} is not text in UTF-8; write it as YAML") from error
     except yaml.reader.ReaderError as error:
         raise FlexError(f"{name}: {error.reason} at {error.position}; write it as YAML") from error
     except yaml.MarkedYAMLError as error:
@@ -160,18 +160,18 @@ def _describe_validation_error(error: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return str(error["ctx"]["error"])
     if kind == "literal_error":
-        return f"{shown} is none of {error['ctx']['expected']}"
+        return f"{shown} is not one of {error['ctx']['expected']}"
     words = {
         "missing": "is needed, and not there",
         "greater_than_equal": f"{shown} is less than {error.get('ctx', {}).get('ge')}",
-        "int_type": f"{shown} is no whole number",
-        "int_parsing": f"{shown} is no whole number",
-        "int_from_float": f"{shown} is no whole number",
+        "int_type": f"{shown} is not a whole number",
+        "int_parsing": f"{shown} is not a whole number",
+        "int_from_float": f"{shown} is not a whole number",
         "bool_type": f"{shown} is neither true nor false",
         "bool_parsing": f"{shown} is neither true nor false",
-        "string_type": f"{shown} is no text",
-        "path_type": f"{shown} is no path",
-        "tuple_type": f"{shown} is no list",
+        "string_type": f"{shown} is not text",
+        "path_type": f"{shown} is not a path",
+        "tuple_type": f"{shown} is not a list",
         "model_type": f"{shown} must map keys to values",
         "dict_type": f"{shown} must map keys to values",
     }

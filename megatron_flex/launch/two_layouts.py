@@ -130,7 +130,7 @@ def plan_two_layouts(
         checkpoint: a `torch_dist` checkpoint to begin with; None to make one.
 
     Raises:
-        FlexError: no script or no second layout is named, or a size is no number.
+        FlexError: no script or no second layout is named, or a size is not a number.
 
     Examples:
         >>> from pathlib import Path

@@ -244,22 +244,22 @@ def infer_layout(local: Sequence[int], full: Sequence[int | None] | None, size: 
     expected, shape = tuple(full), tuple(local)
     if len(expected) != len(shape):
         raise LayoutError(
-            f"a tensor of shape {shape} is no part of the expected {expected}, which has {len(expected)} "
+            f"a tensor of shape {shape} is not a part of the expected {expected}, which has {len(expected)} "
             "dims; give the shape of the full tensor"
         )
     cut = [i for i, (n, w) in enumerate(zip(shape, expected, strict=True)) if w is not None and n != w]
     for index in cut:
         if shape[index] * size != expected[index]:
             raise LayoutError(
-                f"a tensor of shape {shape} is no part of the expected {expected}: dim {index} must have "
+                f"a tensor of shape {shape} is not a part of the expected {expected}: dim {index} must have "
                 f"{expected[index]} entries, or a {size}th of them on each of {size} tensor parallel ranks; "
                 "give the shape of the full tensor",
                 dim=index,
             )
     if len(cut) > 1:
         raise LayoutError(
-            f"a tensor of shape {shape} is no part of the expected {expected}: tensor parallel ranks cut one "
-            f"dim, not {len(cut)}; give the shape of the full tensor"
+            f"a tensor of shape {shape} is not a part of the expected {expected}: tensor parallel ranks cut "
+            f"one dim, not {len(cut)}; give the shape of the full tensor"
         )
     return Layout(tuple(Dim("", (Cut(TENSOR_AXIS),) if i in cut else ()) for i in range(len(shape))))
 

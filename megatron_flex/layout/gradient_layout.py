@@ -18,7 +18,7 @@ result is the conjugate. What decides is the tensor, and how its framework gets 
 - activation before a run, in plans, estimates and figures: the conjugate of its declared layout
   (`layout_in_pass`).
 
-How a framework stores a gradient over data parallel ranks (buckets, ZeRO, ShardedDDP, DTensors) is no part of
+How a framework stores gradients over data parallel ranks (buckets, ZeRO, ShardedDDP, DTensors) is not part of
 this: `Adapter.gradient` gives the local tensor, or this rank's flat part of it, in one of the layouts above.
 Adapters give facts only: which uses a tensor had, and which gradients a module sums by itself.
 """

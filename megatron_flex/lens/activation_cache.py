@@ -141,7 +141,7 @@ class NamedTensors(Mapping[str, Tensor]):
         last = self._layers if layer is None or layer == -1 else layer
         if not 0 <= last <= self._layers:
             raise FlexError(
-                f"layer {layer} is none of 0 to {self._layers}; -1 is what enters the unembedding"
+                f"layer {layer} is not one of 0 to {self._layers}; -1 is what enters the unembedding"
             )
         return last
 

@@ -209,7 +209,7 @@ def check_pairs(hooks: object) -> None:
         if isinstance(pair, HookFunction):
             raise HookError(f"fwd_hooks has {pair!r}; {form}, or register it with register_forward_hook")
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not callable(pair[1]):
-            raise HookError(f"fwd_hooks has {pair!r}, which is no pair of a name and a function; {form}")
+            raise HookError(f"fwd_hooks has {pair!r}, which is not a pair of a name and a function; {form}")
 
 
 class HookPoint:

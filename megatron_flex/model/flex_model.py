@@ -859,8 +859,8 @@ class FlexModel(nn.Module):
             A handle whose `remove()` is `remove_trainable_module(name)`.
 
         Raises:
-            HookError: the name is in use or invalid, or `module` is no module; on all ranks, if names, shapes
-                or dtypes differ between ranks.
+            HookError: the name is in use or invalid, or `module` is not a module; on all ranks, if names,
+                shapes or dtypes differ between ranks.
 
         Examples:
             >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))

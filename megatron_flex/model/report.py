@@ -198,7 +198,7 @@ class Report:
             here = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
             first = "of all" if session.over_data else "of its model replica"
             notice = (
-                f"This rank ({here}) is no leader: what hooks read arrives on the first rank {first}, so "
+                f"This rank ({here}) is not a leader: what hooks read arrives on the first rank {first}, so "
                 "look at the model there; flex.report.show(file=sys.stdout) prints the tree on any rank"
             )
             return html_fragment(head, html_line(notice, WARN_COLOUR))

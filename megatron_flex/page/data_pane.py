@@ -95,7 +95,7 @@ def divergence_json(
         names       of the compared tensors, in the order of execution; gradients end in `.grad`
         iterations  those that are shown
         rows        [[page's site or -1, iteration, error or None, tolerance, number in names, flag]]; the
-                    flag names an error that is no finite number: "NaN", "inf"
+                    flag names an error that is not a finite number: "NaN", "inf"
         first       the page's site of the first that is above its tolerance; None if none is
         first_row   its row; None if none is
         hints       what that looks like

@@ -134,7 +134,7 @@ def place_labels(
 
 
 def show_token(text: str | bytes, most: int = 9) -> str:
-    """A token on one line: spaces and line ends as signs; what is no printable text as `\\xe8`.
+    """A token on one line: spaces and line ends as signs; what is not printable text as `\\xe8`.
 
     Args:
         text: of the token; its bytes, which may be a part of a letter; or a byte token such as `<0xE8>`.
@@ -152,7 +152,7 @@ def show_token(text: str | bytes, most: int = 9) -> str:
 def _escape(letter: str) -> str:
     number = ord(letter)
     if 0xDC80 <= number <= 0xDCFF:
-        number -= 0xDC00  # a byte that is no text
+        number -= 0xDC00  # a byte that is not text
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
 
 

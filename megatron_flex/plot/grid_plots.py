@@ -78,7 +78,7 @@ def attention(
     shown = list(range(len(figure_data.values))) if heads is None else list(heads)
     wrong = next((h for h in shown if not 0 <= h < len(figure_data.values)), None)
     if wrong is not None or not shown:
-        problem = "none was named" if wrong is None else f"{wrong} is none of them"
+        problem = "none was named" if wrong is None else f"{wrong} is not one of them"
         raise FlexError(f"layer {figure_data.layer} has heads 0 to {len(figure_data.values) - 1}; {problem}")
     across = min(PANELS_IN_ROW, len(shown))
     down = math.ceil(len(shown) / across)

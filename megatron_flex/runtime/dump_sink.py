@@ -475,7 +475,7 @@ class SessionDumps:
             microbatches: the number of microbatches on each data parallel rank; 0 if not known yet.
             mesh: the ranks that take part in the step.
             called: whether the step is a single call of the model outside a schedule.
-            probing: whether the model runs only to be captured, which is no step of the training loop.
+            probing: whether the model runs only to be captured, which is not a step of the training loop.
 
         Returns:
             The hooks to deactivate in this step.

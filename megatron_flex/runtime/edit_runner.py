@@ -463,7 +463,7 @@ def call_editing_function(
     """Run the editing function that `find` returns for this pass, and check the result.
 
     Raises:
-        HookError: the result is no tensor, or has another shape, dtype or device.
+        HookError: the result is not a tensor, or has another shape, dtype or device.
     """
     edit = find()
     assert edit is not None
@@ -477,7 +477,7 @@ def check_result(out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.
     """Compare the result of an editing function with the tensor that it got.
 
     Raises:
-        HookError: the result is no tensor, or has another shape, dtype or device.
+        HookError: the result is not a tensor, or has another shape, dtype or device.
     """
     if not isinstance(out, Tensor):
         raise HookError(

@@ -66,7 +66,7 @@ class ParameterRequest(NamedTuple):
         """The layout of the local parameters, with padding if requested.
 
         Raises:
-            LayoutError: the local parameter is no shard of a tensor of the expected shape.
+            LayoutError: the local parameter is not a shard of a tensor of the expected shape.
         """
         layout = site.layout
         if site.inferred:
@@ -200,7 +200,7 @@ class ParameterIndex:
         """The layout of the requested local tensors.
 
         Raises:
-            LayoutError: the local parameter is no shard of a tensor of the expected shape.
+            LayoutError: the local parameter is not a shard of a tensor of the expected shape.
         """
         layout = want.layout(site, self.mesh.sizes)
         if not want.gradient:

@@ -100,7 +100,7 @@ def parse_switches(words: Iterable[str], known: Iterable[str]) -> Switches:
         if word in (ALL_GROUPS, NO_GROUP):
             continue
         if word[:1] not in ("+", "-"):
-            raise HookError(f"{word!r} is none of +group, -group, all, none{suggest_nearest(word, known)}")
+            raise HookError(f"{word!r} is not one of +group, -group, all, none{suggest_nearest(word, known)}")
         if word[1:] not in known:
             raise HookError(f"no hook is in a group {word[1:]!r}{suggest_nearest(word[1:], known)}")
     return Switches(words)

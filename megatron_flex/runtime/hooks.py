@@ -164,7 +164,7 @@ class HookFunction:
         with error_attributes(site=describe_pattern(module_name) if named else None):
             check_name(module_name, expected_shape)
             if hook_type not in POINT_OF_TYPE:
-                raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINT_OF_TYPE)}")
+                raise HookError(f"hook_type {hook_type!r} is not one of {', '.join(POINT_OF_TYPE)}")
             if editing_function is not None and not callable(editing_function):
                 raise HookError(
                     f"editing_function {editing_function!r} is not callable; pass a function or None"
@@ -172,11 +172,11 @@ class HookFunction:
             if editing_function is not None:
                 check_signature(editing_function)
             if gradient_scale not in ("raw", "loss"):
-                raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
+                raise HookError(f"gradient_scale {gradient_scale!r} is not one of raw, loss")
             if run not in ("replicated", "once"):
-                raise HookError(f"run {run!r} is none of replicated, once")
+                raise HookError(f"run {run!r} is not one of replicated, once")
             if on_error not in ("raise", "skip"):
-                raise HookError(f"on_error {on_error!r} is none of raise, skip")
+                raise HookError(f"on_error {on_error!r} is not one of raise, skip")
             if on_error == "skip" and editing_function is None:
                 raise HookError(
                     "on_error='skip' leaves an edit out, and there is none; give an editing_function"
@@ -397,13 +397,15 @@ def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> N
     if select is not None and not isinstance(select, Select):
         raise HookError(f"select={select!r} is no Select; give one, as Select(positions=-1)")
     if reduce is not None and not isinstance(reduce, Reduction):
-        raise HookError(f"reduce={reduce!r} is none of reduce.mean, sum, norm, topk, dot; give such a one")
+        raise HookError(
+            f"reduce={reduce!r} is not one of reduce.mean, sum, norm, topk, dot; give one of them"
+        )
     if (select or reduce or keep_as) and not save:
         raise HookError("select, reduce and keep_as need a capture; leave out save=False")
     reserved = {n.removeprefix(".") for n in (GRADIENT_SUFFIX, EDITED_SUFFIX, INDICES)}
     if keep_as and (not keep_as.isidentifier() or keep_as in reserved):
         raise HookError(
-            f"keep_as={keep_as!r} is no name; take letters, digits and _, and none of "
+            f"keep_as={keep_as!r} is not a name; take letters, digits and _, and none of "
             + ", ".join(sorted(reserved))
         )
 
@@ -424,7 +426,7 @@ def check_name(module_name: object, expected_shape: object) -> None:
         swapped = callable(module_name)
         name, edit = (expected_shape, module_name) if swapped else (module_name, expected_shape)
         raise HookError(
-            f"expected_shape={expected_shape!r} is no shape; the name is first, and the function has a "
+            f"expected_shape={expected_shape!r} is not a shape; the name is first, and the function has a "
             f"keyword: HookFunction({name!r}, editing_function={name_function(edit)})"
         )
     if isinstance(module_name, (str, re.Pattern)):
@@ -436,8 +438,8 @@ def check_name(module_name: object, expected_shape: object) -> None:
         )
     if not callable(module_name):
         raise HookError(
-            f"module_name={module_name!r} is no name; give one name or pattern, such as 'decoder.layers.3' "
-            "or 'decoder.layers.*'; several names are several hooks"
+            f"module_name={module_name!r} is not a name; give one name or pattern, such as "
+            "'decoder.layers.3' or 'decoder.layers.*'; several names are several hooks"
         )
     try:
         inspect.signature(module_name).bind(None)

@@ -78,7 +78,7 @@ class TrainableModules:
         """Check a module before registration; return a text that must be the same on all ranks.
 
         Raises:
-            HookError: the object is no module, or the name is not allowed.
+            HookError: the object is not a module, or the name is not allowed.
         """
         if not isinstance(module, nn.Module):
             raise HookError(f"trainable module {name!r} is a {type(module).__name__}; pass an nn.Module")

@@ -113,7 +113,7 @@ class JsonLinesFile:
     def _put(self, data: bytes) -> None:
         appended = (
             b"\n" + data if self._torn else data
-        )  # ends what a full disk cut off: it is no line of ours
+        )  # ends what a full disk cut off: it is not one of our lines
         self._torn = True
         rest = memoryview(appended)
         while rest:

@@ -128,7 +128,7 @@ class StatisticsHeader:
         """Convert the result of `to_json` back to a header.
 
         Raises:
-            ValueError: the document is no header, or of another version, which the message names.
+            ValueError: the document is not a header, or of another version, which the message names.
             KeyError, TypeError: the document is damaged.
         """
         if record["format"] != STATISTICS_FORMAT:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_flex.view.model_tree import TreeNode, TreePoint, describe_numbers
 
-PIPE_COLUMNS = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
+PIPE_COLUMNS = 4000  # columns of what is not a terminal: nothing is cut for a program that reads on
 FREE, FULL, HIDDEN, OFF = "○", "●", "x", "◌"
 GAP = 2  # blanks between two columns
 MIN_TEXT_WIDTH = 12  # letters of a line of words, however narrow the terminal is

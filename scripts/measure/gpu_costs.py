@@ -82,7 +82,7 @@ def memory(device: str) -> Findings:
     made = ways(Place(None))
     rows, figures = [], {}
     for name in HELD if device == "cuda" else HELD[:ON_CPU]:
-        for _ in range(2):  # what the first time leaves for all later ones is no leak
+        for _ in range(2):  # what the first time leaves for all later ones is not a leak
             before = _held(device)
             most = _most(made[name](subject), step, subject, device)
             left = _held(device) - before

@@ -78,7 +78,7 @@ def environment(venv: Path, wheels: Path | None) -> str:
     python = venv / "bin" / "python"
     if wheels is None:
         if not python.exists():
-            raise SystemExit(f"error: {venv} is no environment: make one with --wheels, or name another")
+            raise SystemExit(f"error: {venv} is not an environment: make one with --wheels, or name another")
         return str(python)
     if not list(wheels.glob("*.whl")):
         raise SystemExit(f"error: no wheel is in {wheels}: gather them with scripts/gpu --carry {wheels}")

@@ -85,8 +85,8 @@ ATTACH: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: mf.attach(m, statistics=["out"]),  # type: ignore[list-item]
         "takes a Statistics, not 'out'; give Statistics('FOLDER', ['decoder.layers.3'])",
     ),
-    "no model": (lambda m: mf.attach(None), "None is no model: give an nn.Module"),
-    "a name as a model": (lambda m: FlexModel("gpt"), "'gpt' is no model: give an nn.Module"),
+    "no model": (lambda m: mf.attach(None), "None is not a model: give an nn.Module"),
+    "a name as a model": (lambda m: FlexModel("gpt"), "'gpt' is not a model: give an nn.Module"),
     "a FlexModel as a model": (
         lambda m: FlexModel(FlexModel(m)),
         "the model is a FlexModel already; register hooks with it, or restore() it first",
@@ -105,7 +105,7 @@ ATTACH: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "names as a name": (
         lambda m: HookFunction(["decoder.layers.1"]),  # type: ignore[arg-type]
-        "module_name=['decoder.layers.1'] is no name; give one name or pattern",
+        "module_name=['decoder.layers.1'] is not a name; give one name or pattern",
     ),
     "a module as a name": (
         lambda m: HookFunction(m),  # type: ignore[arg-type]

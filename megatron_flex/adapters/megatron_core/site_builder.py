@@ -32,8 +32,8 @@ INSIDE_KERNEL = (
     "with the local spec (--transformer-impl local) to have it"
 )
 NO_RULE = (
-    "{kind} is none of Megatron's {known} and its layout is not known; build the layers with the local spec "
-    "(--transformer-impl local)"
+    "{kind} is not one of Megatron's {known} and its layout is not known; build the layers with the local "
+    "spec (--transformer-impl local)"
 )
 
 

@@ -1,4 +1,4 @@
-"""A module to insert where a tensor is no module's output."""
+"""A module to insert where a tensor is not the output of a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class DummyModule(nn.Module):
-    """The identity: insert one to hook a tensor that is no module's output."""
+    """The identity: insert one to hook a tensor that is not the output of a module."""
 
     def forward(self, inputs: T) -> T:
         """Return the input."""

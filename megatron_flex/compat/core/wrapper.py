@@ -145,7 +145,7 @@ class HookRegistrationMethods:
 
     def _check_kind(self, kind: str) -> None:
         if kind not in POINT_OF_TYPE:
-            raise HookError(f"hook_type {kind!r} is none of {', '.join(POINT_OF_TYPE)}")
+            raise HookError(f"hook_type {kind!r} is not one of {', '.join(POINT_OF_TYPE)}")
 
     def _register(self, hook: HookFunction, kind: HookType) -> None:
         if not isinstance(hook, HookFunction):

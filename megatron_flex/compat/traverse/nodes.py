@@ -212,12 +212,12 @@ def get_internal_node(internal_obj: Any) -> type[InternalNode]:
     """The node class for a container.
 
     Raises:
-        FlexError: the object is no container.
+        FlexError: the object is not a container.
     """
     node = node_of(internal_obj)
     if not isinstance(node, InternalNode):
         raise FlexError(
-            f"{type(internal_obj).__name__} is no container; register_internal_node_type makes a type one"
+            f"{type(internal_obj).__name__} is not a container; register_internal_node_type makes a type one"
         )
     return type(node)
 
@@ -226,11 +226,11 @@ def get_leaf_node(leaf_obj: Any) -> type[LeafNode]:
     """The node class for a leaf.
 
     Raises:
-        FlexError: the object is no leaf.
+        FlexError: the object is not a leaf.
     """
     node = node_of(leaf_obj)
     if not isinstance(node, LeafNode):
-        raise FlexError(f"{type(leaf_obj).__name__} is no leaf; register_leaf_node_type makes a type one")
+        raise FlexError(f"{type(leaf_obj).__name__} is not a leaf; register_leaf_node_type makes a type one")
     return type(node)
 
 

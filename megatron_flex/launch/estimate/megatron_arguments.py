@@ -195,7 +195,7 @@ def _convert_value(actions: list[argparse.Action], name: str, value: Any) -> Any
         raise FlexError(f"{name}={value!r}: {error}") from error
     wrong = [v for v in made if action.choices is not None and v not in action.choices]
     if wrong:
-        raise FlexError(f"{name}={wrong[0]!r} is none of {', '.join(map(str, action.choices or ()))}")
+        raise FlexError(f"{name}={wrong[0]!r} is not one of {', '.join(map(str, action.choices or ()))}")
     return made if action.nargs not in (None, "?") else made[0]
 
 

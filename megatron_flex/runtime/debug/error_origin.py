@@ -41,7 +41,7 @@ def find_user_line(error: BaseException) -> tuple[str, int] | None:
 
 
 def _folder(file: str) -> Path | None:
-    """The folder of a file; None for a name in angle brackets, which is no file."""
+    """The folder of a file; None for a name in angle brackets, which is not a file."""
     return None if file.startswith("<") else Path(file).absolute().parent
 
 
