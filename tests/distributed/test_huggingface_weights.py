@@ -293,7 +293,7 @@ def test_bad_input_is_named_on_all_ranks_and_changes_nothing(
     sources = {n: [damaged(folder, tmp_path / n, damage)] for n, (damage, _) in DAMAGES.items()}
     texts = {name: text for name, (_, text) in DAMAGES.items()}
     sources["one rank"], texts["one rank"] = [folder, sources["missing"][0]], f"{UP} is missing in"
-    sources["no folder"], texts["no folder"] = [folder, str(tmp_path / "none")], "none is no folder"
+    sources["no folder"], texts["no folder"] = [folder, str(tmp_path / "none")], "none is not a folder"
     whole = Path(shutil.copytree(folder, tmp_path / "cut")) / "model.safetensors"
     whole.write_bytes(whole.read_bytes()[:-100])
     sources["cut"], texts["cut"] = (
