@@ -48,13 +48,11 @@ class RoutingTies:
         others: the number of those routed otherwise although they are not tied.
         fewer: of these, those that have fewer experts in A, and in B.
         first: the first of these: sample, token, and its experts in A and in B.
-        rest: sums over the tokens with the same experts.
     """
 
     tokens: int
     tied: Positions
     others: int
-    rest: DifferenceSums
     fewer: tuple[int, int] = (0, 0)
     first: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -287,7 +285,7 @@ def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> Routing
     """
     if not routers.is_comparable:
         return None
-    rest, tokens, others, fewer, first = DifferenceSums(), 0, 0, [0, 0], None
+    tokens, others, fewer, first = 0, 0, [0, 0], None
     tied: dict[int, list[int]] = {}
     contradictions = routers.measure_contradictions() if routers.is_biased else None
     for pair, block, (a, b), (left, right) in routers.blocks():
@@ -307,10 +305,7 @@ def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> Routing
             at = wrong.nonzero().tolist()[0]
             one, two = (tuple(t[tuple(at)].nonzero().flatten().tolist()) for t in (a, b))
             first = (*_locate_token(pair, block, at), one, two)
-        same = ~differs & ~reached
-        values = pair.read(block)
-        rest.add(values[0][same], values[1][same])
-    return RoutingTies(tokens, tied, others, rest, (fewer[0], fewer[1]), first)
+    return RoutingTies(tokens, tied, others, (fewer[0], fewer[1]), first)
 
 
 def _locate_token(pair: TensorPair, block: Sequence[slice], at: Sequence[int]) -> tuple[int, int]:
@@ -387,13 +382,8 @@ def find_likely_ties(
     if not any(bool(mask.any()) for mask in apart):
         return None
     tied: dict[int, list[int]] = {}
-    rest = DifferenceSums()
     for (number, block, _), mask in zip(far, apart, strict=True):
         for at in mask.nonzero().tolist():
             sample, token = _locate_token(pairs[number], block, at)
             tied.setdefault(sample, []).append(token)
-        a, b = pairs[number].read(block)
-        reached, _ = _cut_mask(pairs[number], block, rerouted.reach(pairs[number]))
-        keep = ~mask & ~reached
-        rest.add(a[keep], b[keep])
-    return RoutingTies(count, tied, 0, rest)
+    return RoutingTies(count, tied, 0)

@@ -162,10 +162,8 @@ class TensorTester:
         overflowed = self.overflow.is_overflow(item, sums, dtypes, peak)
         if overflowed:
             sums = sums.without_overflows()
-        full: DifferenceSums | None = None  # of all tokens, where some of them are not tested alone
-        if tied and ties is not None:
-            full, sums = sums, ties.rest  # of the tokens with the same experts
         if given is not None:
+            sums = self.rerouted.sum_others(pairs) if tied else sums
             outcome = Outcome("tolerance", sums.error, given)
             return TestedTensor(outcome, (outcome,), given if sums.finite else math.inf, given)
         if reference is None and self._exceeds(sums, relative, peak):
@@ -174,8 +172,9 @@ class TensorTester:
                 self.noise.explain_softmax(error)
                 self.explained.append(f"{item.name} (iteration {self.iteration})")
                 relative, peak = max(relative, softmax), max(peak, softmax)
-        if reference is None and self.rerouted.fraction and self._exceeds(sums, relative, peak):
-            full, sums = full or sums, self.rerouted.sum_others(pairs)
+        full: DifferenceSums | None = None  # of all tokens, where ties reach some of them
+        if self.rerouted.fraction and self._exceeds(sums, relative, peak):
+            full, sums = sums, self.rerouted.sum_others(pairs)
         plain = [
             Outcome("norm", _get_norm(sums), relative),
             Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),

@@ -99,8 +99,6 @@ def test_the_lesser_bound_of_a_token_counts_where_ties_explain_those_above(
         assert not isinstance(pairs, str)
         found = find_likely_ties(pairs, [0.15, 0.25], 2, ReroutedTokens())
     assert (0 if found is None else found.tied_tokens) == tied
-    if found is not None:
-        assert found.rest.count == (SAMPLES * TOKENS - tied) * WIDTH
 
 
 def test_the_other_tokens_are_held_to_their_bound(tmp_path: Path) -> None:
