@@ -173,7 +173,7 @@ class TensorTester:
                 self.explained.append(f"{item.name} (iteration {self.iteration})")
                 relative, peak = max(relative, softmax), max(peak, softmax)
         full: DifferenceSums | None = None  # of all tokens, where ties reach some of them
-        if self.rerouted.fraction and self._exceeds(sums, relative, peak):
+        if tied or (self.rerouted.fraction and self._exceeds(sums, relative, peak)):
             full, sums = sums, self.rerouted.sum_others(pairs)
         plain = [
             Outcome("norm", _get_norm(sums), relative),
