@@ -197,7 +197,7 @@ def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]
 
     def read(bar: ProgressBar, array: DumpArray) -> Iterator[Tensor]:
         for one in ExportColumn(array.name, array).by_iteration():
-            for _, block in read_blocks(one.array):
+            for block in read_blocks(one.array):
                 yield block
                 bar.advance(block.nbytes)
 

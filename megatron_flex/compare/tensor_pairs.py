@@ -434,7 +434,7 @@ def align_arrays(
         for each microbatch where there are no samples. Or a text with the reason why there is none.
     """
     one, two = a.at(iteration), b.at(iteration if iteration_b is None else iteration_b)
-    if (one.packed or two.packed) and TOKEN_AXIS in (*one.dims, *two.dims):
+    if any(x.packed or x.ragged for x in (one, two)) and TOKEN_AXIS in (*one.dims, *two.dims):
         return _align_by_sequence(item, iteration, one, two)
     if MICROBATCH_AXIS in (*one.dims, *two.dims):
         return _align_by_microbatch(item, iteration, one, two)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_flex.dump.export_target import EXPORT_MARK, ExportFormat, check_export_target, replace_target
 from megatron_flex.dump.part_format import DTYPE_NAMES
 from megatron_flex.dump.reader import DumpArray
+from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.progress import BYTES, ProgressBar, progress
 from megatron_flex.version import __version__
@@ -31,10 +32,11 @@ WIDENED_DTYPES = {  # what neither numpy nor Arrow has
 BlockSlices = tuple[slice, ...]
 
 
-def read_blocks(array: DumpArray, most: int = EXPORT_BLOCK) -> Iterator[tuple[BlockSlices, Tensor]]:
-    """Iterate over the values in row-major order, in slabs of at most so many bytes, with their slices."""
-    for where in split_into_slabs(array.shape, array.dtype.itemsize, most):
-        yield where, array[where].torch()
+def read_blocks(array: DumpArray, most: int = EXPORT_BLOCK) -> Iterator[Tensor]:
+    """Iterate over the values in row-major order, in slabs of at most so many bytes."""
+    for part in array.regular_parts():
+        for where in split_into_slabs(part.shape, part.dtype.itemsize, most):
+            yield part[where].torch()
 
 
 def split_into_slabs(shape: Sequence[int], itemsize: int, most: int = EXPORT_BLOCK) -> Iterator[BlockSlices]:
@@ -80,8 +82,13 @@ class ExportColumn:
         """The dtype in formats that lack narrow floats: 8-bit floats and bfloat16 become fp32."""
         return torch.float32 if self.array.dtype in WIDENED_DTYPES else self.array.dtype
 
-    def check_same_shapes(self) -> None:
-        """Raise DumpError if iterations have different shapes."""
+    def check_same_shapes(self, ragged: bool = False) -> None:
+        """Raise DumpError if iterations have different shapes, or microbatches, if that is not allowed."""
+        if not ragged and self.array.ragged:
+            raise DumpError(
+                f"{self.name}: microbatches have sequences of different lengths; write a tensor for each "
+                "(--per-iteration), or a dataset with a row for each token (--rows token)"
+            )
         shapes = {self.array.at(p).shape[1:] for p in self.array.iteration_keys}
         if len(shapes) > 1:
             examples = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
@@ -92,13 +99,20 @@ class ExportColumn:
             )
 
     def by_iteration(self) -> list[ExportColumn]:
-        """Return one column for each iteration, without the iteration axis."""
-        return [
-            ExportColumn(
-                f"{self.name}/{number}" + (f".{run_of}" if run_of else ""), self.array.at((number, run_of))[0]
-            )
-            for number, run_of in self.array.iteration_keys
-        ]
+        """One column for each iteration, without that axis; if microbatches differ in length, for each."""
+        out = []
+        for key in self.array.iteration_keys:
+            one = self.array.at(key)
+            name = f"{self.name}/{key[0]}" + (f".{key[1]}" if key[1] else "")
+            if one.ragged:
+                pieces = list(one.microbatch_arrays())
+                several = len({piece.replica for piece in pieces}) > 1
+                for piece in pieces:
+                    replica = f".{piece.replica}" if several else ""
+                    out.append(ExportColumn(f"{name}/{piece.microbatch}{replica}", piece.array))
+            else:
+                out.append(ExportColumn(name, one[0]))
+        return out
 
 
 HEADER_ALIGNMENT = 8
@@ -129,7 +143,7 @@ def write_safetensors(
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(body)) + body)
         for column in ordered:
-            for _, block in read_blocks(column.array):
+            for block in read_blocks(column.array):
                 flat = block.contiguous().reshape(-1).view(torch.uint8)
                 file.write(memoryview(flat.numpy()))
                 bar.advance(flat.numel())
@@ -269,11 +283,17 @@ def _check_column(column: ExportColumn, first: ExportColumn, rows: ExportRows) -
             and (own_labels is None) == (other is None)
             and (own_labels is None or torch.equal(own_labels, other))
         )
+    existing = [one.array.existing() for one in (column, first)] if rows == "token" else [None]
+    same = same and (existing[0] is existing[-1] or _are_equal(*existing))
     if not same:
         raise DumpError(
             f"{column.name} has other iterations, samples or tokens than {first.name}: they cannot share "
             "rows; export them one by one (--sites)"
         )
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
 
 
 def _make_feature(datasets: Any, column: ExportColumn, depth: int) -> Any:
@@ -290,8 +310,7 @@ def _make_record_batches(
     import pyarrow as pa
 
     depth = 2 if rows == "token" else 1
-    for number, run_of in columns[0].array.iteration_keys:
-        current = [ExportColumn(c.name, c.array.at((number, run_of))[0]) for c in columns]
+    for (number, run_of), current in _list_record_parts(columns):
         grid = current[0].array.shape[:depth]
         wide = max((_count_row_bytes(c, depth) for c in current), default=1)
         samples, tokens = current[0].array.samples, current[0].array.tokens if rows == "token" else None
@@ -310,6 +329,14 @@ def _make_record_batches(
                 arrays.append(_nest_rows(pa, block.reshape(count, *block.shape[depth:])))
                 bar.advance(block.numel() * column.array.dtype.itemsize)
             yield pa.record_batch(arrays, schema=schema)
+
+
+def _list_record_parts(columns: list[ExportColumn]) -> Iterator[tuple[IterationKey, list[ExportColumn]]]:
+    """Each iteration, in parts of samples that have the same tokens."""
+    for key in columns[0].array.iteration_keys:
+        arrays = [column.array.at(key)[0] for column in columns]
+        for region in arrays[0].regions():
+            yield key, [ExportColumn(c.name, a[region]) for c, a in zip(columns, arrays, strict=True)]
 
 
 def _list_row_tokens(tokens: Tensor | None, grid: tuple[int, ...], where: tuple[slice, ...]) -> Tensor:
@@ -388,7 +415,7 @@ def export_arrays(
     chosen = [one for c in columns for one in (c.by_iteration() if per_iteration else [c])]
     if not per_iteration:
         for column in chosen:
-            column.check_same_shapes()
+            column.check_same_shapes(ragged=to == "datasets" and rows == "token")
     metadata = {
         "format": "pt",
         EXPORT_MARK: __version__,

@@ -124,8 +124,7 @@ class DumpSource:
     def blocks(self, name: str, iteration: int) -> Iterator[Tensor]:
         """One part for each microbatch; shapes may differ."""
         for piece in self.dump[name].at(iteration).microbatch_arrays():
-            for _, block in read_blocks(piece.array):
-                yield block
+            yield from read_blocks(piece.array)
 
     def samples(self, name: str, iteration: int) -> int:
         """The samples in the dump."""
@@ -139,8 +138,10 @@ class DumpSource:
             raise FigureError(f"{self.where}: {name} has no samples with tokens, but {', '.join(array.dims)}")
         _check_sample(name, sample, len(numbers))
         one = array[sample]
-        places = array.tokens
+        places, existing = array.tokens, one.existing()
         assert places is not None
+        if existing is not None:
+            one, places = one[existing], places[..., existing]
         tokens = tuple(int(t) for t in (places[sample] if places.ndim > 1 else places))
         number = int(numbers[sample])
         return SampleRows(number, tokens, one.shape[1:], lambda first, last: one[first:last].torch())

@@ -212,23 +212,23 @@ def _readable_values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tenso
         DumpError: nothing of it can be read.
     """
     try:
-        values = array.torch()
+        values = [part.torch() for part in array.regular_parts()]
     except DumpError as error:
         sampled = bool(array.dims) and array.dims[0] in ("sample", "microbatch")
         if not (one_by_one and sampled) or not 1 < len(array) <= MAX_SINGLE_SAMPLES:
             raise
         trouble = error
     else:
-        yield values, ""
+        yield from ((part, "") for part in values)
         return
     read = 0
     for sample in array:
         try:
-            values = sample.torch()
+            values = [part.torch() for part in sample.regular_parts()]
         except DumpError:
             continue  # the first error is enough
         read += 1
-        yield values, str(trouble)
+        yield from ((part, str(trouble)) for part in values)
     if not read:
         raise trouble
 

@@ -203,7 +203,7 @@ def _pieces(path: Path, _: Path) -> Outcome:
 
 def _statistics(path: Path, _: Path) -> Outcome:
     def numbers(array: DumpArray) -> Tensor:
-        found = summarize_values(lambda: (b for _, b in read_blocks(array, 1 << 14)))
+        found = summarize_values(lambda: read_blocks(array, 1 << 14))
         return torch.tensor([found.mean, found.std, found.absmax, *found.counts], dtype=torch.float64)
 
     return _each(path, numbers)

@@ -85,6 +85,7 @@ def write(
     passes: int = 1,
     versions: Mapping[str, str] | None = None,
     model: Mapping[str, Any] | None = None,
+    lengths: Sequence[int] = (),
     **settings: Any,
 ) -> Manifest:
     """Write a run of a dump, rank by rank, with the real writer.
@@ -101,6 +102,7 @@ def write(
         passes: runs of the schedule in each iteration; further ones have the value times their number + 1.
         versions: of packages, for the manifest.
         model: the model's config, for the manifest.
+        lengths: tokens of the microbatches of each data parallel rank in turn; all tokens if there are none.
         settings: of `Dump`: tokens, samples, reduce, dtype, microbatches_kept (its `microbatches`), ...
 
     Returns:
@@ -117,7 +119,8 @@ def write(
     manifest = create_run(
         Path(path),
         replace(
-            _manifest(dump, sizes, places, sites, parameters, dict(versions or {})), model=dict(model or {})
+            _manifest(dump, sizes, places, sites, parameters, dict(versions or {}), bool(lengths)),
+            model=dict(model or {}),
         ),
     )
     given = next(iter([*sites.values(), *parameters.values()]))
@@ -126,6 +129,7 @@ def write(
         if rank in absent:
             continue
         rank_of = _Rank(Path(path) / f"run-{manifest.run:04d}", rank, coords, sizes, dump, microbatches)
+        rank_of.token_counts = lengths
         for at, number in enumerate(numbers):
             if f"{number:010d}" not in manifest.skipped and dump.wants_iteration(number):
                 for run_of in range(passes):
@@ -143,6 +147,7 @@ class _Rank:
         self, folder: Path, rank: int, coords: dict[str, int], sizes: dict[str, int], dump: Dump, many: int
     ) -> None:
         self.coords, self.sizes, self.dump, self.many = coords, sizes, dump, many
+        self.token_counts: Sequence[int] = ()
         self.ownership = Ownership(mesh_of(sizes, coords))
         self.writer = DumpWriter(folder, rank, coords, dump)
         self.turn = 0
@@ -193,6 +198,8 @@ class _Rank:
         first = number_first_sample(order, microbatch, replica, replicas, self.many, count)
         assert first is not None
         block = whole[first : first + count] if sampled else whole[first]
+        if self.token_counts and find_dim(layout, TOKEN_DIM) is not None:
+            block = block[:, : self.token_counts[replica * self.many + microbatch]]
         block = _in_order(block, layout)
         local = extract(layout, block, self.coords, self.sizes, lengths=_lengths(layout, block, self.sizes))
         turn, self.turn = self.turn, self.turn + 1
@@ -248,9 +255,13 @@ def _manifest(
     sites: Mapping[str, Given],
     parameters: Mapping[str, Given],
     versions: dict[str, str],
+    varying: bool,
 ) -> Manifest:
     def place(name: str, given: Given) -> SiteRecord:
         shape: list[int | str] = list(given.value.shape[1:])
+        names = [d.name for d in given.layout.dims]
+        if varying and TOKEN_DIM in names:  # as of a run that does not know the lengths
+            shape[names.index(TOKEN_DIM)] = TOKEN_DIM
         return SiteRecord(
             name, layout_to_json(given.layout), shape, given.stage, axes=describe_dims(given.layout)
         )

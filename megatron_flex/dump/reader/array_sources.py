@@ -108,17 +108,17 @@ class ActivationSource:
         like = self.like
         tokens = [] if like.token is None else ["token"]
         front = "microbatch" if like.sample is None else "sample"
-        return (front, *tokens, *(like.first.dims[d] for d in like.rest))
+        return (front, *tokens, *(like.longest.dims[d] for d in like.rest))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of its values."""
-        return self.like.first.dtype
+        return self.like.longest.dtype
 
     @property
     def stored_layout(self) -> tuple[Layout, Sizes]:
         """How ranks held it, in the first iteration, and the mesh."""
-        return self.like.first.layout, self.like.written.run.sizes
+        return self.like.longest.layout, self.like.written.run.sizes
 
     def plan(self, which: IterationKey) -> SamplePlan:
         """The order of the samples of an iteration.
@@ -146,9 +146,24 @@ class ActivationSource:
         if plan.token is None:
             return samples, None
         if plan.drawn:
-            table = [list(plan.positions(n)) for n in numbers]
+            table = [list(plan.positions(n)) for n in numbers]  # of the longest, where lengths differ
             return samples, torch.tensor(table, dtype=torch.int64).reshape(plan.shape[:2])
         return samples, torch.tensor(list(plan.positions(0)), dtype=torch.int64)
+
+    def is_ragged(self, which: IterationKey) -> bool:
+        """Whether microbatches have tensors of different lengths."""
+        return self.plan(which).ragged
+
+    def token_counts(self, which: IterationKey) -> list[int] | None:
+        """How many of the tokens each sample has; None if all have all."""
+        plan = self.plan(which)
+        if plan.token is None or not plan.ragged:
+            return None
+        counts: list[int] = []
+        for block in plan.blocks:
+            one = self._planner.tensor(plan, block)
+            counts += [len(plan.positions(n, one)) for n in block.numbers]
+        return None if all(n == plan.shape[1] for n in counts) else counts
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """The request that a microbatch of a replica answered, if it did."""
@@ -173,7 +188,7 @@ class ActivationSource:
     @property
     def packed(self) -> bool:
         """Whether the first iteration has packed sequences."""
-        return any(d.sequences for d in self.like.first.layout.dims)
+        return any(d.sequences for d in self.like.longest.layout.dims)
 
     def sequences(self) -> Iterator[StoredSequence]:
         """The sequences of all iterations, in order of samples; a sample that is not packed is a sequence."""
@@ -181,7 +196,7 @@ class ActivationSource:
             plan, number = self.plan(which), 0
             for block in plan.blocks:
                 source = self._only(which, block.microbatch, block.replica)
-                layout, positions = source.like.first.layout, source.labels(which)[1]
+                layout, positions = source.like.longest.layout, source.labels(which)[1]
                 if positions is None:
                     raise DumpError(f"{self.name} has no dim of tokens, and so no sequences")
                 spans = next((d.sequences for d in layout.dims if d.sequences), ())
@@ -255,7 +270,7 @@ class ActivationSource:
         one = self._planner.tensor(plan, block)
         if not isinstance(one, AssembledTensor):
             return None
-        wanted, order = _locate_block(plan, len(one.shape), block, [item for _, item in places], where[1:])
+        wanted, order = _locate_block(plan, one, block, [item for _, item in places], where[1:])
         found = one.find(wanted)
         if found is None:
             return None
@@ -265,9 +280,9 @@ class ActivationSource:
     def _plan_like_first(self, which: IterationKey) -> SamplePlan:
         """The plan of an iteration that has the shape and dtype of the first one."""
         plan = self.plan(which)
-        if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
+        if plan is not self.like and (plan.shape != self.shape or plan.longest.dtype != self.dtype):
             raise DumpError(
-                f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
+                f"{self.name}: {list(plan.shape)} {plan.longest.dtype} in {plan.written.describe()}, and "
                 f"{list(self.shape)} {self.dtype} in iteration {self.iteration_keys[0][0]}: read one by one "
                 "with .at(number), or what was written at a time with .microbatch_arrays()"
             )
@@ -283,7 +298,7 @@ class ActivationSource:
         out: Tensor,
     ) -> None:
         """Read samples of a block, counted among those that are kept."""
-        wanted, order = _locate_block(plan, len(one.shape), block, items, where)
+        wanted, order = _locate_block(plan, one, block, items, where)
         if isinstance(one, AssembledTensor) and plan.sample is not None:
             one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
         else:
@@ -309,26 +324,25 @@ def _split_range(length: int, nbytes: int) -> list[slice]:
 
 
 def _locate_block(
-    plan: SamplePlan, ndim: int, block: MicrobatchSamples, items: list[int], where: RegionIndex
+    plan: SamplePlan, one: StoredTensor, block: MicrobatchSamples, items: list[int], where: RegionIndex
 ) -> tuple[list[DimIndex], list[int]]:
     """Samples of a block: the entries of each dim of its tensor, and the order of dims that a reader gets.
 
     Args:
         plan: the plan of the iteration.
-        ndim: the number of dims of the block's tensor.
+        one: the block's tensor.
         block: the block.
         items: its samples, counted among those that are kept.
         where: tokens (if it has some), features.
     """
     sample, token = plan.sample, plan.token
-    wanted: list[DimIndex] = [range(0)] * ndim
+    wanted: list[DimIndex] = [range(0)] * len(one.shape)
     front = []
     if sample is not None:
         wanted[sample] = compact_index([block.kept[i] for i in items])
         front.append(sample)
     if token is not None:
-        positions = plan.positions(block.numbers[items[0]])
-        wanted[token] = compact_index([positions[t] for t in where[0]])
+        wanted[token] = plan.locate_tokens(block.numbers[items[0]], where[0], one)
         where = where[1:]
         front.append(token)
     for dim, index in zip(plan.rest, where, strict=True):
@@ -395,6 +409,14 @@ class ParameterSource:
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
         """A parameter has neither samples nor tokens."""
         return None, None
+
+    def is_ragged(self, which: IterationKey) -> bool:
+        """A parameter has no microbatches."""
+        return False
+
+    def token_counts(self, which: IterationKey) -> list[int] | None:
+        """A parameter has no tokens."""
+        return None
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """A parameter belongs to no request."""

@@ -162,6 +162,14 @@ class ArraySource(Protocol):
         """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
         ...
 
+    def is_ragged(self, which: IterationKey) -> bool:
+        """Whether microbatches have tensors of different lengths."""
+        ...
+
+    def token_counts(self, which: IterationKey) -> list[int] | None:
+        """How many of the tokens each sample has; None if all have all."""
+        ...
+
     def among(self, passes: list[IterationKey]) -> ArraySource:
         """The same over other iterations."""
         ...
@@ -272,7 +280,10 @@ class DumpArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Entries of each axis; those of the first iteration hold for all."""
+        """Entries of each axis; those of the first iteration hold for all.
+
+        Where microbatches have sequences of different lengths, the tokens are those of the longest.
+        """
         return tuple(len(v) for v in self.view if not isinstance(v, int))
 
     @property
@@ -434,6 +445,92 @@ class DumpArray:
             False
         """
         return self._source.packed
+
+    @property
+    def ragged(self) -> bool:
+        """Whether microbatches of an iteration have tensors of different lengths, as dynamic batches have.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"].ragged
+            False
+        """
+        return any(self._source.is_ragged(key) for key in self.iteration_keys)
+
+    def existing(self) -> Tensor | None:
+        """Which tokens exist, where microbatches have sequences of different lengths.
+
+        Returns:
+            Booleans `[iteration, sample, token]`, without the axes that the array does not have; None if
+            all exist. To read an entry that does not exist raises.
+
+        Examples:
+            >>> open_dump("dumps/run")["decoder.layers.3"].existing() is None
+            True
+        """
+        names = self._source.dims[:2]
+        if names != ("sample", "token"):
+            return None
+        counts = [self._source.token_counts(key) for key in self.iteration_keys]
+        if all(c is None for c in counts):
+            return None
+        length = self._source.shape[1]
+        full = [length] * self._source.shape[0]
+        table = torch.tensor([full if c is None else c for c in counts])
+        every = torch.arange(length) < table[..., None]
+        if isinstance(self.view[0], int):
+            every = every[0]
+        for axis, own in enumerate(self.view[1:3], every.ndim - 2):
+            where = torch.tensor(own if isinstance(own, int) else list(own), dtype=torch.int64)
+            every = every.index_select(axis, where.reshape(-1))
+        dropped = [a for a, own in enumerate(self.view[1:3], every.ndim - 2) if isinstance(own, int)]
+        for axis in reversed(dropped):
+            every = every.squeeze(axis)
+        return None if bool(every.all()) else every
+
+    def regular_parts(self) -> Iterator[DumpArray]:
+        """Iterate over arrays that together have every entry, each of which can be read at once.
+
+        Returns:
+            An iterator over the array alone, unless microbatches have tensors of different lengths: then over
+            the microbatches, or over parts of a slice.
+
+        Examples:
+            >>> [each.shape for each in open_dump("dumps/run")["decoder.layers.3"].regular_parts()]
+            [(2, 4, 16, 32)]
+        """
+        if not self.ragged:
+            yield self
+        elif not self._sliced or self.view[1:] == [range(n) for n in self._source.shape]:
+            for piece in self.microbatch_arrays():
+                yield piece.array
+        else:
+            yield from (self[region] for region in self.regions())
+
+    def regions(self) -> Iterator[tuple[DimIndex | int, ...]]:
+        """Indices of the first axes that together select each existing entry once; usually one, of all."""
+        existing = self.existing()
+        if existing is None:
+            yield ()
+            return
+        tokens = "token" in self.dims
+        rows = existing if tokens else existing[..., None]
+        rows = rows.reshape(-1, rows.shape[-1])
+        grid = [range(n) for n, d in zip(self.shape, self.dims, strict=True) if d in ("iteration", "sample")]
+        begin = 0
+        for row in range(1, len(rows) + 1):
+            # A region has neighbouring samples of one iteration with the same tokens.
+            inside = len(grid) > 0 and row % max(len(grid[-1]), 1) != 0
+            if row < len(rows) and inside and torch.equal(rows[row], rows[begin]):
+                continue
+            found = rows[begin].nonzero().flatten().tolist()
+            front: list[DimIndex | int] = []
+            if len(grid) == 2:
+                front = [begin // len(grid[1]), range(begin % len(grid[1]), (row - 1) % len(grid[1]) + 1)]
+            elif grid:
+                front = [range(begin, row)]
+            if found:
+                yield (*front, compact_index(found)) if tokens else tuple(front)
+            begin = row
 
     def sequence_arrays(self) -> Iterator[SequenceArray]:
         """Iterate over the sequences, packed or not, each as an array: packed runs read as unpacked ones.

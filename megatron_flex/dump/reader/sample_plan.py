@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -31,7 +32,7 @@ from megatron_flex.dump.token_selection import (
     select_positions,
 )
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Coords, DimIndex, Layout
+from megatron_flex.layout import Coords, DimIndex, Layout, compact_index
 
 MOST_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
 MOST_KNOWN_SHARDS = 1 << 15  # of a tensor whose places are kept
@@ -84,18 +85,20 @@ class SamplePlan:
         selection: what the dump keeps.
         blocks: in the order of samples.
         counts: samples of each microbatch, kept or not.
-        first: the tensor of the first microbatch.
+        longest: the tensor of the first microbatch that has the most tokens.
         joined: whether all replicas are in one tensor.
         tensors: those that were put together so far.
+        ragged: whether the tensors of blocks differ in more than the number of samples.
     """
 
     written: StoredIteration
     selection: SelectionSettings
     blocks: list[MicrobatchSamples]
     counts: dict[int, int]
-    first: StoredTensor
+    longest: StoredTensor
     joined: bool
     tensors: dict[tuple[int, int], StoredTensor] = field(default_factory=dict)
+    ragged: bool = False
 
     @cached_property
     def starts(self) -> list[int]:
@@ -122,40 +125,57 @@ class SamplePlan:
     @cached_property
     def token(self) -> int | None:
         """The dim of tokens; a mean over them leaves none."""
-        return None if self.selection.mean else self.first.dim(TOKEN_DIM)
+        return None if self.selection.mean else self.longest.dim(TOKEN_DIM)
 
     @cached_property
     def sample(self) -> int | None:
         """The dim of samples."""
-        return self.first.dim(SAMPLE_DIM)
+        return self.longest.dim(SAMPLE_DIM)
 
     @cached_property
     def rest(self) -> list[int]:
         """All others."""
-        return [d for d in range(len(self.first.shape)) if d not in (self.sample, self.token)]
+        return [d for d in range(len(self.longest.shape)) if d not in (self.sample, self.token)]
 
     @cached_property
     def drawn(self) -> bool:
         """Whether each sample has tokens of its own."""
         return isinstance(self.selection.tokens, RandomTokens) and None not in (self.sample, self.token)
 
-    def positions(self, number: int) -> Sequence[int]:
-        """The positions of the tokens that are kept of a sample."""
+    def positions(self, number: int, of: StoredTensor | None = None) -> Sequence[int]:
+        """The positions of the tokens that are kept of a sample of a tensor; None for the longest one."""
         token, tokens = self.token, self.selection.tokens
         assert token is not None
         if isinstance(tokens, RandomTokens) and not self.drawn:
             tokens = None
-        return select_positions(tokens, self.first.shape[token], self.written.iteration, number)
+        length = (of or self.longest).shape[token]
+        return select_positions(tokens, length, self.written.iteration, number)
+
+    def locate_tokens(self, number: int, wanted: DimIndex, of: StoredTensor) -> DimIndex:
+        """The entries of the dim of tokens, of a sample of a tensor, that are wanted of the longest one.
+
+        Raises:
+            DumpError: it is shorter and does not have all of them.
+        """
+        own = self.positions(number, of)
+        if _count_tokens(of) == _count_tokens(self.longest):
+            return compact_index([own[t] for t in wanted])
+        if not is_prefix(own, self.positions(number)) or max(wanted, default=-1) >= len(own):
+            raise DumpError(
+                f"{of.where}: {len(own)} tokens, and up to {self.shape[1]} elsewhere in the iteration: "
+                "slice tokens that all have, or read .sequence_arrays() or .microbatch_arrays()"
+            )
+        return compact_index([own[t] for t in wanted])
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The selected samples, tokens and features."""
         tokens = []
         if self.token is not None:
-            length, every = self.first.shape[self.token], not self.drawn
+            length, every = self.longest.shape[self.token], not self.drawn
             full = every and isinstance(self.selection.tokens, RandomTokens)
             tokens = [length if full else self.selection.count_kept_tokens(length)]
-        return (self.starts[-1], *tokens, *(self.first.shape[d] for d in self.rest))
+        return (self.starts[-1], *tokens, *(self.longest.shape[d] for d in self.rest))
 
 
 class StoredTensorShards:
@@ -237,20 +257,31 @@ class SamplePlanner:
         blocks.sort(key=in_order)
         if len(set(counts.values())) > 1 and only is None:
             self._renumber(first, blocks, counts)
-        return SamplePlan(written, self.selection, blocks, counts, first, joined, tensors)
+        plan = SamplePlan(written, self.selection, blocks, counts, first, joined, tensors)
+        if only is None:
+            if TOKEN_DIM in map(str, self.dump.site_records[self.which.site].shape):
+                for block in blocks:  # the run did not know the length, which may differ between replicas
+                    with suppress(DumpError):  # raised where the block is read
+                        self._find_tensor(plan, block)
+            plan.longest = max(tensors.values(), key=_count_tokens)  # the first of several
+            plan.ragged = len({tuple(_list_lengths(one, SAMPLE_DIM)) for one in tensors.values()}) > 1
+        return plan
 
-    def tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
-        """The tensor of a block, which must be as the first replica's.
-
-        Raises:
-            DumpError: shards are missing, or it is not.
-        """
+    def _find_tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
         key = block.microbatch, block.replica
         if key not in plan.tensors:
             found = self._shards.of(plan.written, block.replica).get(block.microbatch, [])
             plan.tensors[key] = self._tensor(plan.written, *key, found)
-        one, like = plan.tensors[key], plan.first
-        if _get_shape_without(one, SAMPLE_DIM) != _get_shape_without(like, SAMPLE_DIM):
+        return plan.tensors[key]
+
+    def tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
+        """The tensor of a block, which must be as the first replica's but for its length.
+
+        Raises:
+            DumpError: shards are missing, or it is not.
+        """
+        one, like = self._find_tensor(plan, block), plan.longest
+        if _list_lengths(one, SAMPLE_DIM, TOKEN_DIM) != _list_lengths(like, SAMPLE_DIM, TOKEN_DIM):
             raise DumpError(
                 f"{one.where}: {list(one.shape)}, and {list(like.shape)} elsewhere in the iteration: they "
                 "make no one array; read them with .microbatch_arrays()"
@@ -399,8 +430,20 @@ def _count_samples(one: StoredTensor) -> int:
     return 1 if sample is None else one.shape[sample]
 
 
-def _get_shape_without(one: StoredTensor, name: str) -> list[int]:
-    return [n for d, n in enumerate(one.shape) if d != one.dim(name)]
+def _count_tokens(one: StoredTensor) -> int:
+    token = one.dim(TOKEN_DIM)
+    return 0 if token is None else one.shape[token]
+
+
+def _list_lengths(one: StoredTensor, *without: str) -> list[int]:
+    """The lengths of all dims but some."""
+    left_out = {one.dim(name) for name in without}
+    return [n for d, n in enumerate(one.shape) if d not in left_out]
+
+
+def is_prefix(few: Sequence[int], many: Sequence[int]) -> bool:
+    """Whether `many` begins with all of `few`."""
+    return len(few) <= len(many) and list(few) == list(many[: len(few)])
 
 
 def _get_sample_order(run: DumpRun) -> str:

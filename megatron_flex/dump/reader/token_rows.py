@@ -36,7 +36,8 @@ class TokenRows(Dataset[Any]):
     ) -> None:
         self.arrays, self.single, self.dtype = list(arrays), single, dtype
         self.axes = check_row_alignment(self.arrays)
-        self._chosen = None if mask is None else check_mask(mask, self.axes).flatten().nonzero().flatten()
+        chosen = select_rows(self.arrays[0], mask, self.axes)
+        self._chosen = None if chosen is None else chosen.flatten().nonzero().flatten()
 
     def __len__(self) -> int:
         return prod(self.axes) if self._chosen is None else len(self._chosen)
@@ -121,7 +122,7 @@ class ShuffledRows(IterableDataset[Any]):
         self.batch_size, self.shuffle, self.seed, self.dtype = batch_size, shuffle, seed, dtype
         self.buffer, self.block, self.part = max(buffer, batch_size), block, part
         self.epoch = 0
-        self.mask = None if mask is None else check_mask(mask, self.axes)
+        self.mask = select_rows(self.arrays[0], mask, self.axes)
         self.rows = prod(self.axes) if self.mask is None else int(self.mask.sum())
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,7 +141,7 @@ class ShuffledRows(IterableDataset[Any]):
             chosen = None if self.mask is None else self.mask[where].flatten()
             if chosen is not None and not chosen.any():
                 continue
-            found = [a[where].torch(self.dtype) for a in self.arrays]
+            found = [read_region(a[where], self.dtype) for a in self.arrays]
             if chosen is not None:
                 found = [f.flatten(0, 1)[chosen] for f in found]
                 rows = len(found[0])
@@ -246,6 +247,26 @@ def check_mask(mask: Any, axes: Sequence[int]) -> Tensor:
     return found.cpu().expand(*axes)
 
 
+def select_rows(array: DumpArray, mask: Any, axes: Sequence[int]) -> Tensor | None:
+    """The rows that exist and that a mask leaves, as booleans over all axes; None for all."""
+    existing = array.existing() if len(axes) == 3 else None
+    chosen = None if mask is None else check_mask(mask, axes)
+    if existing is None or chosen is None:
+        return existing if chosen is None else chosen
+    return existing & chosen
+
+
+def read_region(array: DumpArray, dtype: torch.dtype | None) -> Tensor:
+    """The values of an array; those of tokens that do not exist are not set."""
+    if array.existing() is None:
+        return array.torch(dtype)
+    out = torch.empty(array.shape, dtype=dtype or array.dtype)
+    for region in array.regions():
+        samples, tokens = (torch.tensor(list(index)) for index in region if not isinstance(index, int))
+        out[samples[:, None], tokens] = array[region].torch(dtype)
+    return out
+
+
 def check_row_alignment(arrays: RowArrays) -> tuple[int, ...]:
     """The lengths of iterations, samples and tokens that arrays have in common.
 
@@ -260,7 +281,12 @@ def check_row_alignment(arrays: RowArrays) -> tuple[int, ...]:
             dim_names = ", ".join(array.dims)
             raise DumpError(f"{array.name} is over {dim_names}: rows are of iterations, samples and tokens")
         out.append(array.shape[: 3 if array.dims[2:3] == ("token",) else 2])
-    if len(set(out)) > 1:
+    existing = [array.existing() for array in arrays if array.ragged]
+    alike = not existing or (
+        len(existing) == len(arrays)
+        and all(e is not None and existing[0] is not None and torch.equal(e, existing[0]) for e in existing)
+    )
+    if len(set(out)) > 1 or not alike:
         dim_names = ", ".join(f"{a.name} {list(axes)}" for a, axes in zip(arrays, out, strict=True))
         raise DumpError(f"rows of several sites need the same iterations, samples and tokens: {dim_names}")
     return out[0]

@@ -314,7 +314,7 @@ class _Verifier:
         if which not in array.iteration_keys:
             return
         try:
-            for _, block in read_blocks(array.at(which)):
+            for block in read_blocks(array.at(which)):
                 self.bar.advance(block.nbytes)
         except NoActivationError:
             return  # the files are undamaged; nothing reached the hook point in this iteration
