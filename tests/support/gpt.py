@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, context, families, grouped, latent, moe, mtp, packed, ssm, te
+from tests.support import bert, context, families, grouped, latent, lora, moe, mtp, packed, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 WEIGHTS_SEED, DATA_SEED = 7, 3
@@ -58,6 +58,7 @@ class Case:
     family: str = ""  # one of `families`
     vocabulary: int = VOCABULARY
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
+    adapters: str = ""  # around the linears, in one of the forms of `lora`
     device: str = "cpu"
     packed: str = ""  # sequences packed in one row, and what core attention returns of them
     padded: bool = False  # each packed sequence, so that up to four context parallel ranks can cut it
@@ -82,6 +83,7 @@ class Case:
     def model(self) -> str:
         """What the coverage table files the case under."""
         kinds = (
+            (bool(self.adapters), "GPT with LoRA around its linears"),
             (self.te, "GPT of Transformer Engine's layers (stand-ins; not run on a GPU)"),
             (self.grouped, "GPT with grouped experts (stand-ins for Transformer Engine's linears)"),
             (bool(self.experts) and not self.pattern, "GPT with experts"),
@@ -303,7 +305,10 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     common.update(mtp.arguments(common["config"], spec, stage))
     if case.family:
         return families.model(case, common, spec)
-    return GPTModel(transformer_layer_spec=spec, **common)
+    model = GPTModel(transformer_layer_spec=spec, **common)
+    if case.adapters:
+        lora.adapt(model, case.adapters, common["config"])
+    return model
 
 
 def _hybrid_spec() -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, families, gpt, latent, moe, mtp, parts, ssm, te
+from tests.support import bert, families, gpt, latent, lora, moe, mtp, parts, ssm, te
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -50,7 +50,7 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
             return _wrap_input(module, ssm.PREPARE, visit)
         return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
     if path.endswith(("linear_qkv", "linear_fc1")) and point in parts.POINTS:
-        parts.install(module, module.config, path, point, visit)
+        parts.install(module, getattr(module, "config", root.config), path, point, visit)
     elif point == "output" and getattr(module, "apart", False):  # of packed sequences: [t, n, d]
         _after(module, lambda t: visit(t.flatten(1)).view(t.shape))
     elif point in ("output", "partial", "probs"):
@@ -70,9 +70,12 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
 
 def _after(module: nn.Module, visit: Visit) -> None:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (visit(output[0]), *output[1:])
-        return visit(output)
+        if not isinstance(output, tuple):
+            return visit(output)
+        first, *rest = output
+        if isinstance(first, tuple):  # with the norm's output beside it
+            return ((visit(first[0]), *first[1:]), *rest)
+        return (visit(first), *rest)
 
     module.register_forward_hook(hook)
 
@@ -234,6 +237,7 @@ def sites_of(case: gpt.Case) -> list[str]:
     out += mtp.sites_of(depths, attention + mlp, stack)
     out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
     out = te.visible(out) if case.te else out
+    out = lora.sites_of(out, case.adapters) if case.adapters else out
     if case.family:
         return families.sites_of(case, out, families.Parts(attention, mlp))
     return bert.sites_of(out) if case.bert else out

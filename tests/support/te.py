@@ -141,6 +141,7 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **kwargs)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.return_layernorm_output = False
         if normalization == "RMSNorm":
             self.register_parameter("layer_norm_bias", None)
         for name in ["weight"] if normalization == "RMSNorm" else ["weight", "bias"]:
@@ -150,7 +151,10 @@ class LayerNormLinear(Linear):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self)
-        return super().forward(normed, is_first_microbatch)
+        out = super().forward(normed, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return out
+        return (*out[:1], out[1], normed) if self.return_bias else (out, normed)
 
 
 class DotProductAttention(nn.Module):

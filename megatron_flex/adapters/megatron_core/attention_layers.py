@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from megatron_flex.adapters.megatron_core.adapted_linears import adapted_sites
 from megatron_flex.adapters.megatron_core.megatron_taps import CoreAttentionOutput, without_batch_dim
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
-from megatron_flex.adapters.megatron_core.module_classes import is_identity
+from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, is_identity
 from megatron_flex.adapters.megatron_core.site_builder import (
-    COLUMN_LINEARS,
     Kind,
     ParameterKind,
     SiteBuilder,
@@ -166,16 +166,26 @@ def _down_projections(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         at = f"{path}.linear_{name}_down_proj"
         linear: Any = getattr(module, f"linear_{name}_down_proj", None)
         if is_duplicated(linear):
-            yield b.site(f"{at}:input", b.of.stream(), ModuleInput(linear, 0, "x"))
             alone = name == "kv" and b.of.tp > 1 and not b.of.sequence_parallel
-            fixed = OWN_HEADS_ONLY if alone else ""
-            yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width, fixed=fixed)
+            yield from _duplicated(b, at, linear, width, OWN_HEADS_ONLY if alone else "")
         elif not is_identity(linear):
             yield from b.column(at, linear, b.of.features("r"), width)
     fused = getattr(module, "linear_qkv_down_proj", None)
     if not is_identity(fused):
         packed = b.of.features("q|kv", tuple(widths.values()))
         yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
+
+
+def _duplicated(b: SiteBuilder, path: str, linear: Any, width: int, fixed: str) -> Iterator[Site]:
+    """The sites of a linear that every tensor parallel rank has in full, for its own tokens."""
+    stream = b.of.stream()
+    yield b.site(f"{path}:input", stream, ModuleInput(linear, 0, "x"))
+    yield b.site(f"{path}:output", stream, ModuleOutput(linear), width=width, fixed=fixed)
+
+    def base(at: str, inner: Any) -> Iterator[Site]:
+        yield from _duplicated(b, at, inner, width, fixed)
+
+    yield from adapted_sites(b, path, linear, base, (stream, stream), (None, width), "")
 
 
 def _latent_norm_sites(b: SiteBuilder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site]:

@@ -13,21 +13,21 @@ from typing import Any
 
 from torch import nn
 
+from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.megatron_taps import (
     BiasDropoutAdd,
     EmbeddingPartial,
-    Gemm,
     OutsideTap,
 )
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import (
+    COLUMN_LINEARS,
+    ROW_LINEARS,
     is_identity,
     is_megatron,
     is_megatrons_own,
 )
 from megatron_flex.adapters.megatron_core.site_builder import (
-    COLUMN_LINEARS,
-    ROW_LINEARS,
     Kind,
     OwnerKind,
     ParameterKind,
@@ -128,7 +128,7 @@ def is_output_layer(module: Any) -> bool:
     """Whether a module gives logits. A value head in their place is one of the model's further modules."""
     if not isinstance(module, nn.Module):
         return False
-    return is_megatrons_own(module) or is_megatron(module, *COLUMN_LINEARS)
+    return is_megatrons_own(module) or is_megatron(unadapted(module), *COLUMN_LINEARS)
 
 
 def output_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -139,7 +139,7 @@ def output_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     def resolve(kwargs: dict[str, Any]) -> Layout | None:
         return b.of.logits(True) if kwargs.get("runtime_gather_output") else None
 
-    layout = b.of.logits(bool(getattr(module, "gather_output", False)))
+    layout = b.of.logits(bool(getattr(unadapted(module), "gather_output", False)))
     width = b.sizes["v"]
     yield from b.column(path, module, layout, width if isinstance(width, int) else None, resolve)
 
@@ -209,12 +209,7 @@ def mtp_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """Embedding and states concatenated, `[s, b, 2h]`, and the output of one linear on them."""
-    cut = bool(getattr(module, "sequence_parallel", False))
-    no = b.no_rule(module, COLUMN_LINEARS)
-    width = 2 * b.config.hidden_size
-    yield b.site(f"{path}:input", b.of.stream(cut), ModuleInput(module, 0, "input_"), no, width)
-    yield b.site(f"{path}:gemm_input", b.of.gathered(), Gemm(module, before=True), no, width)
-    yield b.site(f"{path}:output", b.of.features("h"), ModuleOutput(module), no)
+    yield from b.column(path, module, b.of.features("h"), None, within=2 * b.config.hidden_size)
 
 
 def _mtp_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:

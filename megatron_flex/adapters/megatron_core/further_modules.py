@@ -15,17 +15,20 @@ from torch import nn
 
 from megatron_flex.adapters.adapter_base import ParameterSite, Undo
 from megatron_flex.adapters.layout_rules import FULL, Rule, Spread
+from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.dense_layers import DENSE_PARAMETERS
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.model_parts import EMBEDDING, END, POSITIONS, ModelPart
 from megatron_flex.adapters.megatron_core.model_sites import PARTS_WITH_SITES
 from megatron_flex.adapters.megatron_core.module_classes import (
+    COLUMN_LINEARS,
+    ROW_LINEARS,
     is_megatron,
     is_megatrons_own,
     is_megatrons_part,
     is_wrapper,
 )
-from megatron_flex.adapters.megatron_core.site_builder import COLUMN_LINEARS, ROW_LINEARS, KindTable
+from megatron_flex.adapters.megatron_core.site_builder import KindTable
 from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.adapters.module_names import named_modules
 from megatron_flex.adapters.taps import UntracedTap
@@ -162,7 +165,7 @@ class FurtherModules:
 
 def _is_known(name: str, child: nn.Module) -> bool:
     """Whether a child of one of Megatron's models is a part whose sites and parameters are declared."""
-    derived = name in PARTS_WITH_SITES and is_megatrons_part(child)
+    derived = name in PARTS_WITH_SITES and is_megatrons_part(unadapted(child))
     return is_megatrons_own(child) or derived or name in TORCH_CHILDREN
 
 

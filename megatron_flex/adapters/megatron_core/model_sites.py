@@ -22,6 +22,7 @@ from megatron_flex.adapters.megatron_core import (
     ssm_layers,
     vision_layers,
 )
+from megatron_flex.adapters.megatron_core.adapted_linears import linear_roles, whole_adapter_layouts
 from megatron_flex.adapters.megatron_core.dense_layers import is_output_layer
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import global_modules
@@ -196,23 +197,34 @@ def _parameters_with_layouts(
     main = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
     own = getattr(root, "encoder_config", None)
     encoder = main if own is None else ModelLayouts(own, mesh)
-    owned = _owner_layouts(main, root)
     modules, kinds = dict(global_modules(root)), KindTable(PARAMETER_KINDS)
+    owned = _owner_layouts(main, root)
+    owned.update((id(p), layout) for p, layout in whole_adapter_layouts(main, modules))
+    roles = linear_roles(modules, main.tp)
+    # An adapter of a grouped linear is sharded as a dense parameter only where experts' ranks are the same.
+    dense_everywhere = not roles or (mesh["ep"].size == 1 and mesh["etp"].size == mesh["tp"].size)
     out: list[tuple[str, nn.Module, str, nn.Parameter, Layout | None]] = []
     for path, module in modules.items():
         if not module._parameters:
             continue
         parent, _, role = path.rpartition(".")
+        role = roles.get(path, role)
         kind = kinds.find(role, module, modules.get(parent))
         of = encoder if path.partition(".")[0] == ENCODER else main
         for name, parameter in own_parameters(module):
             layout = owned.get(id(parameter)) if owned else None
-            if is_quantized(parameter):  # its memory is not that of a dense tensor
+            of_all = not dense_everywhere and _is_of_all_experts(f"{path}.{name}")
+            if of_all or is_quantized(parameter):  # whose memory is not that of a dense tensor
                 layout = None
             elif layout is None and kind is not None:
                 layout = kind.layout(of, role, name, parameter)
             out.append((path, module, name, parameter, layout))
     return out
+
+
+def _is_of_all_experts(name: str) -> bool:
+    """Whether a parameter is one that all experts of a rank share."""
+    return ".experts." in name and EXPERT_PARAMETER.fullmatch(name) is None
 
 
 def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[int, Layout]:

@@ -18,6 +18,9 @@ PART_CLASSES = (*LANGUAGE_CLASSES, *VISION_CLASSES, *PROJECTORS)  # models whose
 # A FlexModel of the compatible interface is a module around the model, with its trainable modules beside it.
 WRAPPER_PACKAGES = ("megatron", "megatron_flex", "torch", "fairscale", "deepspeed", "apex", "accelerate")
 WRAPPERS = ("DistributedDataParallel", "Float16Module")
+COLUMN_LINEARS = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+ROW_LINEARS = ("RowParallelLinear", "TERowParallelLinear")
+LINEAR_WITH_NORM = "TELayerNormColumnParallelLinear"
 
 
 def is_megatron(module: Any, *names: str) -> bool:

@@ -199,6 +199,7 @@ class _DispatchWatch:
 
 
 FIXED_MAP = "the dispatcher sizes its buffers by it; edit router:logits or router:probs"
+ADAPTED_ROUTER = "{kind} is around the router and adds to its logits inside its forward; hook router:probs"
 FIXED_INDICES = "these are numbers read off the routing map; edit router:logits to choose other experts"
 OTHER_DISPATCHER = (
     "moe_token_dispatcher_type={kind!r} orders tokens inside its kernels; use 'alltoall' or 'allgather' to "
@@ -242,7 +243,8 @@ def moe_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def _router(b: SiteBuilder, path: str, router: Any) -> Iterator[Site]:
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(router, 0, "input"))
     logits = b.of.per_token("e")
-    yield b.site(f"{path}:logits", logits, MethodOutput(router, "gating"))
+    no = "" if hasattr(router, "gating") else ADAPTED_ROUTER.format(kind=type(router).__name__)
+    yield b.site(f"{path}:logits", logits, MethodOutput(router, "gating"), no)
     yield b.site(f"{path}:probs", logits, RouterTokens(router, ModuleOutput(router, 0)))
     yield b.site(f"{path}:map", logits, RouterTokens(router, ModuleOutput(router, 1)), fixed=FIXED_MAP)
 

@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import ParameterSite, Undo, leaf, with_leaf
+from megatron_flex.adapters.megatron_core.adapted_linears import (
+    adapted_sites,
+    adapter_around,
+    normed_beside,
+    unadapted,
+)
 from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, group_argument
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
-from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.megatron_core.module_classes import (
+    COLUMN_LINEARS,
+    LINEAR_WITH_NORM,
+    ROW_LINEARS,
+    is_identity,
+    is_megatron,
+)
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, add_hook
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap, TapCallback
 
-COLUMN_LINEARS = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
-ROW_LINEARS = ("RowParallelLinear", "TERowParallelLinear")
 INSIDE_KERNEL = (
     "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
     "with the local spec (--transformer-impl local) to have it"
@@ -228,6 +238,7 @@ class SiteBuilder:
         resolve: Any = None,
         no: str = "",
         within: int | None = None,
+        between: tuple[Layout, ...] = (),
     ) -> Iterator[Site]:
         """The sites of a column-parallel linear, whose output has layout `out`.
 
@@ -239,39 +250,62 @@ class SiteBuilder:
             resolve: where the output's layout depends on the call's keywords.
             no: why it is hidden.
             within: the input's features, if they are not the hidden size.
+            between: the layouts of tensors that it returns between its output and its bias.
         """
         no = no or self.no_rule(module, COLUMN_LINEARS)
-        inside = no or self.inside(module)
+        inside = no or adapter_around(path, module, "gemm_input") or self.inside(module)
         entry = ModuleInput(module, 0, "x" if inside else "input_")
-        yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no, within)
+        entering = self.of.stream(self.sequence_cut(module))
+        if getattr(module, "disable_grad_reduce", False) and not self.sequence_cut(module):
+            entering = self.of.gathered()  # what gathered its input reduces the gradient
+        yield self.site(f"{path}:input", entering, entry, no, within)
         gemm = Gemm(module, before=True)
         yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)
-        tap, features = ModuleOutput(module, 0, resolve), out.dims[-1]
+        features = out.dims[-1]
+        # With something between, output and bias are in nested tuples.
+        tap = ModuleOutput(module).leaf(0) if between else ModuleOutput(module, 0, resolve)
         # An output that is gathered has a bias that is not.
         features = features if features.cuts else replace(features, cuts=(Cut("tp"),))
-        yield self.site(f"{path}:output", out, tap, no, width, beside=(self.of.bias_beside(features),))
+        beside = self.of.bias_beside(features)
+        yield self.site(f"{path}:output", out, tap, no, width, beside=(*between, beside))
 
-    def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
-        """The sites of a row-parallel linear, whose input has the features called `name`."""
+        def column(at: str, linear: Any) -> Iterator[Site]:
+            yield from self.column(at, linear, out, width, resolve, no, within, normed_beside(self, linear))
+
+        yield from adapted_sites(self, path, module, column, (entering, out), (within, width), no)
+
+    def row(
+        self, path: str, module: Any, name: str, width: int, no: str = "", out: int | None = None
+    ) -> Iterator[Site]:
+        """The sites of a row-parallel linear, whose input has the features called `name`.
+
+        Its output has `out` features in the full tensor, or the hidden size if None.
+        """
         no = no or self.no_rule(module, ROW_LINEARS)
-        inside = no or self.inside(module)
-        entry = ModuleInput(module, 0, "x" if inside else "input_")
-        yield self.site(f"{path}:input", self.of.features(name), entry, no, width)
-        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside)
+        inside = no or adapter_around(path, module, "partial") or self.inside(module)
+        entry, entering = ModuleInput(module, 0, "x" if inside else "input_"), self.of.features(name)
+        yield self.site(f"{path}:input", entering, entry, no, width)
+        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside, out)
         stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
-        yield self.site(f"{path}:output", stream, ModuleOutput(module), no, beside=beside)
+        yield self.site(f"{path}:output", stream, ModuleOutput(module), no, out, beside=beside)
+
+        def row(at: str, linear: Any) -> Iterator[Site]:
+            yield from self.row(at, linear, name, width, no, out)
+
+        yield from adapted_sites(self, path, module, row, (entering, stream), (width, out), no)
 
     def sequence_cut(self, module: Any) -> bool:
         """Whether the tensor on a parallel linear's unsharded side is sharded over the sequence."""
+        module = unadapted(module)
         if is_megatron(module, "TELinear", "TELayerNormColumnParallelLinear"):
             return self.of.sequence_parallel  # as Megatron's wrapper configures Transformer Engine
         return bool(getattr(module, "sequence_parallel", False))
 
     def no_rule(self, module: Any, known: tuple[str, ...]) -> str:
         """Why a linear of another class is hidden: its sharding is unknown."""
-        return (
-            "" if is_megatron(module, *known) else NO_RULE.format(kind=type(module).__name__, known=known[0])
-        )
+        if is_megatron(unadapted(module), *known):
+            return ""
+        return NO_RULE.format(kind=type(module).__name__, known=known[0])
 
     def inside(self, module: Any) -> str:
         """Why tensors inside a Transformer Engine linear are not available; empty for Megatron's own."""
@@ -362,7 +396,7 @@ class FusedPart:
 
     def _group(self) -> Any:
         for name in ("tp_group", "_tp_group"):
-            group = getattr(self.module, name, None)
+            group = getattr(unadapted(self.module), name, None)
             if group is not None:
                 return group
         from megatron.core import parallel_state
@@ -422,7 +456,6 @@ def _gathered_layout(layout: Layout) -> Layout:
     return Layout((sequence, batch, Dim(heads.name), size), shared=("tp",))
 
 
-LINEAR_WITH_NORM = "TELayerNormColumnParallelLinear"
 NORM_INSIDE = (
     "the norm is inside {kind} after it, whose input is the tensor before the norm; build the layers with "
     "the local spec (--transformer-impl local) to have its output"
@@ -431,6 +464,7 @@ NORM_INSIDE = (
 
 def is_duplicated(linear: Any) -> bool:
     """Whether a linear is replicated on all tensor parallel ranks."""
+    linear = unadapted(linear)
     return is_megatron(linear, "TELinear") and not is_megatron(linear, *COLUMN_LINEARS, *ROW_LINEARS)
 
 
@@ -441,9 +475,10 @@ def norm_inside(
 
     The module in the norm's position is an identity, and `linear:input` is the same tensor.
     """
-    if isinstance(norm, nn.Module) and is_identity(norm) and is_megatron(linear, LINEAR_WITH_NORM):
+    inner = unadapted(linear)
+    if isinstance(norm, nn.Module) and is_identity(norm) and is_megatron(inner, LINEAR_WITH_NORM):
         yield b.site(f"{path}:input", layout, ModuleInput(norm, 0, "x"), width=width)
-        hidden = NORM_INSIDE.format(kind=type(linear).__name__)
+        hidden = NORM_INSIDE.format(kind=type(inner).__name__)
         yield b.site(f"{path}:output", layout, ModuleOutput(norm), hidden, width)
 
 

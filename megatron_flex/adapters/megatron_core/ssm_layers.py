@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from megatron_flex.adapters.megatron_core.adapted_linears import packed_alike, unadapted
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
-from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, is_identity, is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
-    COLUMN_LINEARS,
     FusedPart,
     Kind,
     OwnerKind,
@@ -147,18 +147,20 @@ def _mamba_layer_layouts(of: ModelLayouts, layer: Any) -> Iterator[tuple[nn.Para
 
 
 def _mixer_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
-    yield from _scan_layouts(module, mamba_parts(module))
+    yield from _scan_layouts(of, module, mamba_parts(module))
     for own in (module.D, *(module.norm.parameters() if module.rmsnorm else ())):
         yield own, _rows_cut(own)
 
 
 def _delta_net_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
-    yield from _scan_layouts(module, delta_parts(module))
+    yield from _scan_layouts(of, module, delta_parts(module))
     for parameter in module.out_norm.parameters():  # each rank applies it to its own heads
         yield parameter, of.uncut(parameter.ndim, shared=True)
 
 
-def _scan_layouts(module: Any, parts: PackedWidths) -> Iterator[tuple[nn.Parameter, Layout]]:
+def _scan_layouts(
+    of: ModelLayouts, module: Any, parts: PackedWidths
+) -> Iterator[tuple[nn.Parameter, Layout]]:
     """The projection, the convolution and the parameters of each head, which both kinds of layer share."""
     yield module.A_log, _rows_cut(module.A_log)
     yield module.dt_bias, _rows_cut(module.dt_bias)
@@ -166,8 +168,9 @@ def _scan_layouts(module: Any, parts: PackedWidths) -> Iterator[tuple[nn.Paramet
     of_conv = [module.conv1d_weight, module.conv1d_bias] if held is None else held.parameters()
     for parameter in of_conv:
         yield parameter, _rows_cut(parameter, tuple(_convolved(parts).values()))
-    if is_megatron(module.in_proj, "ColumnParallelLinear"):
-        for parameter in module.in_proj.parameters():
+    if is_megatron(unadapted(module.in_proj), "ColumnParallelLinear"):
+        adapted = [linear for _, linear in packed_alike(module.in_proj, of.tp)]
+        for parameter in (p for linear in adapted or [module.in_proj] for p in linear.parameters()):
             yield parameter, _rows_cut(parameter, tuple(parts.values()))
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.dense_layers import mlp_linears
 from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, without_batch_dim
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
-from megatron_flex.adapters.megatron_core.module_classes import VISION_CLASSES, is_megatron
+from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, VISION_CLASSES, is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
-    COLUMN_LINEARS,
     Kind,
     ParameterKind,
     SiteBuilder,
@@ -45,9 +45,10 @@ def embedder(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     It does not reduce the gradient of its input, so that ranks have partial ones.
     """
     pixels = replace(replicated("b", "s", "pixels"), shared=("tp",))
-    no, width = b.no_rule(module, COLUMN_LINEARS), module.input_size
+    linear = unadapted(module)
+    no, width = b.no_rule(linear, COLUMN_LINEARS), linear.input_size
     yield b.site(f"{path}:input", pixels, ModuleInput(module, 0, "input_"), no, width)
-    yield b.site(f"{path}:gemm_input", pixels, Gemm(module, before=True), no, width)
+    yield b.site(f"{path}:gemm_input", pixels, Gemm(linear, before=True), no, width)
     yield b.site(f"{path}:output", replicated("b", "s", "h"), ModuleOutput(module), no)
 
 
@@ -66,7 +67,7 @@ def projector(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def _mlp_sites(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    width = module.linear_fc1.input_size
+    width = unadapted(module.linear_fc1).input_size
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 0, "hidden_states"), width=width)
     yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module), beside=(b.of.bias_beside(),))
     yield from mlp_linears(b, path, module, b.config.ffn_hidden_size, within=width)
