@@ -320,9 +320,10 @@ def test_a_checkout_in_and_out(checkout: Path, capsys: pytest.CaptureFixture[str
     assert main(["--diff", str(checkout)]) == 0
     assert "+++" not in capsys.readouterr().out
     assert main(["--revert", str(checkout)]) == 0
+    removed = capsys.readouterr().out
     assert contents(checkout) == before
     assert main(["--revert", str(checkout)]) == 0
-    assert capsys.readouterr().out.count("pretrain_gpt.py") == 1
+    assert capsys.readouterr().out not in ("", removed), "that they are not patched"
 
 
 @pytest.mark.parametrize(
