@@ -20,6 +20,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.ranges import parse_spans
 
 MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
+DEFAULT_ROWS = 20  # of the table, where something diverges
 VERDICT_STYLES: dict[str, str] = {
     "diverges": "bold red",
     INCOMPLETE: "bold red",
@@ -78,7 +79,15 @@ def compare(
         bool,
         typer.Option("--allow-missing", help="Accept hook points and iterations that only one dump has."),
     ] = False,
-    most: Annotated[int, typer.Option("--rows", metavar="N", help="The number of rows of the table.")] = 20,
+    most: Annotated[
+        int | None,
+        typer.Option(
+            "--rows",
+            metavar="N",
+            help="The number of rows of the table; by default 20 if something diverges, none otherwise.",
+            show_default=False,
+        ),
+    ] = None,
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -113,7 +122,7 @@ def compare(
     _print_and_exit(found, most, as_json)
 
 
-def _print_and_exit(found: Comparison, rows: int, as_json: bool) -> None:
+def _print_and_exit(found: Comparison, rows: int | None, as_json: bool) -> None:
     """Print a comparison; its status is that of the command."""
     if as_json:
         print_json(found.to_json())
@@ -146,8 +155,24 @@ def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None
     return out["*"] if list(out) == ["*"] else out
 
 
-def print_comparison(out: Console, found: Comparison, most: int = 20) -> None:
-    """The table, the first divergence marked in it, and the verdict below."""
+def print_comparison(out: Console, found: Comparison, most: int | None = None) -> None:
+    """The verdict, and below it the table, in which the first divergence is marked.
+
+    Without `most` there is a table only where something diverges.
+    """
+    for line in found.summary():
+        verdict = line.partition(":")[0]
+        out.print(line, style=VERDICT_STYLES.get(verdict), soft_wrap=True)
+    if most is None and found.first is None:
+        return
+    out.print()
+    most = DEFAULT_ROWS if most is None else most
+    _print_rows(out, found, most)
+    if (hidden := len(found.rows) - len(found.shown(most))) > 0:
+        out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
+
+
+def _print_rows(out: Console, found: Comparison, most: int) -> None:
     wide = out.width >= MIN_WIDTH_FOR_WORST
     worst = ("worst element", ">A", ">B") if wide else ()
     figures = (">iteration", ">relative", ">tolerance", ">cosine", ">max abs")
@@ -167,9 +192,3 @@ def print_comparison(out: Console, found: Comparison, most: int = 20) -> None:
             cells += [row.worst.place(), f"{row.worst.a:.6g}", f"{row.worst.b:.6g}"]
         rows.add_row(*cells, style="bold red" if first else "red" if row.diverges else None)
     rows.print(out)
-    if (hidden := len(found.rows) - len(found.shown(most))) > 0:
-        out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
-    out.print()
-    for line in found.summary():
-        verdict = line.partition(":")[0]
-        out.print(line, style=VERDICT_STYLES.get(verdict), soft_wrap=True)

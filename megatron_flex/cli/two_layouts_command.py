@@ -15,13 +15,20 @@ import typer
 from megatron_flex.cli.compare_command import print_comparison
 from megatron_flex.cli.console_output import make_console
 from megatron_flex.cli.spinner import spinner
-from megatron_flex.compare import compare
+from megatron_flex.compare import Comparison, compare
+from megatron_flex.dump.reader import open_dump
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
-from megatron_flex.launch.two_layouts import DEFAULT_SITES, LayoutRun, plan_two_layouts
+from megatron_flex.launch.run_report import hide_secrets
+from megatron_flex.launch.two_layouts import DEFAULT_SITES, LayoutRun, TwoLayouts, plan_two_layouts
+from megatron_flex.page import write
+from megatron_flex.page.page_builder import fill_page
 from megatron_flex.ranges import parse_count
 
-OPTIONS = ("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint")
+OPTIONS = (
+    *("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint"),
+    "--html",
+)
 SWITCHES = ("--dry", "--no-parameters")
 RANK_MARK = re.compile(r"\[rank(\d+)\]:")  # at the beginning of each line of an exception
 LAUNCHERS_REPORT = "failed (exitcode: "  # in the first line that torchrun prints of a failed process
@@ -64,11 +71,30 @@ def run_two_layouts(words: Sequence[str]) -> int:
         with spinner(f"training; its log is {out / f'log-{number + 1}.txt'}"):
             _train(run, out / f"log-{number + 1}.txt")
     comparison = compare(*plan.dumps)
-    print_comparison(make_console(), comparison)
     wrong_norms = plan.wrong_norms()
+    console = make_console()
     for line in wrong_norms:
-        typer.echo(line)
+        console.print(line, style="bold red", soft_wrap=True)
+    print_comparison(console, comparison)
+    report = write_bug_report(out / "report-to-paste.txt", plan, comparison, wrong_norms)
+    console.print(f"to paste into a bug report: {report}", soft_wrap=True)
+    if "--html" in given:
+        title = " and ".join(dump.name for dump in plan.dumps)
+        page = write(fill_page(None, list(plan.dumps), [], comparison, title), Path(given["--html"]))
+        console.print(f"{page}: open it in a browser", soft_wrap=True)
     return comparison.exit_status or int(bool(wrong_norms))
+
+
+def write_bug_report(
+    path: Path, plan: TwoLayouts, comparison: Comparison, wrong_norms: Sequence[str]
+) -> Path:
+    """Write the verdict, the commands that repeat it, and the versions as a short text."""
+    commands = [hide_secrets(run.shell().split(" ")) for run in plan.runs]
+    with open_dump(plan.dumps[0]) as dump:
+        versions = [f"{name} {version}" for name, version in dump.manifests[0].versions.items()]
+    lines = [*wrong_norms, *comparison.summary(), "", *commands, "", ", ".join(versions)]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return path
 
 
 def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
+from megatron_flex import cpu
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
 from megatron_flex.launch.flags import describe_foreign_flags, format_help
@@ -18,6 +21,10 @@ from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.rank_errors import ERROR_STATUS, current_rank, print_error, print_notice
 
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
+WITHOUT_GPU = (
+    "this machine has no GPU: add --flex-cpu, with --transformer-impl local --distributed-backend gloo "
+    "--no-rope-fusion --no-gradient-accumulation-fusion (docs/cpu.md)"
+)
 OWN_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
 RUNNER_FILES = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
 
@@ -109,7 +116,15 @@ def _report_exception(installed: Installation, error: Exception) -> int:
         print_error(error)
         return ERROR_STATUS
     _print_traceback(error, _is_runner_file)
+    if _lacks_gpu(error):
+        print_notice(WITHOUT_GPU)
     return 1
+
+
+def _lacks_gpu(error: Exception) -> bool:
+    """Whether Megatron or torch failed because this machine has no GPU."""
+    named = any(word in str(error) for word in ("CUDA", "NVIDIA"))
+    return named and not torch.cuda.is_available() and not cpu.is_enabled()
 
 
 def _print_cause(error: BaseException) -> None:

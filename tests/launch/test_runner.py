@@ -97,6 +97,14 @@ def test_flags_absent(plain: Path, tmp_path: Path):
     assert_same(plain, tmp_path)
 
 
+def test_a_machine_without_a_gpu(tmp_path: Path):
+    """The error of Megatron or torch names no remedy; the runner names the flags."""
+    script, *rest = command(tmp_path)
+    done = torchrun(2, tmp_path, "-m", "megatron_flex.launch", script, "--flex-estimate", *rest)
+    assert done.status != [0]
+    assert_names(done.err[0], "--flex-cpu", "--transformer-impl", "gloo")
+
+
 def test_reading_only(server: Server, plain: Path, tmp_path: Path):
     """Dumps and statistics change no bit, and evaluation is in neither."""
     ours = ["--flex-sites", "decoder.layers.*", "decoder.layers.*.mlp.linear_fc1", "--flex-verify"]

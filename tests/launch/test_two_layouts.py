@@ -12,6 +12,7 @@ import megatron_flex as mf
 from megatron_flex.compare.comparison import INDISTINGUISHABLE
 from megatron_flex.launch.gradient_norm_file import read_norms
 from tests.support.launching import SCRIPTS, environment, has_pretrain
+from tests.support.messages import assert_names
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
 FLAGS = """
@@ -29,6 +30,7 @@ def test_tensor_parallel_against_one_rank(tmp_path: Path) -> None:
     """Vocabulary padding, initialisation and dropout are made equal, and what is left is round-off."""
     pytest.importorskip("typer")
     layouts = ["--tensor-model-parallel-size", "2", "--against", "--tensor-model-parallel-size 1"]
+    layouts += ["--html", "page.html"]
     program = [sys.executable, "-m", "megatron_flex.cli", "two-layouts", "--", SCRIPTS / "pretrain_tiny.py"]
     done = subprocess.run(
         [*program, *FLAGS.split(), *layouts],
@@ -55,3 +57,7 @@ def test_tensor_parallel_against_one_rank(tmp_path: Path) -> None:
         norms = list(read_norms(tmp_path / f"two-layouts/{layout}-norms.jsonl"))
         assert [n.iteration for n in norms] == [0, 1]
         assert all(n.reported == pytest.approx(n.full, rel=1e-5) and not n.finding for n in norms)
+    text = (tmp_path / "two-layouts/report-to-paste.txt").read_text()
+    assert_names(text, INDISTINGUISHABLE, "--tensor-model-parallel-size", "torch", "megatron-core")
+    assert str(SCRIPTS / "pretrain_tiny.py") in text
+    assert "two-layouts/first" in (tmp_path / "page.html").read_text()
