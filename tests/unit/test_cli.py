@@ -221,7 +221,7 @@ def test_names_are_whole_at_any_width(command, dump, pointed):
         command.width(width)
         for words, names in (
             (["dump", "ls", dump, "--all"], list(sites())),
-            (["compare", dump, dump], list(sites())),
+            (["compare", dump, dump, "--rows", "200"], list(sites())),
             (["dump", "show", pointed, "decoder.layers.*:*"], ["decoder.layers.11:output"]),
         ):
             lines = command(*words).out.splitlines()
