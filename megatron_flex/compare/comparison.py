@@ -231,8 +231,6 @@ class Comparison:
     Examples:
         >>> from megatron_flex.compare import compare
         >>> print(compare("dumps/run", "dumps/changed"))
-        A: dumps/run (one rank; 2 iterations)
-        B: dumps/changed (one rank; 2 iterations)
         diverges: first at decoder.layers.3:input (value), iteration 0
         ...
     """
@@ -352,58 +350,58 @@ class Comparison:
         return [r for r in self.rows if r in worst]
 
     def summary(self) -> list[str]:
-        """Return the result as lines of text.
+        """Return the result as lines of text, the verdict first.
 
         Examples:
             >>> from megatron_flex.compare import compare
             >>> compare("dumps/run", "dumps/run").summary()[:3]
-            ['A: dumps/run (one rank; 2 iterations)', 'B: dumps/run (one rank; 2 iterations)', 'equal: all
-             entries of 124 tensors are the same']
+            ['equal: all entries of 124 tensors are the same', 'A: dumps/run (one rank; 2 iterations)', 'B:
+             dumps/run (one rank; 2 iterations)']
         """
-        first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
-        lines[:0] = [*self._describe_no_evidence(), *self._describe_other_weights()]
+        first = self.first
+        verdict = self._describe_agreement() if first is None else self._describe_divergence(first)
+        runs = [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
         if len(self.replicas) > 3:
-            lines.append(f"and {len(self.replicas) - 3} more replicas")
-        if first is None:
-            tested = [r for r in self.rows if r.is_evidence]
-            worst = max(tested or self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
-            left_out = self._count_left_out()
-            tensors = count_words(len(self.rows), "tensor")
-            near = f"{worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}"
-            within: dict[str, str] = {
-                "equal": f"equal: all entries of {tensors} are the same{left_out}",
-                INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(tested)} tensors are within their bounds"
-                f"{left_out}; nearest is {near}",
-                INCOMPARABLE: f"{INCOMPARABLE}: {self.incomparable}",
-                "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
-                "tensors is within its tolerances",
-            }
-            verdict = self.verdict
-            if verdict == INCOMPLETE:
-                common = within[self._common_verdict]
-                lines += [*self._left_out(), f"  of what both have, {common}"]
-            else:
-                lines.append(within[verdict])
-            return [*lines, *self._describe_power(), *self.notes]
-        if self.incomparable:
-            lines.append(f"{INCOMPARABLE}: {self.incomparable}")
+            runs.append(f"and {len(self.replicas) - 3} more replicas")
+        after = self._describe_power() if first is None else self._left_out()
+        qualified = [*self._describe_no_evidence(), *self._describe_other_weights()]
+        return [*qualified, *verdict, *runs, *after, *self.notes]
+
+    def _describe_agreement(self) -> list[str]:
+        tested = [r for r in self.rows if r.is_evidence]
+        worst = max(tested or self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
+        left_out = self._count_left_out()
+        tensors = count_words(len(self.rows), "tensor")
+        near = f"{worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}"
+        within: dict[str, str] = {
+            "equal": f"equal: all entries of {tensors} are the same{left_out}",
+            INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(tested)} tensors are within their bounds"
+            f"{left_out}; nearest is {near}",
+            INCOMPARABLE: f"{INCOMPARABLE}: {self.incomparable}",
+            "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
+            "tensors is within its tolerances",
+        }
+        if self.verdict == INCOMPLETE:
+            return [*self._left_out(), f"  of what both have, {within[self._common_verdict]}"]
+        return [within[self.verdict]]
+
+    def _describe_divergence(self, first: Row) -> list[str]:
+        lines = [f"{INCOMPARABLE}: {self.incomparable}"] if self.incomparable else []
         word = "differs" if self.incomparable else "diverges"
-        kind = _describe_kind(first.kind)
-        lines.append(f"{word}: first at {first.name} ({kind}), iteration {first.iteration}")
-        lines.append(
+        lines += [
+            f"{word}: first at {first.name} ({_describe_kind(first.kind)}), iteration {first.iteration}",
             f"  relative error {first.relative:.3g}, cosine {first.cosine:.4g}, greatest difference "
-            f"{first.max_abs:.3g}; {first.test} {first.error:.3g}, bound {first.tolerance:.2g}"
-        )
+            f"{first.max_abs:.3g}; {first.test} {first.error:.3g}, bound {first.tolerance:.2g}",
+        ]
         if first.evidence:
             lines.append(f"  {first.evidence}")
-        worst_at = first.worst
-        if worst_at is not None:
-            lines.append(f"  worst at {worst_at.place()}: A {worst_at.a:.6g}, B {worst_at.b:.6g}")
-            for name, ranks in (("A", worst_at.ranks_a), ("B", worst_at.ranks_b)):
+        worst = first.worst
+        if worst is not None:
+            lines.append(f"  worst at {worst.place()}: A {worst.a:.6g}, B {worst.b:.6g}")
+            for name, ranks in (("A", worst.ranks_a), ("B", worst.ranks_b)):
                 if ranks:
                     lines.append(f"  held in {name} by {'; '.join(ranks[:4])}{' ...' if ranks[4:] else ''}")
-        lines += [f"  {h}" for h in self.hints]
-        return [*lines, *self._left_out(), *self.notes]
+        return [*lines, *(f"  {hint}" for hint in self.hints)]
 
     def _describe_no_evidence(self) -> list[str]:
         """The tensors that show nothing, as no entry is finite in both runs, and the remedy."""
