@@ -344,6 +344,11 @@ class _Comparer:
         one, two = self.a.items(), self.b.items()
         leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
         common = [i for i in leader if i in set(other)]
+        for dumped in (self.a, self.b):
+            if reasons := dumped.manifest.left_out:
+                first, why = next(iter(reasons.items()))
+                more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+                self.notes.append(f"parameters that {dumped.label} does not have: {first}, which {why}{more}")
         for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
             alone = [i for i in mine if i not in others]
             self.alone.append(alone)

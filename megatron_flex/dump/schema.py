@@ -118,6 +118,7 @@ class Manifest:
         skipped: iterations that a run of an earlier release left to the runs before it.
         layers: the kinds of the model's layers, as `layer_pattern` returns them; empty if the model has no
             decoder, or an earlier version wrote the run.
+        left_out: parameters that patterns of the Dump match and no file has, with the reason.
     """
 
     run: int
@@ -134,6 +135,7 @@ class Manifest:
     settings: Mapping[str, Any]
     skipped: Sequence[str] = ()
     layers: str = field(default="", metadata=stored(omitted=True, since=2))
+    left_out: Mapping[str, str] = field(default_factory=dict, metadata=stored(omitted=True, since=3))
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -234,7 +234,8 @@ class SinkRegistration:
         check_sink(dump, Dump, "register_dump")
         with explain_lens_names(session, lambda: dump.sites):
             sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        chosen = DumpSelection(sites, exact, select_parameters(session.parameter_index, dump.parameters))
+        selected = select_parameters(session.parameter_index, dump.parameters)
+        chosen = DumpSelection(sites, exact, selected if selected.names else None, selected.left_out)
         # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
         config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
         parameters = session.parameter_index.first_copies()
@@ -266,7 +267,7 @@ class SinkRegistration:
         parameters = select_parameters(
             session.parameter_index, statistics.parameters, STATISTICS_PURPOSE.what
         )
-        wanted = StatisticsSelection(values, gradients, exact, parameters)
+        wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
         def opened() -> Sink:
             return self._writers(statistics, wanted) if sink is None else sink

@@ -102,11 +102,13 @@ class DumpSelection(NamedTuple):
         sites: all recorded sites, in model order.
         exact: the names that the user gave literally, and not by a pattern.
         parameters: the recorded parameters.
+        left_out: parameters that patterns match and that are not recorded, with the reason.
     """
 
     sites: tuple[Site, ...]
     exact: frozenset[str]
     parameters: ParameterSelection | None
+    left_out: Mapping[str, str]
 
 
 class DumpSink:
@@ -537,6 +539,7 @@ def make_manifest(
         parameters=() if chosen.parameters is None else tuple(chosen.parameters.places()),
         settings=dump.to_json(),
         layers=layer_pattern(parameters),
+        left_out=chosen.left_out,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,10 +54,13 @@ class ParameterSelection:
 
     Attributes:
         names: the names in model order; copies on several stages have the name of the first.
+        left_out: parameters that patterns match and that are not recorded, with the reason.
     """
 
-    def __init__(self, parameter_index: ParameterIndex, names: Sequence[str]) -> None:
-        self.parameter_index, self.names = parameter_index, list(names)
+    def __init__(
+        self, parameter_index: ParameterIndex, names: Sequence[str], left_out: Mapping[str, str] | None = None
+    ) -> None:
+        self.parameter_index, self.names, self.left_out = parameter_index, list(names), dict(left_out or {})
 
     def places(self) -> list[SiteRecord]:
         """Their records in the manifest."""
@@ -169,8 +172,8 @@ class ParameterSelection:
 
 def select_parameters(
     parameter_index: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
-) -> ParameterSelection | None:
-    """Select the parameters that patterns match; None if there are none. Warnings name the purpose `what`.
+) -> ParameterSelection:
+    """Select the parameters that patterns match. Warnings name the purpose `what`.
 
     Raises:
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
@@ -198,7 +201,7 @@ def select_parameters(
         more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
         warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
     names = [n for n in parameter_index.sites if n in wanted and n not in left]
-    return ParameterSelection(parameter_index, names) if names else None
+    return ParameterSelection(parameter_index, names, left)
 
 
 def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import megatron_flex as mf
-from tests.support.messages import warns
+from megatron_flex.compare import compare
+from tests.support.messages import any_names, warns
 
 
 def test_its_first_dim_are_samples(tmp_path: Path) -> None:
@@ -33,3 +34,20 @@ def test_which_are_its_tokens_is_not_known(tmp_path: Path) -> None:
         output = module(inputs)
     with mf.open_dump(tmp_path / "d") as dump:
         assert torch.equal(dump["0"][0].torch(), output)
+
+
+def test_parameters_that_are_left_out_are_in_the_verdict(tmp_path: Path) -> None:
+    """A parameter without a shape has no layout when the dump is registered."""
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
+        dump = mf.Dump(tmp_path / name, ["0"], parameters=["**"])
+        with warns(mf.FlexWarning, "1.weight"), mf.attach(module, dumps=dump), torch.no_grad():
+            module(torch.ones(2, 4))
+    with mf.open_dump(tmp_path / "a") as written:
+        assert set(written.manifest.left_out) == {"1.weight", "1.bias"}
+        assert list(written.parameters) == ["0.weight", "0.bias"]
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert comparison.verdict == "equal"
+    for label in ("A", "B"):
+        assert any_names(comparison.summary(), label, "1.weight", 1)
