@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_flex.dump.json_form import load_json, stringify_nonfinite
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.rank_errors import run_or_raise_on_all
 from megatron_flex.model import FlexModel
@@ -67,7 +68,9 @@ class NormFile:
                 for one in compared
             ]
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record._asdict()) + "\n" for record in records)
+                for record in records:
+                    plain = stringify_nonfinite(record._asdict())
+                    file.write(json.dumps(plain, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Stop watching the optimizer."""
@@ -82,5 +85,6 @@ def read_norms(path: Path) -> Iterator[NormRecord]:
     """
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
-            fields = json.loads(line)
-            yield NormRecord(**fields | {"parameters": tuple(fields["parameters"])})
+            fields = load_json(line.encode())
+            norms = {name: float(fields[name]) for name in ("reported", "full")}
+            yield NormRecord(**fields | norms | {"parameters": tuple(fields["parameters"])})
