@@ -397,7 +397,9 @@ class SelectionSettings:
         except DumpError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
+            raise DumpError(
+                f"the settings of tokens or samples in a manifest are not valid: {error!r}"
+            ) from error
 
     def kept(self, begin: int, count: int) -> Sequence[int]:
         """The samples that are kept of `count` from `begin` on, counted from there; ranges cost nothing."""

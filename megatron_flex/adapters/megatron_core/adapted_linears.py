@@ -158,7 +158,11 @@ def _linear_sites(b: SiteBuilder, path: str, linear: Any, out: Layout | None, no
     if is_megatron(linear, *COLUMN_LINEARS):
         gathered = bool(getattr(linear, "gather_output", False))
         layout = out or (_tokens(b, "r", False) if gathered else b.of.features("out"))
-        yield from b.column(path, linear, layout, leaving, no=no, within=entering)
+        # Of adapters alone: a linear of the model that leaves the reduction to nobody is a fault.
+        reduced_before = bool(getattr(linear, "disable_grad_reduce", False))
+        yield from b.column(
+            path, linear, layout, leaving, no=no, within=entering, reduced_before=reduced_before
+        )
     elif is_megatron(linear, *ROW_LINEARS):
         yield from b.row(path, linear, "in", entering, no, leaving)
     elif not is_megatron(linear, "TEGroupedLinear"):

@@ -239,6 +239,7 @@ class SiteBuilder:
         no: str = "",
         within: int | None = None,
         between: tuple[Layout, ...] = (),
+        reduced_before: bool = False,
     ) -> Iterator[Site]:
         """The sites of a column-parallel linear, whose output has layout `out`.
 
@@ -251,13 +252,14 @@ class SiteBuilder:
             no: why it is hidden.
             within: the input's features, if they are not the hidden size.
             between: the layouts of tensors that it returns between its output and its bias.
+            reduced_before: whether what gathered its input reduces the gradient of the input.
         """
         no = no or self.no_rule(module, COLUMN_LINEARS)
         inside = no or adapter_around(path, module, "gemm_input") or self.inside(module)
         entry = ModuleInput(module, 0, "x" if inside else "input_")
         entering = self.of.stream(self.sequence_cut(module))
-        if getattr(module, "disable_grad_reduce", False) and not self.sequence_cut(module):
-            entering = self.of.gathered()  # what gathered its input reduces the gradient
+        if reduced_before and not self.sequence_cut(module):
+            entering = self.of.gathered()
         yield self.site(f"{path}:input", entering, entry, no, within)
         gemm = Gemm(module, before=True)
         yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)

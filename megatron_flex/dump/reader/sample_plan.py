@@ -224,7 +224,10 @@ class SamplePlanner:
 
     def __init__(self, dump: StoredDump, which: StoredTensorKey, shards: StoredTensorShards) -> None:
         self.dump, self.which, self._shards = dump, which, shards
-        self.selection = SelectionSettings.of(dump.manifest.settings)
+        try:
+            self.selection = SelectionSettings.of(dump.manifest.settings)
+        except DumpError as error:
+            raise DumpError(f"{dump.path}: {error}", path=dump.path) from error
 
     def plan(self, written: StoredIteration) -> SamplePlan:
         """Return the samples of an iteration in blocks.
