@@ -301,13 +301,14 @@ class VerificationRequest:
         """The findings of the step, the same list on all ranks; called while on. Collective over the mesh."""
         return [] if self._verifier is None else self._verifier.step_ends(failed, mesh)
 
-    def compare_norms(self, mesh: Mesh) -> list[Finding]:
+    def compare_norms(self, mesh: Mesh, last: bool = False) -> list[Finding]:
         """The gradient norms reported since the last call that the gradients do not have, as findings.
 
         A framework reports the norm of a step after the step's end. Collective over the mesh while norms are
-        still to be compared.
+        still to be compared; with `last` if verification was requested at all, as replicas may have made
+        different numbers of calls.
         """
-        if self._norms is None or self._norms.left <= 0:
+        if self._norms is None or (self._norms.left <= 0 and not last):
             return []
         return [
             Finding(norm.finding, next(iter(norm.names), None), norm.ranks)

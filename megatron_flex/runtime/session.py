@@ -277,7 +277,7 @@ class Session:
         except Exception:  # raised again: the model is restored whatever the other ranks do
             self.close(failed=True)
             raise
-        norms = self.verification.compare_norms(self.mesh)
+        norms = self.verification.compare_norms(self.mesh, last=True)
         silent, unverified = self.taps.find_uncalled_hooks(), self.verification.missed
         self._skips.warn_of_skips()
         self.close()
