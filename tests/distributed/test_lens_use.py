@@ -230,7 +230,7 @@ def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> di
         assert_names(said(lambda: handles["logits"].value), "with flex.interp.trace()")
         shown = repr(entering)
     assert repr(entering) != shown, "which has a value now"
-    assert_names(repr(entering), "blocks.1.mlp", tuple(entering.value.shape))
+    assert_names(repr(entering), "decoder.layers.1.mlp:input", tuple(entering.value.shape))
     assert torch.equal(again.value, inner["resid_pre", 1])
     assert not flex.output_dict
     out = {name: far(handle.value, truth[name]) for name, handle in handles.items()}
@@ -332,25 +332,25 @@ def test_errors_are_raised_on_all_ranks_and_leave_nothing() -> None:
     first, *others = run(4, failures, Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2))
     for other in others:
         assert {n: (first[n], e) for n, e in other.items() if e != first[n]} == {}
-    for name, part in {
-        "name": "nothing called 'blocks.0.hook_resid_mit'; nearest: blocks.0.hook_resid_mid",
-        "filter": "matches none of",
-        "raises": "at decoder.layers.1:mid, iteration",
-        "shape": f"{MID} has shape (2, 16, 32); the function returned shape (2, 15, 32)",
-        "type": "the function returned int",
-        "no function": "3), which is no pair of a name and a function",
-        "fixed": "can be read and not edited: it is computed from the norm's input",
-        "layer": "hook_embed is in no layer",
-        "silent": "nothing was captured at loss:output",
-        "length": "a sequence of 5 cannot be cut into 2 equal parts",
-        "kind": "give integers [batch, sequence]",
-        "vocabulary": "are not all in the vocabulary of 64",
-        "size": "microbatch_size=3 must divide the batch of 4",
-        "different": "different tokens",
-        "inside": "a step is in progress",
-        "empty trace": "nothing was captured at decoder.layers.0:output",
-        "late": "this trace is over",
-        "unknown": "'decoder.layers.0.mpl:output' matches no site; nearest: decoder.layers.0.mlp:output",
-        "several": "means 2 hook points",
+    for name, values in {
+        "name": ("blocks.0.hook_resid_mit", "blocks.0.hook_resid_mid"),
+        "filter": (47,),
+        "raises": ("decoder.layers.1:mid", "'mine'", "test_lens_use.py"),
+        "shape": (MID, (2, 16, 32), (2, 15, 32)),
+        "type": (MID, (2, 16, 32), "int"),
+        "no function": (f"'{MID}', 3", "fwd_hooks"),
+        "fixed": ("blocks.0.ln1.hook_scale", "hook_normalized"),
+        "layer": ("hook_embed", "hook.layer"),
+        "silent": ("loss:output",),
+        "length": (5, 2, 6),
+        "kind": ("torch.float32", "[batch, sequence]"),
+        "vocabulary": (60, 64),
+        "size": ("microbatch_size=3", 4),
+        "different": ((2, 16),),
+        "inside": ("decoder.layers.1:mid",),
+        "empty trace": ("decoder.layers.0:output",),
+        "late": ("HookError",),
+        "unknown": ("decoder.layers.0.mpl:output", "decoder.layers.0.mlp:output"),
+        "several": ("decoder.layers.*.mlp", 2),
     }.items():
-        assert part in first[name], (name, first[name])
+        assert_names(first[name], *values)
