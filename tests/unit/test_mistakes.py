@@ -252,25 +252,23 @@ def lens_mistakes() -> list[tuple[str, str]]:
 def test_names_of_transformer_lens_and_tokens() -> None:
     pytest.importorskip("megatron.core")
     (said,) = run(1, lens_mistakes)
-    form = "give a list of pairs: [('blocks.0.hook_mlp_out', function)]"
-    expected = [
-        "which flex.interp takes (run_with_cache, run_with_hooks); the site of this model is "
-        "'decoder.layers.0:input'",
-        "the site of this model is 'decoder.layers.1.self_attention.linear_qkv:q'",
-        "the site of this model is 'decoder.layers.0.mlp.linear_fc2:input'",
-        "the site of this model is 'decoder.layers.0:output'",
-        "for flex.interp, and no site; of blocks there are 0-1",
-        "of blocks there are 0-1",
-        "tokens='Hello world' is text; give token ids [batch, sequence], such as tokenizer(text, "
-        "return_tensors='pt').input_ids",
-        "tokens is a list; give a tensor of token ids [batch, sequence], such as torch.tensor([ids])",
-        f"fwd_hooks is 'blocks.0.hook_mlp_out'; {form}",
-        f"fwd_hooks has 'blocks.0.hook_mlp_out', which is no pair of a name and a function; {form}",
-        f"{form}, or register it with register_forward_hook",
+    pairs = "[('blocks.0.hook_mlp_out', function)]"
+    expected: list[tuple[str, ...]] = [
+        ("run_with_cache", "run_with_hooks", "decoder.layers.0:input"),
+        ("decoder.layers.1.self_attention.linear_qkv:q",),
+        ("decoder.layers.0.mlp.linear_fc2:input",),
+        ("decoder.layers.0:output",),
+        ("blocks.7.hook_resid_pre", "flex.interp", "0-1"),
+        ("blocks.7.hook_resid_pre", "0-1"),
+        ("tokens='Hello world'", "[batch, sequence]", "tokenizer(text, return_tensors='pt').input_ids"),
+        ("list", "[batch, sequence]", "torch.tensor([ids])"),
+        ("fwd_hooks", "'blocks.0.hook_mlp_out'", pairs),
+        ("fwd_hooks", "'blocks.0.hook_mlp_out'", pairs),
+        (pairs, "register_forward_hook"),
     ]
     assert len(said) == len(expected)
-    for (kind, text), part in zip(said, expected, strict=True):
-        assert part in text, (kind, text)
+    for (_, text), values in zip(said, expected, strict=True):
+        assert_names(text, *values)
         assert "\n" not in text
 
 
