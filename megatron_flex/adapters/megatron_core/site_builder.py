@@ -20,6 +20,7 @@ from megatron_flex.adapters.adapter_base import ParameterSite, Undo, leaf, with_
 from megatron_flex.adapters.megatron_core.adapted_linears import (
     adapted_sites,
     adapter_around,
+    base_linear,
     normed_beside,
     unadapted,
 )
@@ -255,7 +256,10 @@ class SiteBuilder:
             reduced_before: whether what gathered its input reduces the gradient of the input.
         """
         no = no or self.no_rule(module, COLUMN_LINEARS)
-        inside = no or adapter_around(path, module, "gemm_input") or self.inside(module)
+        base = base_linear(module)  # once: a large model has many linears
+        inside = (
+            no or ("" if base is None else adapter_around(path, module, "gemm_input")) or self.inside(module)
+        )
         entry = ModuleInput(module, 0, "x" if inside else "input_")
         entering = self.of.stream(self.sequence_cut(module))
         if reduced_before and not self.sequence_cut(module):
@@ -271,6 +275,9 @@ class SiteBuilder:
         beside = self.of.bias_beside(features)
         yield self.site(f"{path}:output", out, tap, no, width, beside=(*between, beside))
 
+        if base is None:
+            return
+
         def column(at: str, linear: Any) -> Iterator[Site]:
             yield from self.column(at, linear, out, width, resolve, no, within, normed_beside(self, linear))
 
@@ -284,12 +291,18 @@ class SiteBuilder:
         Its output has `out` features in the full tensor, or the hidden size if None.
         """
         no = no or self.no_rule(module, ROW_LINEARS)
-        inside = no or adapter_around(path, module, "partial") or self.inside(module)
+        base = base_linear(module)  # once: a large model has many linears
+        inside = (
+            no or ("" if base is None else adapter_around(path, module, "partial")) or self.inside(module)
+        )
         entry, entering = ModuleInput(module, 0, "x" if inside else "input_"), self.of.features(name)
         yield self.site(f"{path}:input", entering, entry, no, width)
         yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside, out)
         stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
         yield self.site(f"{path}:output", stream, ModuleOutput(module), no, out, beside=beside)
+
+        if base is None:
+            return
 
         def row(at: str, linear: Any) -> Iterator[Site]:
             yield from self.row(at, linear, name, width, no, out)
