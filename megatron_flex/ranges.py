@@ -282,7 +282,8 @@ def check_count(name: str, given: Any, least: int = 1) -> int:
     except TypeError:
         number = least - 1
     if not least <= number <= MAX_NUMBER:
-        raise FlexError(f"{name}={format_value(given)}: give a whole number of at least {least}")
+        bound = f"at least {least}" if number < least else f"at most {MAX_NUMBER}"
+        raise FlexError(f"{name}={format_value(given)}: give a whole number of {bound}")
     return number
 
 

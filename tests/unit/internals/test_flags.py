@@ -66,6 +66,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "report": (["r.txt"], Path("r.txt")),
     "align": (["llama"], "llama"),
     "align-tokens": (["tokens.json"], "tokens.json"),
+    "gradient-norms": (["norms.jsonl"], "norms.jsonl"),
     "align-report": (["align.json"], "align.json"),
     "cpu": ([], True),
 }
