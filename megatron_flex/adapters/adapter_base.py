@@ -101,7 +101,7 @@ class Listener(Protocol):
 
 
 class NormListener(Protocol):
-    """Is told when the framework computes the norm of all gradients."""
+    """Is notified when the framework computes the norm of all gradients."""
 
     def norm_begins(
         self, without: Iterable[Any] = (), counts: Callable[[nn.Parameter], bool] | None = None

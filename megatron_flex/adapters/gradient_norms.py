@@ -20,7 +20,7 @@ CLIP_FUNCTION = "clip_grad_norm_"
 def watch_torch_clipping(roots: Sequence[nn.Module], listener: NormListener) -> Undo:
     """Notify `listener` of the norms of all gradients that `torch.nn.utils.clip_grad_norm_` returns.
 
-    A loop that clips parts of the model one by one reports no norm of the model, so `listener` is not told.
+    A loop that clips parts of the model one by one does not report a norm of the model: no notification.
     """
     original = torch.nn.utils.clip_grad_norm_
 

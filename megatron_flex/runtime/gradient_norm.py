@@ -113,8 +113,8 @@ class GradientNorms:
         reported, self._reported = self._reported, None
         measured, self._measured = self._measured, None
         complete = not self._problem and not self._index.unknown
-        told = (global_rank(), reported, complete, self._precision)
-        answers = gather_objects(told, mesh, [a.name for a in mesh])
+        report = (global_rank(), reported, complete, self._precision)
+        answers = gather_objects(report, mesh, [a.name for a in mesh])
         norms = {rank: norm for rank, norm, _, _ in answers if norm is not None}
         self._calls_left -= 1
         self.left = min(self.left - bool(norms), self._calls_left)

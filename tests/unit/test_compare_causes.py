@@ -116,7 +116,10 @@ def compared(tmp_path: Path, sites: dict[str, Given], other: Any = MODEL) -> Com
     return compare(tmp_path / "a", tmp_path / "b")
 
 
-BASE = lambda t, f: 0.2 * t * f / SIZE  # noqa: E731
+def base_angle(t: Any, f: Any) -> Any:
+    return 0.2 * t * f / SIZE
+
+
 SYMPTOMS: dict[str, tuple[str, Change, set[str]]] = {
     "NaN in a router": (ROUTER.format(1, "probs"), entry(math.nan, 0, 3), {"not finite"}),
     "NaN of one rank's heads": (CORE.format(1, "q"), entry(math.nan, 0, slice(None), 2), {"not finite"}),
@@ -143,10 +146,10 @@ SYMPTOMS: dict[str, tuple[str, Change, set[str]]] = {
         lambda _: build()[LAYER.format(0)].value,
         {"layers or experts"},
     ),
-    "another rotary base": (CORE.format(1, "q"), rotated(BASE), {"rotary angles"}),
+    "another rotary base": (CORE.format(1, "q"), rotated(base_angle), {"rotary angles"}),
     "another rotary base of latent attention": (
         CORE.format(1, "q"),
-        lambda t: torch.cat([t[..., : SIZE // 2], rotated(BASE)(t[..., SIZE // 2 :])], -1),
+        lambda t: torch.cat([t[..., : SIZE // 2], rotated(base_angle)(t[..., SIZE // 2 :])], -1),
         {"rotary angles"},
     ),
     "shifted positions": (

@@ -189,7 +189,9 @@ def test_equal_logits_excuse_no_other_choice(tmp_path: Path) -> None:
     """With the same logits bit for bit another choice is a capacity, a bias, or another number of experts."""
     for folder, probs in (("a", routed()), ("b", routed((0, 3, (0, 2))))):
         dumps.write(tmp_path / folder, {LOGITS: Given(scores(1e-3)), PROBS: Given(probs)}, model=MODEL)
-    assert compare(tmp_path / "a", tmp_path / "b").first.name == PROBS  # type: ignore[union-attr]
+    first = compare(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert first.name == PROBS
 
 
 @pytest.mark.parametrize("other", [0.0, 0.2], ids=["one bias", "another bias"])
