@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megatron_flex.errors import FlexError, suggest_nearest
 from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
 from megatron_flex.ranges import parse_numbers
 from megatron_flex.runtime import HookFunction
+from megatron_flex.runtime.debug.error_origin import format_user_line
 from megatron_flex.statistics import Statistics
 
 FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[\w.]+)")
@@ -125,14 +125,12 @@ def _report_import_errors(what: str) -> Iterator[None]:
     except FlexError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise anything, or be a script that exits
-        frames = traceback.extract_tb(error.__traceback__)
-        file, line = frames[-1].filename, frames[-1].lineno
         if isinstance(error, SyntaxError) and error.filename:
-            file, line = error.filename, error.lineno
-        words = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
-        raise FlexError(
-            f"{what} cannot be imported: {type(error).__name__}: {words} ({file}, line {line})"
-        ) from error
+            words, place = error.msg, f"{error.filename}:{error.lineno}"
+        else:
+            words, place = str(error), format_user_line(error)
+        words = " ".join(words.split())
+        raise FlexError(f"{what} cannot be imported: {type(error).__name__}: {words} ({place})") from error
 
 
 EDIT_GROUP, DUMP_GROUP, STATISTICS_GROUP = "edit", "dump", "stats"  # every hook of a kind is in its group

@@ -153,6 +153,9 @@ def test_what_cannot_be_named(said: str, message: tuple[str, ...], hooks: Path) 
         ("import flex_nowhere\n", "ModuleNotFoundError: No module named 'flex_nowhere'", 1),
         ("\n\nraise RuntimeError('one\\ntwo')\n", "RuntimeError: one two", 3),
         ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2),
+        ("import torch\n\ntorch.zeros(2).reshape(3)\n", "RuntimeError", 3),
+        ("import json\njson.loads('x')\n", "JSONDecodeError", 2),  # raised in the standard library
+        ("from packaging.version import Version\nVersion('x')\n", "InvalidVersion", 2),  # in site-packages
         ("def g():\n    return h\ng()\n", "NameError: name 'h' is not defined", 2),
     ],
 )
