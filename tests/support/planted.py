@@ -20,6 +20,8 @@ from megatron_flex.compare import Comparison, compare
 from tests.support import gpt, ranks, wrapped
 from tests.support.bugs import BY_NAME, Bug
 from tests.support.bugs.bug import Backwards, Straight
+from tests.support.exam import PATCHES
+from tests.support.exam.settings import SETTINGS
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.training import LOSS_SCALE, Trainer
@@ -50,6 +52,7 @@ class Pair:
         steps: training steps; with more than one, Adam runs.
         few: whether only `FEW` is dumped.
         routers: whether the routers are dumped besides.
+        setting: of the training, one of `SETTINGS`.
     """
 
     case: Case
@@ -58,12 +61,13 @@ class Pair:
     steps: int = 1
     few: bool = False
     routers: bool = False
+    setting: str = ""
 
     @property
     def name(self) -> str:
         """A name for files."""
         parts = [self.case.name, self.precision, f"seed {self.seed}", f"{self.steps} steps"]
-        return " ".join([*parts, *["few"] * self.few, *["routers"] * self.routers])
+        return " ".join([*parts, *["few"] * self.few, *["routers"] * self.routers, self.setting]).strip()
 
     @property
     def sites(self) -> str | list[str]:
@@ -114,12 +118,16 @@ def dumped(pair: Pair, case: Case, path: str, weights: str, bug: str, magnitude:
         case: the pair's run, or its one process.
         path: the folder of the dump.
         weights: a file with the full model's weights; written if it is not there.
-        bug: the name of the bug in this run; empty for none.
+        bug: the name of the bug in this run, or of a row of the exam; empty for none.
         magnitude: of the bug.
     """
     import megatron_flex as mf
 
-    with patch.object(gpt, "WEIGHTS_SEED", 7 + pair.seed), patch.object(gpt, "DATA_SEED", 3 + pair.seed):
+    with (
+        patch.object(gpt, "WEIGHTS_SEED", 7 + pair.seed),
+        patch.object(gpt, "DATA_SEED", 3 + pair.seed),
+        SETTINGS[pair.setting]() if pair.setting else contextlib.nullcontext(),
+    ):
         chunks = ranks.start(case)
         if Path(weights).exists():
             state = torch.load(weights)
@@ -132,8 +140,8 @@ def dumped(pair: Pair, case: Case, path: str, weights: str, bug: str, magnitude:
         if pair.precision == "fp8":
             in_fp8(chunks)
         models, step = _trained(pair, case, chunks)
-        found = BY_NAME.get(bug)
-        with contextlib.nullcontext() if found is None else found.patch(models, state, magnitude):
+        plant = BY_NAME[bug].patch if bug in BY_NAME else PATCHES.get(bug)
+        with contextlib.nullcontext() if plant is None else plant(models, state, magnitude):
             settings: dict[str, Any] = {"gradients": True, "parameters": "**", "order": "blocks"}
             dump = mf.Dump(path, pair.sites, replicas=True, **settings)
             flex = mf.attach(models, dumps=dump)
@@ -180,7 +188,7 @@ class Bench:
         single = pair.run.single()
         model = repr(sorted({**vars(single), "extra": repr(single.extra)}.items()))
         name = f"alone {pair.precision} {pair.seed} {pair.steps} {pair.few} {_digest(model)}"
-        name += " routers" * pair.routers
+        name += " routers" * pair.routers + f" {pair.setting}" * bool(pair.setting)
         weights = self.folder / f"{name} weights"
         return self.made(pair, single, name, weights), weights
 

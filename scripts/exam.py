@@ -1,0 +1,156 @@
+"""`scripts/exam`: silent bugs that others reported, beside clean runs, and the page of which are found.
+
+Each row of `tests/support/exam` is run with its bug and without. What was said is kept in docs/exam.json, a
+line for each row, and written into docs/exam.md and the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.exam import ROWS
+from tests.support.exam.runs import ask
+from tests.support.planted import Bench
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "docs" / "exam.json"
+PAGE, README = ROOT / "docs" / "exam.md", ROOT / "README.md"
+MOST_SAID = 220  # characters of the words that a cell quotes
+HEADS = ["bug", "configuration", "Megatron", "found by", "first site", "cause", "clean run"]
+TOOLS = {"compare": "`compare`", "verify": "`verify()`"}
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run rows, and write what was said of them."""
+    parser = argparse.ArgumentParser(prog="scripts/exam", description=__doc__.split("\n\n")[1])
+    add = parser.add_argument
+    add(
+        "--rows", default="", metavar="WORDS", help="only rows with these words in their names (default: all)"
+    )
+    add("--json", type=Path, default=KEPT, help="what was said, by row (default: docs/exam.json)")
+    add("--page", type=Path, default=PAGE, help="the page with the table (default: docs/exam.md)")
+    add("--readme", type=Path, default=README, help="the page with the sentence (default: README.md)")
+    args = parser.parse_args(words)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    kept: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {}
+    kept = measure(args.rows, kept)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(said)}" for name, said in kept.items())
+    args.json.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    texts_of = {args.page: {"rows": table(kept), "sums": sums(kept)}, args.readme: {"sum": total(kept)}}
+    for path, texts in texts_of.items():
+        text = path.read_text(encoding="utf-8")
+        for name, new in texts.items():
+            text = put(text, name, new)
+        path.write_text(text, encoding="utf-8")
+
+
+def measure(words: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of the chosen rows now, and what was kept of the others, in the order of the table."""
+    said = {row.name: kept[row.name] for row in ROWS if row.name in kept}
+    with tempfile.TemporaryDirectory(prefix="exam-") as folder:
+        for row in (r for r in ROWS if words in r.name):
+            start = time.monotonic()
+            said[row.name] = ask(row, Bench(Path(folder))).to_json()
+            print(f"{row.name}: {brief(said[row.name])} ({time.monotonic() - start:.0f} s)", flush=True)
+    return {row.name: said[row.name] for row in ROWS if row.name in said}
+
+
+def brief(said: Mapping[str, Any]) -> str:
+    """One line of a terminal."""
+    cause = {True: "cause named", False: "cause not named", None: "no cause to name"}[said["named"]]
+    site = "first site right" if said["right"] else f"first site {said['first'] or 'none'}"
+    clean = "clean run silent" if said["silent"] else f"CLEAN RUN: {said['clean']}"
+    return ", ".join(["found" if said["found"] else "NOT FOUND", site, cause, clean])
+
+
+# -- pages -------------------------------------------------------------------------------------------------
+
+
+def put(page: str, name: str, text: str) -> str:
+    """A page with the text between the two comments of that name replaced."""
+    begin, end = f"<!-- {name}: written by scripts/exam -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"the page has no {begin} and {end}: put them where the text shall be")
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def table(kept: Mapping[str, Any]) -> str:
+    """The table of all rows that were run."""
+    rows = [HEADS, ["---"] * len(HEADS)]
+    rows += [cells(row, kept[row.name]) for row in ROWS if row.name in kept]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def cells(row: Any, said: Mapping[str, Any]) -> list[str]:
+    """The cells of one row."""
+    there = "planted" if row.planted else "as it is"
+    by = TOOLS[row.tool] if said["found"] else "**not found**"
+    site = f"`{said['first']}`" if said["right"] else f"**other**: {said['first'] or 'none'}"
+    clean = "silent" if said["silent"] else f"**alarm**: {shown(said['clean'], '')}"
+    named = {True: "", False: "**not named**: ", None: "none to name: "}[said["named"]]
+    cause = named + (shown(said["words"], row.cause) or "nothing is said")
+    links = ", ".join(link(thread) for thread in row.threads)
+    return [f"{row.bug} {links}", row.configuration, there, by, site, cause, clean]
+
+
+def link(thread: str) -> str:
+    """A link to `owner/repository#number`, the words after it beside the number."""
+    place, _, rest = thread.partition("#")
+    number = re.match(r"\d+", rest)
+    assert number is not None, thread
+    return f"[{place.partition('/')[2]}#{rest}](https://github.com/{place}/issues/{number[0]})"
+
+
+def shown(words: str, cause: str) -> str:
+    """The sentence that names the cause, or else the first; safe in a table."""
+    sentences = words.split("; ")
+    sentence = next((s for s in sentences if cause and re.search(cause, s, re.IGNORECASE)), sentences[0])
+    sentence = " ".join(sentence.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return sentence if len(sentence) <= MOST_SAID else f"{sentence[:MOST_SAID]} ..."
+
+
+def counted(kept: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Of how many rows each thing holds."""
+    rows = list(kept.values())
+    causes = [r for r in rows if r["named"] is not None]
+    return {
+        "found": (sum(r["found"] for r in rows), len(rows)),
+        "right": (sum(r["found"] and r["right"] for r in rows), len(rows)),
+        "named": (sum(r["found"] and r["named"] for r in causes), len(causes)),
+        "silent": (sum(r["silent"] for r in rows), len(rows)),
+    }
+
+
+def sums(kept: Mapping[str, Any]) -> str:
+    """The sums above the table."""
+    names = {
+        "found": "found",
+        "right": "at the right first site",
+        "named": "cause named",
+        "silent": "clean runs without an alarm",
+    }
+    return "\n".join(f"- {names[n]}: {k} of {all_}" for n, (k, all_) in counted(kept).items())
+
+
+def total(kept: Mapping[str, Any]) -> str:
+    """The sentence of the README."""
+    by = counted(kept)
+    return (
+        f"Of {by['found'][1]} silent bugs that others reported in public, run again in small models, "
+        f"[{by['found'][0]} are found](docs/exam.md), {by['right'][0]} at the right hook point or parameter; "
+        f"{by['silent'][0]} of {by['silent'][1]} clean runs raise no alarm."
+    )
+
+
+if __name__ == "__main__":
+    main()
