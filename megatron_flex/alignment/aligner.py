@@ -21,10 +21,11 @@ from megatron_flex.alignment.reference_run import Captures, ReferenceRun
 from megatron_flex.alignment.routing import Routing
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
 from megatron_flex.alignment.step_gradients import StepGradients
-from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure, softmax_differences
+from megatron_flex.alignment.tensor_difference import Difference, measure, softmax_differences
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
-from megatron_flex.compare.tolerance import Precision
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.tolerance import Tolerances, make_precision
 from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime import full_parameters
@@ -258,10 +259,13 @@ class _Judge:
     isolated: _Pass | None = None  # None: the accumulated differences are small enough
 
     @cached_property
-    def tolerances(self) -> SiteTolerances:
+    def tolerances(self) -> Tolerances:
         """How far the tensors may differ."""
-        precisions = megatron_precision(self.config), precision_of(self.hf_model)
-        return SiteTolerances([m.site for m in self.matches], precisions, self.tolerance)
+        precisions = (
+            make_precision(vars(self.config), torch.float32),
+            make_precision(vars(self.hf_model.config), next(self.hf_model.parameters()).dtype),
+        )
+        return Tolerances(self.tolerance, [m.site for m in self.matches], precisions)
 
     def accumulate(self, captures: Captures) -> bool:
         """Compare a run of the model as it is.
@@ -299,13 +303,13 @@ class _Judge:
         layers = {match.site: match.layer for match in self.matches}
 
         def bound(site: str, softmax: float) -> float:
-            return self.tolerances.of(site, run.kinds[site][1], isolated=isolated, softmax=softmax)
+            return self.tolerances.bound(ComparedTensor(site, VALUE), run.kinds[site][1], isolated, softmax)
 
         return softmax_differences(run.differences, layers, bound, isolated)
 
     def _bound(self, site: str, run: _Pass, isolated: bool = False) -> float:
         softmax = run.softmax[isolated][site]
-        return self.tolerances.of(site, run.kinds[site][1], isolated=isolated, softmax=softmax)
+        return self.tolerances.bound(ComparedTensor(site, VALUE), run.kinds[site][1], isolated, softmax)
 
     def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
         """The verdicts for all sites.
@@ -341,18 +345,3 @@ class _Judge:
             shape,
             (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )
-
-
-def megatron_precision(config: Any) -> Precision:
-    """The precision of a Megatron model."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    computed = next((dtype for name, dtype in half.items() if getattr(config, name, False)), torch.float32)
-    return Precision(computed, None, int(config.hidden_size), int(config.num_layers))
-
-
-def precision_of(model: Any) -> Precision:
-    """The precision of a Hugging Face model."""
-    config = model.config
-    return Precision(
-        next(model.parameters()).dtype, None, int(config.hidden_size), int(config.num_hidden_layers)
-    )

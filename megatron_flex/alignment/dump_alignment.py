@@ -11,14 +11,14 @@ from os import PathLike
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
 from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
 from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor, take_part
-from megatron_flex.alignment.tensor_difference import EQUAL, SiteTolerances, measure
-from megatron_flex.compare.tolerance import Precision
+from megatron_flex.alignment.tensor_difference import EQUAL, measure
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.tolerance import Tolerances, read_precision
 from megatron_flex.dump.reader import OpenDump, open_dump
 from megatron_flex.errors import DumpError, FlexError
 
@@ -101,9 +101,8 @@ class _DumpAlignment:
         parameters = frozenset(self._by_table_name(self.ours.parameters))
         self._own = self._by_table_name(self.ours.sites)
         matches, uncompared = self.family.match(self._own, parameters)
-        tolerances = SiteTolerances(
-            [m.site for m in matches], [self._precision(d) for d in (self.ours, self.theirs)], self.tolerance
-        )
+        precisions = [read_precision(dump.manifest) for dump in (self.ours, self.theirs)]
+        tolerances = Tolerances(self.tolerance, [m.site for m in matches], precisions)
         verdicts = []
         for match in matches:
             found = self._pair(match, common[0])
@@ -120,7 +119,7 @@ class _DumpAlignment:
                     " + ".join(match.row.other),
                     part_of(match),
                     difference,
-                    tolerances.of(match.site, dtypes),
+                    tolerances.bound(ComparedTensor(match.site, VALUE), dtypes),
                     EQUAL,
                     0.0,
                     tuple(there.shape),
@@ -180,16 +179,6 @@ class _DumpAlignment:
         model = self.theirs.manifest.model
         heads = _setting(model, HEADS)
         return {"b": samples, "n": heads, "g": _setting(model, GROUPS, heads)}
-
-    def _precision(self, dump: OpenDump) -> Precision:
-        model = dump.manifest.model
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
-        width, layers = (
-            _setting(model, ("hidden_size", "n_embd"), 0),
-            _setting(model, ("num_layers", "num_hidden_layers", "n_layer"), 0),
-        )
-        return Precision(computed, None, width or Precision().width, layers)
 
 
 def _setting(model: Mapping[str, Any], names: tuple[str, ...], otherwise: int | None = None) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.reference_run import Captures
-from megatron_flex.alignment.tensor_difference import SiteTolerances
 from megatron_flex.alignment.token_batch import TokenBatch
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
 from megatron_flex.compare.routing_ties import find_ties
+from megatron_flex.compare.tolerance import Tolerances
 
 NEAR_TIE = 4.0  # times the tolerance of the router's logits: experts this close may be exchanged by round-off
 ROUTER_MAP = ".mlp.router:map"
@@ -41,7 +42,7 @@ class Routing:
         theirs: Captures,
         ours: Captures,
         batch: TokenBatch,
-        tolerances: SiteTolerances,
+        tolerances: Tolerances,
         carried: bool,
     ) -> None:
         self._real = batch.real
@@ -66,8 +67,8 @@ class Routing:
             )
             if here.shape != there.shape:
                 continue
-            dtypes = ours[match.site.replace(":map", ":logits")].dtype, logits.dtype
-            bound = NEAR_TIE * tolerances.of(match.site.replace(":map", ":logits"), dtypes)
+            scored = ComparedTensor(match.site.replace(":map", ":logits"), VALUE)
+            bound = NEAR_TIE * tolerances.bound(scored, (ours[scored.site].dtype, logits.dtype))
             _, tied = find_ties(here, there, logits.float(), bound * float(logits.abs().amax()))
             if bool((tied & batch.real).any()) and carried:
                 self.notes.append(

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.alignment.alignment_result import SiteVerdict
-from megatron_flex.alignment.tensor_difference import (
-    EQUAL,
-    PARAMETER_GRADIENT,
-    VALUE,
-    SiteTolerances,
-    measure,
-)
+from megatron_flex.alignment.tensor_difference import EQUAL, measure
 from megatron_flex.alignment.token_batch import TokenBatch
 from megatron_flex.collectives import gather_objects
+from megatron_flex.compare.compared_dump import PARAMETER_GRADIENT, VALUE, ComparedTensor
+from megatron_flex.compare.tolerance import Tolerances
 from megatron_flex.conversion import place_full_tensors
 from megatron_flex.conversion.architectures import OUTPUT_WEIGHT, WORD_EMBEDDINGS
 from megatron_flex.errors import FlexError
@@ -79,7 +75,7 @@ class StepGradients:
         place_full_tensors(adapter.chunks, gradients, self._placed)
         _clear_gradients(adapter.chunks)
 
-    def verdicts(self, tolerances: SiteTolerances) -> tuple[SiteVerdict, ...]:
+    def verdicts(self, tolerances: Tolerances) -> tuple[SiteVerdict, ...]:
         """The verdicts for the loss and each tensor of the Hugging Face model, the last layers first.
 
         On the rank with the Hugging Face model.
@@ -155,10 +151,10 @@ class StepGradients:
 
     @staticmethod
     def _verdict(
-        site: str, other: str, here: Tensor, there: Tensor, tolerances: SiteTolerances, kind: str
+        site: str, other: str, here: Tensor, there: Tensor, tolerances: Tolerances, kind: str
     ) -> SiteVerdict:
         dtypes = here.dtype, there.dtype
-        bound = tolerances.of(site.removesuffix(".grad"), dtypes, kind)
+        bound = tolerances.bound(ComparedTensor(site.removesuffix(".grad"), kind), dtypes)
         words = str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")
         return SiteVerdict(
             site, other, PART, measure(here, there), bound, EQUAL, 0.0, tuple(there.shape), words

@@ -1,31 +1,13 @@
-"""The difference of two tensors, and how far they may differ in two precisions."""
+"""The difference of two tensors, and what attention scores before them explain of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from megatron_flex.compare.compared_dump import GRADIENT, PARAMETER_GRADIENT, VALUE, ComparedTensor
-from megatron_flex.compare.tolerance import (
-    MOST_TOLERANCE,
-    Precision,
-    ReductionDepths,
-    derive_tolerance,
-)
-
-__all__ = [
-    "GRADIENT",
-    "PARAMETER_GRADIENT",
-    "VALUE",
-    "Difference",
-    "SiteTolerances",
-    "measure",
-    "softmax_differences",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,45 +144,3 @@ def softmax_differences(
         elif site.endswith(PROBABILITIES) and agrees:
             carried, gap = carried + AFTER_PROBABILITIES * found.error, 0.0
     return out
-
-
-class SiteTolerances:
-    """How far correct models may differ at each site.
-
-    Args:
-        sites: the sites in the order of execution.
-        precisions: of the Megatron model and of the Hugging Face model.
-        given: a tolerance for all sites; None: from dtype and depth.
-    """
-
-    def __init__(
-        self, sites: Sequence[str], precisions: Sequence[Precision], given: float | None = None
-    ) -> None:
-        self._precisions, self._given = precisions, given
-        self._depths = ReductionDepths(list(sites), max(p.layers for p in precisions))
-
-    def of(
-        self,
-        site: str,
-        dtypes: Sequence[torch.dtype],
-        kind: str = VALUE,
-        isolated: bool = False,
-        softmax: float = 0.0,
-    ) -> float:
-        """The tolerance of a site.
-
-        Args:
-            site: the site or parameter.
-            dtypes: of the two tensors.
-            kind: `value`, `gradient` or `parameter_gradient`.
-            isolated: whether only the layer of the site was computed by both.
-            softmax: how far the tensors may differ because attention scores before them do.
-        """
-        if self._given is not None:
-            return self._given
-        item = ComparedTensor(site, kind)
-        depth = self._depths.of(item)
-        if isolated:
-            depth = min(depth, self._depths.forward("decoder.layers.0:output"))
-        derived = derive_tolerance(item, depth, self._precisions, dtypes)
-        return min(derived + softmax, MOST_TOLERANCE)

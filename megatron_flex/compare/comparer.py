@@ -58,7 +58,7 @@ from megatron_flex.compare.tensor_pairs import (
     sum_in_order,
 )
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
-from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, parse_layer_number, read_precision
+from megatron_flex.compare.tolerance import Tolerances, parse_layer_number, read_precision
 from megatron_flex.compare.torch_threads import one_torch_thread
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -240,14 +240,12 @@ class _Comparer:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
-    depths: ReductionDepths = field(init=False)
     first: FirstDivergence | None = None
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
-        self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
-        dtypes = [[s.array(i).dtype for i in items] for s in (self.a, self.b)]
-        tolerances = Tolerances(self.given_tolerance, self.a, self.b, self.depths, dtypes)
+        precisions = [read_precision(s.manifest, [s.array(i).dtype for i in items]) for s in (self.a, self.b)]
+        tolerances = Tolerances(self.given_tolerance, self.order(), precisions)
         tester = TensorTester(
             self.a, self.b, tolerances, ParameterDrift(self.a, self.most), self.learning_rate
         )

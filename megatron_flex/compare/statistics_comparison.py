@@ -32,7 +32,6 @@ from megatron_flex.compare.tolerance import (
     FP32_ROUNDOFF,
     MOST_TOLERANCE,
     ReductionDepths,
-    find_coarsest_dtype,
     get_unit_roundoff,
     read_precision,
 )
@@ -171,9 +170,8 @@ class StatisticsOfDump:
 
     def precision(self) -> tuple[torch.dtype | None, int]:
         """From the manifest."""
-        found = read_precision(self.dump)
-        known = (self.dump.array(i).dtype for i in self.dump.items())
-        return found.computed or find_coarsest_dtype(list(known)), found.width
+        found = read_precision(self.dump.manifest, [self.dump.array(i).dtype for i in self.dump.items()])
+        return found.computed or torch.float32, found.width
 
     def row(self, name: str, iteration: int) -> TensorStatistics | None:
         """The statistics of all calls of a tensor."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -20,10 +21,9 @@ from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
-    ComparedDump,
     ComparedTensor,
 )
-from megatron_flex.dump.schema import read_settings
+from megatron_flex.dump.schema import Manifest, read_settings
 
 REDUCTIONS_PER_LAYER = (
     8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in sequence
@@ -35,6 +35,8 @@ MOST_PEAK_TOLERANCE = 0.75  # of the greatest difference over the peak, which si
 MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
 FP8_ROUNDOFF = 2.0**-4  # of e4m3
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
+WIDTH_FIELDS = ("hidden_size", "n_embd")  # of configs of Megatron and transformers
+LAYER_FIELDS = ("num_layers", "num_hidden_layers", "n_layer")
 LAYER_PATTERN = re.compile(r"\.(\d+)(?=[.:]|$)")
 
 
@@ -71,18 +73,37 @@ class Precision:
         return own + FP32_ROUNDOFF * math.sqrt(self.width)
 
 
-def read_precision(source: ComparedDump) -> Precision:
-    """From the model's config and the dump's settings, as its manifest has them."""
-    model, settings = source.manifest.model, read_settings(source.manifest.settings)
+def make_precision(
+    model: Mapping[str, Any], computed: torch.dtype | None = None, stored: torch.dtype | None = None
+) -> Precision:
+    """From a model's config.
+
+    Args:
+        model: the fields of the config, as Megatron or transformers names them.
+        computed: the compute dtype where none of the fields gives it.
+        stored: the dtype that a dump was cast to.
+    """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
-    fp8 = bool(model.get("fp8"))
-    cast = getattr(torch, str(settings.dtype or ""), None)
+    computed = next((dtype for name, dtype in half.items() if model.get(name)), computed)
+    width, layers = (
+        next((int(model[name]) for name in names if model.get(name)), 0)
+        for names in (WIDTH_FIELDS, LAYER_FIELDS)
+    )
+    return Precision(computed, stored, width or DEFAULT_REDUCTION_WIDTH, layers, bool(model.get("fp8")))
+
+
+def read_precision(manifest: Manifest, dtypes: Sequence[torch.dtype] = ()) -> Precision:
+    """From the model's config and the dump's settings.
+
+    Args:
+        manifest: of the dump.
+        dtypes: of its tensors, from which the compute dtype follows where the manifest has none.
+    """
+    cast = getattr(torch, str(read_settings(manifest.settings).dtype or ""), None)
     stored = cast if isinstance(cast, torch.dtype) else None
-    if computed is None and stored is not None:
-        computed = torch.float32  # otherwise the cast would not have been requested
-    width, layers = model.get("hidden_size"), model.get("num_layers")
-    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0), fp8)
+    # A cast to a dtype would not have been requested of a run that computes in it.
+    known = torch.float32 if stored is not None else find_coarsest_dtype(dtypes) if dtypes else None
+    return make_precision(manifest.model, known, stored)
 
 
 def get_unit_roundoff(dtype: torch.dtype | None) -> float:
@@ -124,6 +145,11 @@ class ReductionDepths:
     def full_depth(self) -> int:
         """The depth of the full forward pass."""
         return REDUCTIONS_PER_LAYER * max(self.layers, 1) + REDUCTIONS_PER_LAYER // 2
+
+    @property
+    def layer(self) -> int:
+        """The depth of a layer by itself."""
+        return REDUCTIONS_PER_LAYER + 1
 
     def forward(self, name: str) -> int:
         """The depth of a site's value."""
@@ -185,25 +211,18 @@ class Tolerances:
     Args:
         given_tolerance: a bound for all, or patterns (globs over names; the first match counts) with one
             each, the others derived; None: all derived.
-        a: the first dump.
-        b: the second dump.
-        depths: of the sites.
-        dtypes: of the tensors, from which the precision of a run follows whose manifest has none.
+        order: the names of the sites in the order of execution.
+        precisions: of the two runs.
     """
 
     def __init__(
         self,
         given_tolerance: float | Mapping[str, float] | None,
-        a: ComparedDump,
-        b: ComparedDump,
-        depths: ReductionDepths,
-        dtypes: Sequence[Sequence[torch.dtype]] = ((), ()),
+        order: Sequence[str],
+        precisions: Sequence[Precision],
     ) -> None:
-        self.given_tolerance, self.depths = given_tolerance, depths
-        self.precisions = tuple(
-            p if p.computed is not None else replace(p, computed=find_coarsest_dtype(known))
-            for p, known in zip((read_precision(a), read_precision(b)), dtypes, strict=True)
-        )
+        self.given_tolerance, self.precisions = given_tolerance, precisions
+        self.depths = ReductionDepths(order, max(p.layers for p in precisions))
 
     @property
     def unit(self) -> float:
@@ -244,6 +263,23 @@ class Tolerances:
         """
         depth = self.depths.of(item) if depth is None else depth
         return derive_tolerance(item, depth, self.precisions, dtypes, most)
+
+    def bound(
+        self, item: ComparedTensor, dtypes: Sequence[torch.dtype], isolated: bool = False, more: float = 0.0
+    ) -> float:
+        """The given bound, or that from dtype and depth.
+
+        Args:
+            item: the compared tensor.
+            dtypes: of both tensors.
+            isolated: whether both runs began with the same input of the layer.
+            more: what the tensors may differ by besides.
+        """
+        given = self.given(item)
+        if given is not None:
+            return given
+        depth = min(self.depths.of(item), self.depths.layer) if isolated else None
+        return min(self.derived(item, dtypes, depth) + more, MOST_TOLERANCE)
 
     def cast(self, dtypes: Sequence[torch.dtype]) -> float:
         """What casts of the dumped values may add."""
