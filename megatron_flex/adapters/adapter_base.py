@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.layout import Layout, PackedSequences
+from megatron_flex.layout import Layout, PackedSequences, replicated
 from megatron_flex.layout.gradient_layout import ParameterUses
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -187,6 +187,13 @@ class ParameterSite:
         return replace(self, parameter=None, gradient_layout_source=None)
 
 
+def make_buffer_site(name: str, buffer: Tensor, mesh: Mesh, inferred: bool = False) -> ParameterSite:
+    """A buffer that each rank of a stage holds in full, or, if `inferred`, may hold in part."""
+    layout, shape = replicated(*("",) * buffer.ndim), tuple(buffer.shape)
+    held = cast(nn.Parameter, buffer)  # only the gradient of a parameter sets the two apart
+    return ParameterSite(name, layout, shape, held, mesh["pp"].coord, local=shape, inferred=inferred)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalGradient:
     """A parameter's gradient as this rank holds it.
@@ -270,8 +277,8 @@ class Adapter(Protocol):
     def without_layout(self) -> dict[str, str]:
         """The names of this rank's other parameters, and the classes of the modules that own them."""
 
-    def buffers(self) -> Mapping[str, Tensor]:
-        """This rank's buffers that are equal on all data parallel ranks of a correct run, by name."""
+    def buffers(self) -> list[ParameterSite]:
+        """This rank's buffers that are equal on all data parallel ranks of a correct run, as parameters."""
 
     def buffer_owners(self) -> Mapping[str, str]:
         """The names of all buffers on this rank, and the classes of the modules that own them."""

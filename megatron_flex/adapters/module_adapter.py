@@ -24,6 +24,7 @@ from megatron_flex.adapters.adapter_base import (
     ParameterSite,
     Part,
     Undo,
+    make_buffer_site,
 )
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import (
@@ -213,15 +214,17 @@ class ModuleAdapter:
         """Those without a shape or a layout."""
         return self.keeping.without_layout()
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> list[ParameterSite]:
         """Buffers saved in checkpoints; without the running statistics of norms over a rank's samples."""
-        return {
-            f"{name}.{own}" if name else own: buffer
+        return [
+            make_buffer_site(
+                f"{name}.{own}" if name else own, buffer, self.mesh, inferred=self.follower is None
+            )
             for name, module in self._named
             if not isinstance(module, _NormBase) or isinstance(module, nn.SyncBatchNorm)
             for own, buffer in module._buffers.items()
             if type(buffer) is Tensor and not buffer.is_meta and own not in module._non_persistent_buffers_set
-        }
+        ]
 
     def buffer_owners(self) -> dict[str, str]:
         """Those of all modules."""

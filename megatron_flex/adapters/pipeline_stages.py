@@ -246,9 +246,13 @@ class PipelineAdapter:
         """The buffers of all stages."""
         return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> list[ParameterSite]:
         """Those of all stages."""
-        return {name: buffer for part in self._parts for name, buffer in part.buffers().items()}
+        return [
+            replace(buffer, chunk=turn)
+            for turn, part in zip(self.turns, self._parts, strict=True)
+            for buffer in part.buffers()
+        ]
 
     def buffer_owners(self) -> dict[str, str]:
         """Those of all stages."""

@@ -55,7 +55,9 @@ class ParameterDrift:
         """Record how far a parameter's gradient differs, within its bound."""
         self._next_noise = max(self._next_noise, relative)
 
-    def bound(self, item: ComparedTensor, iteration: int, unit: float, fallback: float) -> DriftBound:
+    def bound(
+        self, item: ComparedTensor, iteration: int, unit: float, fallback: float, exact: bool = False
+    ) -> DriftBound:
         """What the parameter may differ by in an iteration.
 
         Args:
@@ -64,6 +66,7 @@ class ParameterDrift:
             unit: the unit roundoff of its dtype.
             fallback: the relative bound where no earlier iteration was compared, and of the round-off of
                 gradients where none was.
+            exact: whether no optimizer has moved it, so that its steps are those of the other run.
         """
         before = self._last.get(item.site)
         self._last[item.site] = iteration
@@ -72,7 +75,7 @@ class ParameterDrift:
             self._bounds[item.site] = found
             return found
         bound = self._bounds[item.site]
-        moved = self._measure_step(item, before, iteration)
+        moved = None if exact else self._measure_step(item, before, iteration)
         if moved is not None and not moved.sums.equal:
             step, profile = moved.sums, moved.profile
             noise = self._gradient_noise if self._gradient_noise > 1e-12 else fallback

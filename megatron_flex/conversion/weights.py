@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters import Adapter, ParameterSite, detect, list_model_chunks
+from megatron_flex.adapters import Adapter, detect, list_model_chunks
 from megatron_flex.adapters.megatron_core import MegatronAdapter
 from megatron_flex.collectives import gather_objects
 from megatron_flex.conversion.architecture_arguments import MegatronArguments
@@ -42,7 +42,7 @@ from megatron_flex.conversion.mcore_bridge_models import check_source, check_tar
 from megatron_flex.conversion.model_settings import check_structure, compare_settings
 from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
-from megatron_flex.layout import Layout, full_shape, replicated
+from megatron_flex.layout import Layout, full_shape
 from megatron_flex.layout.spans import spans
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
@@ -280,7 +280,8 @@ class MegatronWeights:
         self.adapter.check_is_one_model("the conversion of weights")
         self.adapter.check()  # some settings change what is in a parameter, such as interleaved gates
         self.root: Any = self.adapter.roots[0]
-        self._own = own = [*self.adapter.parameters(), *self._buffers()]
+        # Checkpoints of Hugging Face have the biases of routers as parameters.
+        self._own = own = [*self.adapter.parameters(), *self.adapter.buffers()]
         mine = [site.remote() for site in own], self.adapter.without_layout()
         reports = gather_objects(mine, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
         unknown = {name: kind for _, names in reports for name, kind in names.items()}
@@ -290,7 +291,7 @@ class MegatronWeights:
                 f"{name} belongs to a {kind}, whose layout is not known; no weights are converted"
             )
         everywhere = dict.fromkeys(site for sites, _ in reports for site in sites)
-        self.index = ParameterIndex(self.adapter, own, list(everywhere), {}, {})
+        self.index = ParameterIndex(self.adapter, own, list(everywhere))
         sizes = self.adapter.mesh.sizes
         self.shapes = {
             name: full_shape(PADDED.layout(site, sizes), site.local, sizes)
@@ -340,14 +341,6 @@ class MegatronWeights:
                 raise FlexError(
                     f"{name} is kept as a {kind.__name__}; load the weights before it is converted"
                 )
-
-    def _buffers(self) -> Iterator[ParameterSite]:
-        """Buffers that a checkpoint of Hugging Face has, as parameters."""
-        mesh = self.adapter.mesh
-        for name, tensor in self.adapter.buffers().items():
-            shape = tuple(tensor.shape)
-            layout, kept = replicated(*("",) * tensor.ndim), cast(nn.Parameter, tensor)
-            yield ParameterSite(name, layout, shape, kept, mesh["pp"].coord, local=shape)
 
     def write(self, parameter: PlannedParameter, weights: Weights) -> int:
         """Read this rank's shards of a parameter, and return the bytes that were read."""

@@ -749,7 +749,8 @@ class FlexModel(nn.Module):
         belongs to each data parallel replica alone, and Megatron's DDP has not divided it yet.
 
         Args:
-            name: the global name, `decoder.layers.3.mlp.linear_fc1.weight`.
+            name: the global name, `decoder.layers.3.mlp.linear_fc1.weight`; also of a buffer that all ranks
+                hold alike, such as the bias of a router.
             expected_shape: of the full tensor, None for a dim of any length. Only checked, never required.
             gradient: return the gradient: `main_grad` where Megatron keeps one, `grad` otherwise.
             reduced: whether gradients are reduced, that is, whether `finalize_model_grads()` ran. Detected if

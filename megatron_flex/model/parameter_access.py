@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_flex.handles import Handle
 from megatron_flex.runtime import Session, full_parameters
-from megatron_flex.runtime.full_parameters import ParameterRequest
+from megatron_flex.runtime.full_parameters import ParameterIndex, ParameterRequest
 
 
 class ModelState:
@@ -66,13 +66,17 @@ class ParameterAccess:
         self._session = session
 
     def get(self, name: str, shape: Sequence[int | None] | None, want: ParameterRequest) -> Tensor | None:
-        """Return the full tensor of one parameter, or of its gradient."""
-        return full_parameters.gather_parameter(self._session.parameter_index, name, want, shape)
+        """Return the full tensor of one parameter or buffer, or of a gradient."""
+        return full_parameters.gather_parameter(self._index(name), name, want, shape)
 
     def set(self, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any) -> None:
-        """Set all shards of one parameter, or of its gradient, from a full tensor."""
+        """Set all shards of one parameter or buffer, or of a gradient, from a full tensor."""
         self._session.check_open()
-        full_parameters.set_parameter(self._session.parameter_index, name, value, want, optimizer)
+        full_parameters.set_parameter(self._index(name), name, value, want, optimizer)
+
+    def _index(self, name: str) -> ParameterIndex:
+        session = self._session
+        return session.buffer_index if name in session.buffer_index.sites else session.parameter_index
 
     def named(self, want: ParameterRequest) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the full tensors of all parameters, or of their gradients, in model order."""

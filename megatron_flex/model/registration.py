@@ -25,7 +25,7 @@ from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSelection, make_manifest
 from megatron_flex.runtime.hook_groups import check_groups, parse_selection
 from megatron_flex.runtime.hooks import HookType
-from megatron_flex.runtime.parameter_selection import select_parameters
+from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
 from megatron_flex.runtime.statistics_sink import StatisticsSelection, make_header
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
 from megatron_flex.statistics import Statistics, open_writers
@@ -234,8 +234,15 @@ class SinkRegistration:
         check_sink(dump, Dump, "register_dump")
         with explain_lens_names(session, lambda: dump.sites):
             sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        selected = select_parameters(session.parameter_index, dump.parameters)
-        chosen = DumpSelection(sites, exact, selected if selected.names else None, selected.left_out)
+        buffers = select_buffers(session.buffer_index, dump.parameters)
+        selected = select_parameters(session.parameter_index, dump.parameters, also=buffers.names)
+        chosen = DumpSelection(
+            sites,
+            exact,
+            selected if selected.names else None,
+            buffers,
+            {**selected.left_out, **buffers.left_out},
+        )
         # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
         config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
         parameters = session.parameter_index.first_copies()

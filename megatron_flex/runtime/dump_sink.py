@@ -102,12 +102,14 @@ class DumpSelection(NamedTuple):
         sites: all recorded sites, in model order.
         exact: the names that the user gave literally, and not by a pattern.
         parameters: the recorded parameters.
+        buffers: the recorded buffers, which have no gradients.
         left_out: parameters that patterns match and that are not recorded, with the reason.
     """
 
     sites: tuple[Site, ...]
     exact: frozenset[str]
     parameters: ParameterSelection | None
+    buffers: ParameterSelection
     left_out: Mapping[str, str]
 
 
@@ -209,6 +211,7 @@ class DumpSink:
         taking.writer.begin(number, run_of, self._training, microbatches)
         if self.chosen.parameters is not None:
             self.chosen.parameters.values(taking, number)
+        self.chosen.buffers.values(taking, number)
         return True
 
     def _wants(self, number: int) -> bool:
@@ -536,7 +539,12 @@ def make_manifest(
         model=filter_plain_values(config),
         identity=hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
         sites=tuple(_describe_site(s) for s in chosen.sites),
-        parameters=() if chosen.parameters is None else tuple(chosen.parameters.places()),
+        parameters=tuple(
+            place
+            for selection in (chosen.parameters, chosen.buffers)
+            if selection is not None
+            for place in selection.places()
+        ),
         settings=dump.to_json(),
         layers=layer_pattern(parameters),
         left_out=chosen.left_out,

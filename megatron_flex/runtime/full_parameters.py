@@ -122,11 +122,11 @@ class ParameterIndex:
         adapter: Adapter,
         own: Sequence[ParameterSite],
         reports: Sequence[ParameterSite],
-        unknown: Mapping[str, str],
-        buffers: Mapping[str, str],
+        unknown: Mapping[str, str] | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
-        self.buffers = dict(buffers)
-        self.adapter, self.mesh, self.unknown, self.called = adapter, adapter.mesh, dict(unknown), False
+        self.buffers, self.unknown = dict(buffers or {}), dict(unknown or {})
+        self.adapter, self.mesh, self.called = adapter, adapter.mesh, False
         self.sites: dict[str, list[ParameterSite]] = {}
         for site in sorted(reports, key=model_order):
             self.sites.setdefault(site.copy_of or site.name, []).append(site)

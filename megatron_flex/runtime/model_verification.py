@@ -65,7 +65,7 @@ def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fin
         for name in _show_progress(parameter_index.sites)
     ]
     found = _describe_unequal("parameter", parameters, mesh)
-    mine = parameter_index.adapter.buffers()
+    mine = {b.name: b.parameter for b in parameter_index.adapter.buffers() if b.parameter is not None}
     names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
     buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
     return [

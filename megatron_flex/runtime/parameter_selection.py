@@ -1,4 +1,4 @@
-"""The parameters of a dump at the beginning of a step, and their gradients at its end."""
+"""The parameters and buffers of a dump at the beginning of a step, and gradients at its end."""
 
 from __future__ import annotations
 
@@ -170,18 +170,38 @@ class ParameterSelection:
         return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
 
 
+def select_buffers(buffer_index: ParameterIndex, patterns: Sequence[Pattern]) -> ParameterSelection:
+    """Select the buffers that patterns of parameters match, which may be none."""
+    table = _make_table(buffer_index)
+    wanted = {name for pattern in patterns for name, _ in _match_pattern(table, pattern)}
+    left = {n: why for n in sorted(wanted) if (why := _explain_omission(buffer_index, n))}
+    names = [n for n in buffer_index.sites if n in wanted and n not in left]
+    return ParameterSelection(buffer_index, names, left)
+
+
 def select_parameters(
-    parameter_index: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
+    parameter_index: ParameterIndex,
+    patterns: Sequence[Pattern],
+    what: str = "the dump",
+    also: Sequence[str] = (),
 ) -> ParameterSelection:
     """Select the parameters that patterns match. Warnings name the purpose `what`.
+
+    Args:
+        parameter_index: all parameters.
+        patterns: names and patterns.
+        what: the purpose.
+        also: names of buffers; a pattern that matches one of them need not match a parameter.
 
     Raises:
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
-    table = SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in parameter_index.sites.items())
+    table, elsewhere = _make_table(parameter_index), SiteTable(Site(n, Layout(()), ()) for n in also)
     wanted: set[str] = set()
     left: dict[str, str] = {}
     for pattern in patterns:
+        if _match_pattern(elsewhere, pattern) and not _match_pattern(table, pattern):
+            continue  # buffers only
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
             wanted.add(parameter_index.resolve(pattern))
             continue
@@ -208,9 +228,13 @@ def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:
     return (Site(name, Layout(()), (kind,)) for name, kind in parameter_index.unknown.items())
 
 
+def _make_table(parameter_index: ParameterIndex) -> SiteTable:
+    return SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in parameter_index.sites.items())
+
+
 def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:
     try:
-        return [(s.name, str(s.shape[0])) for s in table.match(pattern)]
+        return [(s.name, str(s.shape[0]) if s.shape else "") for s in table.match(pattern)]
     except SiteError:
         return []
 

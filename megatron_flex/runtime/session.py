@@ -115,26 +115,32 @@ class Session:
     def _list_sites(self, over_data: bool) -> tuple[list[Site], list[ParameterSite]]:
         """Exchange sites and parameters with the other stages, and return those of this rank."""
         adapter = self.adapter
-        own, parameters = adapter.sites(), adapter.parameters()
+        own, parameters, buffers = adapter.sites(), adapter.parameters(), adapter.buffers()
         without_layout = adapter.without_layout(), adapter.buffer_owners()
         self._plain = own
         if over_data:
             own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
         # Sites of one stage alone go nowhere, and need no copies that say nothing of this rank's modules.
-        mine = own, parameters, without_layout
+        mine = own, parameters, buffers, without_layout
         if self.mesh["pp"].size > 1:
-            mine = [s.remote() for s in own], [p.remote() for p in parameters], without_layout
+            mine = (
+                [s.remote() for s in own],
+                [p.remote() for p in parameters],
+                [b.remote() for b in buffers],
+                without_layout,
+            )
         reports = gather_objects(mine, self.mesh, ["pp"])
-        self.sites = SiteTable(sorted((s for sites, _, _ in reports for s in sites), key=model_order))
-        everywhere = [p for _, ps, _ in reports for p in ps]
+        self.sites = SiteTable(sorted((s for sites, *_ in reports for s in sites), key=model_order))
+        everywhere = [p for _, ps, *_ in reports for p in ps]
         self.registry = HookRegistry(
             self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
         )
-        unknown, buffers = (
+        unknown, owners = (
             {name: kind for *_, names in reports for name, kind in names[n].items()} for n in (0, 1)
         )
         self.dry_run = DryRun(adapter, parameters, self.mesh)
-        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown, buffers)
+        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown, owners)
+        self.buffer_index = ParameterIndex(adapter, buffers, [b for _, _, bs, _ in reports for b in bs])
         return own, parameters
 
     @property

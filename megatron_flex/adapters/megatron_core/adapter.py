@@ -23,6 +23,7 @@ from megatron_flex.adapters.adapter_base import (
     ParameterSite,
     Part,
     Undo,
+    make_buffer_site,
 )
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
 from megatron_flex.adapters.megatron_core.further_modules import FurtherModules
@@ -64,6 +65,7 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
 
 # From the outermost to the innermost, in the usual order; for display and counting only.
+ROUTER_BIASES = ("expert_bias", "qb_beta")  # updated once a step from the tokens of all ranks
 DENSE_GETTERS = {
     "pp": "get_pipeline_model_parallel_group",
     "dp": "get_data_parallel_group",
@@ -220,14 +222,15 @@ class MegatronAdapter:
             if not further.has(f"{part.prefix}{name}")
         }
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> list[ParameterSite]:
         """The routers' biases; other buffers count a rank's tokens, or are derived from the configuration."""
-        found = (
-            (f"{name}.expert_bias", getattr(module, "expert_bias", None))
-            for root in self.roots
+        return [
+            replace(make_buffer_site(f"{name}.{own}", bias, self.mesh), chunk=chunk)
+            for chunk, root in enumerate(self.roots)
             for name, module in global_modules(root)
-        )
-        return {name: bias for name, bias in found if isinstance(bias, Tensor)}
+            for own in ROUTER_BIASES
+            if isinstance(bias := getattr(module, own, None), Tensor)
+        ]
 
     def buffer_owners(self) -> dict[str, str]:
         """The buffers of all chunks on this rank, with global layer numbers."""

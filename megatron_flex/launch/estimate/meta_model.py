@@ -260,7 +260,7 @@ class _SiteCollector:
                 new.setdefault(kind, index)
         root.decoder.layers = nn.ModuleList([layers[index] for index in new.values()])
         adapter = self._adapter(root, stage, chunk)
-        sites, parameters = adapter.sites(), adapter.parameters()
+        sites, parameters = adapter.sites(), [*adapter.parameters(), *adapter.buffers()]
         for kind, index in new.items():
             front = f"decoder.layers.{kinds[index][0]}"
             self._kinds[kind] = _select_layer(sites, front), _select_layer(parameters, front)
