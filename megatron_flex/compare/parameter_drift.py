@@ -55,9 +55,7 @@ class ParameterDrift:
         """Record how far a parameter's gradient differs, within its bound."""
         self._next_noise = max(self._next_noise, relative)
 
-    def bound(
-        self, item: ComparedTensor, iteration: int, unit: float, fallback: float, exact: bool = False
-    ) -> DriftBound:
+    def bound(self, item: ComparedTensor, iteration: int, unit: float, fallback: float) -> DriftBound:
         """What the parameter may differ by in an iteration.
 
         Args:
@@ -66,7 +64,6 @@ class ParameterDrift:
             unit: the unit roundoff of its dtype.
             fallback: the relative bound where no earlier iteration was compared, and of the round-off of
                 gradients where none was.
-            exact: whether no optimizer has moved it, so that its steps are those of the other run.
         """
         before = self._last.get(item.site)
         self._last[item.site] = iteration
@@ -75,7 +72,7 @@ class ParameterDrift:
             self._bounds[item.site] = found
             return found
         bound = self._bounds[item.site]
-        moved = None if exact else self._measure_step(item, before, iteration)
+        moved = self._measure_step(item, before, iteration)
         if moved is not None and not moved.sums.equal:
             step, profile = moved.sums, moved.profile
             noise = self._gradient_noise if self._gradient_noise > 1e-12 else fallback

@@ -235,8 +235,10 @@ class TensorTester:
             return max(MEASURED_MARGIN * noise.relative, least), max(MEASURED_MARGIN * noise.error, least)
         if item.kind == PARAMETER:
             unit = max(map(get_unit_roundoff, dtypes))
-            exact = self._is_buffer(item) and not self._tied_before
-            bound = self.drift.bound(item, self.iteration, unit, self.tolerances.gradient_noise, exact)
+            if self.iteration and self._is_buffer(item) and not self._tied_before:
+                late = self._bound_late(derived, self.iteration)  # no optimizer turns its entries
+                return late, late
+            bound = self.drift.bound(item, self.iteration, unit, self.tolerances.gradient_noise)
             return bound.relative + cast, bound.peak + cast
         if found.sums.discrete:
             exact = self.noise.relative == 0 and self.noise.same_weights and not self.unseen_steps
@@ -245,13 +247,18 @@ class TensorTester:
             few = LOSS_ROUNDINGS * max(map(get_unit_roundoff, dtypes))
             return few + cast, few + cast
         if self.unseen_steps and self.learning_rate is None:
-            late = min(derived * (1 + self.unseen_steps), max(derived, MOST_TOLERANCE))
+            late = self._bound_late(derived, self.unseen_steps)
             return late, late
         own = self.noise.bounds(item, self.tolerances.depths.of(item))
         if not self.noise.same_weights or self.noise.softmax or self.unseen_steps:
             return own[0] + cast, own[1] + cast
         most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)
         return min(own[0] + cast, derived), min(own[1] + cast, most)
+
+    @staticmethod
+    def _bound_late(derived: float, steps: int) -> float:
+        """What a tensor may differ by after steps of which nothing else is known."""
+        return min(derived * (1 + steps), max(derived, MOST_TOLERANCE))
 
     def _is_buffer(self, item: ComparedTensor) -> bool:
         """Whether it has no gradient in a dump that has the gradients of parameters."""
