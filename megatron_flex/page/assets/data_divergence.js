@@ -109,7 +109,8 @@
       'cannot be compared': `They cannot be compared: ${found.incomparable}.`,
     };
     const verdict = sentences[found.verdict];
-    root.append(el('p', { class: first || found.incomparable ? 'data-verdict data-bad' : 'data-verdict' }, verdict));
+    const bad = first || found.incomparable;
+    root.append(el('p', { class: bad ? 'data-verdict data-bad' : 'data-verdict', 'data-verdict': found.verdict }, verdict));
     for (const hint of found.hints) root.append(el('p', { class: 'data-hint' }, hint));
     const bar = el('div', { class: 'data-tools' });
     root.append(bar);
