@@ -8,7 +8,9 @@ Hooks therefore hold weak references.
 An edit may return a tensor that does not depend on its input: `detach()`, a constant, a result of
 `torch.no_grad()`. On one device the backward pass ends there. On several, ranks and pipeline stages wait for
 the backward pass, and only one rank may have detached. Zeros are therefore propagated, which reach every hook
-and stage upstream. Parameters that receive no other gradient have none afterwards, as on one device.
+and stage upstream. Parameters that receive no other gradient have none afterwards, as on one device. For this
+the zeros are followed through the graph (`_MissingGradients`): a gradient that happens to be zero, as of a
+vocabulary shard without a token, stays, as an optimizer decays weights that have a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +80,7 @@ class _EditEntrance(torch.autograd.Function):
         return tensor.detach()  # not a view, which could not be edited in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return make_zero_gradient(ctx, *ctx.like) if grad is None else grad
 
 
@@ -93,28 +95,128 @@ class _EditExit(torch.autograd.Function):
         return (grad if ctx.needs_input_grad[0] else None), None
 
 
-def make_zero_gradient(node: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that a node propagates without a gradient; parameters that get no other have none afterwards."""
-    waiting = [p for p in find_upstream_parameters(node) if p.grad is None]
-    if waiting:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: clear_zero_gradients(waiting))
-    return torch.zeros(shape, dtype=dtype, device=device)
+def make_zero_gradient(
+    node: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Zeros that a node propagates without a gradient; parameters that get no other have none afterwards.
+
+    None if the next node gets its zeros from another one.
+    """
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    return _missing_gradients().begin(node, zeros)
 
 
-def find_upstream_parameters(node: Any) -> list[nn.Parameter]:
-    """The parameters that a backward pass reaches from a node of the graph."""
-    found: list[nn.Parameter] = []
-    todo = deque(n for n, _ in node.next_functions if n is not None)
-    seen: set[Any] = set(todo)
-    while todo:
-        one = todo.popleft()
-        if isinstance(leaf := getattr(one, "variable", None), nn.Parameter):
-            found.append(leaf)
-        for following, _ in one.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return found
+def follow_replaced_gradient(before: Tensor, after: Tensor) -> None:
+    """Take the gradient that a hook returns for the missing gradient that the hook got, if it got one."""
+    for missing in list(_of_passes.values()):
+        missing.replace(before, after)
+
+
+class _MissingGradients:
+    """The zeros of one backward pass that stand for a missing gradient, followed from node to node.
+
+    Whether a node got such zeros alone cannot be seen in their entries. It is seen by identity: a tensor that
+    no other path adds to arrives as the object that the node before it returned. A reference to it is kept
+    until then, so that autograd adds nothing to it in place. If several nodes return such zeros to one
+    node, the first are sent, and the rest are added when they arrive.
+
+    The hooks refer to this object weakly: the pass, which calls `finish` at its end, owns it.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[Any] = []  # that are watched
+        self._numbers: dict[Any, int] = {}
+        self._sent: dict[tuple[int, int], Tensor] = {}  # (node, its input) -> zeros on their way to it
+        self._held_back: dict[tuple[int, int], Tensor] = {}
+        self._without: set[int] = set()  # nodes that got nothing but such zeros
+        self._waiting: list[tuple[nn.Parameter, Any]] = []  # with their nodes
+        self._handles: list[Any] = []
+
+    def begin(self, node: Any, zeros: Tensor) -> Tensor | None:
+        """Follow the zeros that a node returns; what it returns instead."""
+        if node in self._numbers:  # its own hook follows them
+            return zeros
+        return self._send(node, (zeros,))[0] if self._watch_upstream(node) else zeros
+
+    def replace(self, before: Tensor, after: Tensor) -> None:
+        """Follow `after` in the place of `before`."""
+        for place in [p for p, tensor in self._sent.items() if tensor is before]:
+            self._sent[place] = after
+
+    def finish(self) -> None:
+        """Remove the hooks, and the zeros that parameters without a gradient of their own got."""
+        for handle in self._handles:
+            handle.remove()
+        # Zeros still: where other ranks did not cut, a reduction in the backward pass brings their gradients.
+        clear_zero_gradients([p for p, node in self._waiting if self._numbers[node] in self._without])
+
+    def _watch_upstream(self, node: Any) -> bool:
+        """Watch the nodes that a node leads to; whether any parameter waits for its first gradient."""
+        found = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in self._numbers)
+        todo = deque(found)
+        while todo:
+            one = todo.popleft()
+            leaf = getattr(one, "variable", None)
+            if isinstance(leaf, nn.Parameter) and leaf.grad is None:
+                self._waiting.append((leaf, one))
+            for following, _ in one.next_functions:
+                if following is not None and following not in found and following not in self._numbers:
+                    found[following] = None
+                    todo.append(following)
+        if not self._waiting:
+            return False
+        for one in found:  # the hooks are given its number: a hook that held the node would keep the graph
+            number = self._numbers[one] = len(self._nodes)
+            self._nodes.append(one)
+            self._handles.append(one.register_prehook(weak_hook(self._note_arrived, number)))
+            self._handles.append(one.register_hook(weak_hook(self._note_left, number)))
+        return True
+
+    def _note_arrived(
+        self, number: int, grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        without, late = True, False
+        gradients = list(grads)
+        for index, grad in enumerate(grads):
+            sent, rest = (zeros.pop((number, index), None) for zeros in (self._sent, self._held_back))
+            without &= grad is None or grad is sent
+            if rest is not None:
+                gradients[index], late = rest if grad is None else grad + rest, True
+        if without:
+            self._without.add(number)
+        return tuple(gradients) if late else None
+
+    def _note_left(
+        self, number: int, grads: tuple[Tensor | None, ...], _: Any
+    ) -> tuple[Tensor | None, ...] | None:
+        return self._send(self._nodes[number], grads) if number in self._without else None
+
+    def _send(self, node: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        out = list(grads)
+        for index, ((following, at), grad) in enumerate(zip(node.next_functions, grads, strict=False)):
+            if following is None or grad is None:
+                continue
+            place = self._numbers[following], at
+            if place not in self._sent:
+                self._sent[place] = grad
+            else:
+                held = self._held_back.get(place)
+                self._held_back[place] = grad if held is None else held + grad
+                out[index] = None
+        return tuple(out)
+
+
+_of_passes: WeakValueDictionary[int, _MissingGradients] = WeakValueDictionary()
+
+
+def _missing_gradients() -> _MissingGradients:
+    """Those of the backward pass that is running."""
+    task = torch._C._current_graph_task_id()  # what torch's own checkpoints tell passes apart by
+    missing = _of_passes.get(task)
+    if missing is None:
+        missing = _of_passes[task] = _MissingGradients()
+        torch.autograd.Variable._execution_engine.queue_callback(missing.finish)
+    return missing
 
 
 def clear_zero_gradients(parameters: list[nn.Parameter]) -> None:

@@ -21,7 +21,7 @@ from megatron_flex.layout.gradient_layout import (
     find_activation_gradient,
     find_parameter_gradient,
 )
-from megatron_flex.runtime.autograd_graph import weak_hook
+from megatron_flex.runtime.autograd_graph import follow_replaced_gradient, weak_hook
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_dispatcher import EditDispatcher
@@ -172,7 +172,10 @@ class GradientDispatcher:
             if site.parameter is not None:
                 self.dispatch_parameter(site, torch.zeros_like(site.parameter))
             return None
-        return self._run_guarded(GradientDispatcher._dispatch_parameter, site.name, site, grad)
+        edited = self._run_guarded(GradientDispatcher._dispatch_parameter, site.name, site, grad)
+        if edited is not None:
+            follow_replaced_gradient(grad, edited)
+        return edited
 
     def _dispatch_parameter(self, _: str, site: ParameterSite, grad: Tensor) -> Tensor | None:
         if why := explain_unhookable(grad):

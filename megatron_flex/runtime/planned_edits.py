@@ -165,7 +165,7 @@ class _GatheredEntrance(torch.autograd.Function):
         return plan.gather(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return make_zero_gradient(ctx, *ctx.like), None
         return ctx.plan.scatter_gradient(grad), None

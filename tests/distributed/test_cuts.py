@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names, raises
 from tests.support.pool import run
+from tests.support.rank import changes
 from tests.support.training import Trainer
 
 LAYERS = [f"decoder.layers.{n}" for n in range(4)]
@@ -193,6 +196,48 @@ def test_a_cut_in_one_microbatch(case: Case) -> None:
     assert found == {(name, m): name in upstream and m == 1 for name in names for m in (0, 1)}
 
 
+# -- a gradient whose entries are zero -----------------------------------------------------------------
+
+
+def trained_on_few_tokens(case: Case, state: dict[str, Tensor] | None) -> Any:
+    """Gradients and parameters after a step with tokens of the vocabulary's first half alone.
+
+    Without a state by torch's own hook, on one process.
+    """
+    chunks = ranks.start(case)
+    if state is None:
+        state = gpt.randomize(chunks[0])
+        chunks[0].get_submodule(CUT).register_forward_hook(partial(_edited, detached))
+    else:
+        gpt.load(chunks, state)
+        mf.attach(chunks, [mf.HookFunction(CUT, editing_function=detached, save=False)])
+    samples = gpt.data(case.microbatches)
+    for sample in samples:
+        sample["tokens"] %= gpt.VOCABULARY // 2
+    changes.setattr(gpt, "data", lambda count: samples)
+    parameters = [p for _, p in gpt.global_names(chunks[0])]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
+    gpt.step(case, chunks, ranks.mine(chunks))
+    table = chunks[0].embedding.word_embeddings.weight
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in gpt.global_names(chunks[0])}
+    optimizer.step()
+    return state, gradients, table.detach().clone()
+
+
+CUT = f"{LAYERS[1]}.mlp"
+
+
+def test_a_vocabulary_shard_without_a_token_is_decayed() -> None:
+    """Its gradient is zeros, on one rank alone, and it is reached beside the cut."""
+    case = Case("tp2", tp=2)
+    ((state, gradients, table),) = run(1, trained_on_few_tokens, case.single(), None)
+    answers = run(2, trained_on_few_tokens, case, state)
+    torch.testing.assert_close(torch.cat([own for _, _, own in answers]), table)
+    for _, found, _ in answers:
+        assert {n for n, g in found.items() if g is None} == {n for n, g in gradients.items() if g is None}
+    assert not answers[1][1]["embedding.word_embeddings.weight"].any()
+
+
 # -- Megatron's DistributedDataParallel, which keeps gradients in main_grad ----------------------------
 
 
@@ -367,6 +412,57 @@ def test_plain_modules(name: str, how: Any) -> None:
     torch.testing.assert_close(
         [p.grad for p in model.parameters() if p.grad is not None], [w for w in want if w is not None]
     )
+
+
+class Branched(nn.Module):
+    """What the edit cuts comes from three uses of one tensor; `side` reaches the loss without it."""
+
+    def __init__(self, side: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.first, self.second, self.cut, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.side = side
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        mixed = self.second(hidden + hidden) * hidden.tanh()
+        cut = self.cut(mixed) + self.cut(mixed.sin())  # two cuts
+        return self.last(cut if self.side is None else cut + self.side(hidden))
+
+
+SIDES: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "zero at the start": lambda hidden: hidden * 0.0,
+    "dead relu": lambda hidden: (hidden - 100).relu(),
+}
+
+
+def train_branched(side: str, hooks: list[mf.HookFunction], cut: bool) -> list[Tensor | None]:
+    """The gradients of two microbatches, then the parameters after a step that decays weights."""
+    torch.manual_seed(3)
+    model = Branched(SIDES[side])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    if cut:
+        model.cut.register_forward_hook(lambda m, a, out: detached(m, out, None, None))
+    with mf.attach(model, hooks) if hooks else nullcontext():
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 12).view(3, 4)).sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return [*gradients, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("run_where", ["replicated", "once"])
+@pytest.mark.parametrize("side", SIDES)
+def test_zeros_that_are_a_gradient_are_kept(side: str, run_where: Any) -> None:
+    """A parameter that takes part with a gradient of zeros is decayed; one that does not, is not."""
+    want = train_branched(side, [], cut=True)
+    assert [g is None for g in want[:4]] == [side == "none"] * 2 + [True] * 2
+    hooks = [
+        mf.HookFunction("cut", editing_function=detached, save=False, run=run_where),
+        mf.HookFunction("second", hook_type="tensor"),
+        mf.HookFunction("first.weight", hook_type="tensor", editing_function=halved),
+    ]
+    torch.testing.assert_close(train_branched(side, hooks, cut=False), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["replicated", "once"])
