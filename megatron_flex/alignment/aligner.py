@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,10 +21,11 @@ from megatron_flex.alignment.reference_run import Captures, ReferenceRun
 from megatron_flex.alignment.routing import Routing
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
 from megatron_flex.alignment.step_gradients import StepGradients
-from megatron_flex.alignment.tensor_difference import Difference, measure, softmax_differences
+from megatron_flex.alignment.tensor_difference import Difference, measure
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.noise_scale import SoftmaxNoise
 from megatron_flex.compare.tolerance import Tolerances, make_precision
 from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
@@ -225,6 +226,34 @@ def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     return out
 
 
+def bound_sites(
+    tolerances: Tolerances,
+    differences: Mapping[str, Difference],
+    dtypes: Mapping[str, Sequence[torch.dtype]],
+    layers: Mapping[str, int | None],
+    isolated: bool,
+) -> dict[str, float]:
+    """How far the tensors of each site may differ, with what attention scores before them explain.
+
+    Args:
+        tolerances: from dtype and depth.
+        differences: by site, in the order of execution.
+        dtypes: of both tensors of each site.
+        layers: of the sites; None outside of layers.
+        isolated: whether each layer has its own input, so that nothing carries over to the next one.
+    """
+    out: dict[str, float] = {}
+    softmax, layer = SoftmaxNoise(), None
+    for site, found in differences.items():
+        if isolated and layers[site] != layer:
+            softmax = SoftmaxNoise()
+        item, layer = ComparedTensor(site, VALUE), layers[site]
+        out[site] = tolerances.bound(item, dtypes[site], isolated, softmax.later)
+        if found.error <= out[site]:
+            softmax.observe(item, found.error, abs(found.here - found.there))
+    return out
+
+
 @dataclass
 class _Pass:
     """The differences of one run of the Megatron model.
@@ -234,15 +263,14 @@ class _Pass:
         kinds: the shape of each compared pair, and its two dtypes.
         absent: the sites that were not compared, with the reason.
         notes: on tokens that were left out.
-        softmax: how far tensors may differ because attention scores before them do, by site; and the same
-            of the scores in the layer of the site alone.
+        bounds: the tolerance of each site, as the model runs and with each layer's input given.
     """
 
     differences: dict[str, Difference] = field(default_factory=dict)
     kinds: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, torch.dtype]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    softmax: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    bounds: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass
@@ -275,8 +303,8 @@ class _Judge:
             layer differs by itself: its own error would show beside the small one that enters.
         """
         found = self.accumulated = self._compare(captures, carried=True)
-        bounds = {site: self._bound(site, found, isolated=True) for site in found.differences}
-        return not found.notes and all(d.error <= bounds[s] for s, d in found.differences.items())
+        alone = found.bounds[True]
+        return not found.notes and all(d.error <= alone[s] for s, d in found.differences.items())
 
     def isolate(self, captures: Captures) -> None:
         """Compare a run with the layer inputs of Hugging Face."""
@@ -296,20 +324,13 @@ class _Judge:
             out.kinds[match.site] = tuple(there.shape), (here.dtype, there.dtype)
             pair = compared_pair(match.row, here, there, sizes, self.config)
             out.differences[match.site] = measure(*routing.select(match, *pair))
-        out.softmax = self._softmax(out, False), self._softmax(out, True)
-        return out
-
-    def _softmax(self, run: _Pass, isolated: bool) -> dict[str, float]:
         layers = {match.site: match.layer for match in self.matches}
-
-        def bound(site: str, softmax: float) -> float:
-            return self.tolerances.bound(ComparedTensor(site, VALUE), run.kinds[site][1], isolated, softmax)
-
-        return softmax_differences(run.differences, layers, bound, isolated)
-
-    def _bound(self, site: str, run: _Pass, isolated: bool = False) -> float:
-        softmax = run.softmax[isolated][site]
-        return self.tolerances.bound(ComparedTensor(site, VALUE), run.kinds[site][1], isolated, softmax)
+        dtypes = {site: kind[1] for site, kind in out.kinds.items()}
+        out.bounds = (
+            bound_sites(self.tolerances, out.differences, dtypes, layers, False),
+            bound_sites(self.tolerances, out.differences, dtypes, layers, True),
+        )
+        return out
 
     def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
         """The verdicts for all sites.
@@ -339,9 +360,9 @@ class _Judge:
             " + ".join(match.row.other),
             part_of(match),
             accumulated.differences[match.site],
-            self._bound(match.site, accumulated),
+            accumulated.bounds[False][match.site],
             isolated.differences[match.site],
-            self._bound(match.site, isolated, isolated=True),
+            isolated.bounds[True][match.site],
             shape,
             (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )

@@ -1,9 +1,9 @@
-"""The difference of two tensors, and what attention scores before them explain of it."""
+"""The difference of two tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -105,42 +105,3 @@ def _peak(block: Tensor) -> float:
 def _index(number: int, shape: torch.Size) -> tuple[int, ...]:
     """The index of an entry, by its number in the order of the rows."""
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), shape))
-
-
-ATTENTION_SCORES, PROBABILITIES = ".core_attention:scores", ".core_attention:probs"
-AFTER_PROBABILITIES = 2.0  # factor from the relative difference of probabilities to that of later tensors
-
-
-def softmax_differences(
-    differences: Mapping[str, Difference],
-    layers: Mapping[str, int | None],
-    tolerance: Callable[[str, float], float],
-    isolated: bool,
-) -> dict[str, float]:
-    """How far the tensors of each site may differ because attention scores before it do.
-
-    If scores differ by `d`, their softmax `p` differs by at most `2 * d * p * (1 - p)`, that is, by `d` or
-    less relative to its greatest entry. The round-off of scores is relative to the scores, but `d` is
-    absolute: where scores reach 100, probabilities differ a hundred times more than usual. Tensors that are
-    computed from the probabilities have a relative difference of about the same size. Only scores and
-    probabilities within their own tolerances explain later differences.
-
-    Args:
-        differences: by site, in the order of execution.
-        layers: of the sites; None outside of layers.
-        tolerance: returns the tolerance of a site, given how much earlier scores explain.
-        isolated: whether only layers with equal inputs were computed, so that nothing carries over.
-    """
-    out: dict[str, float] = {}
-    carried, gap, layer = 0.0, 0.0, None
-    for site, found in differences.items():
-        if layers[site] != layer:
-            carried = 0.0 if isolated else carried + gap  # a gap is left where no probabilities were compared
-            gap, layer = 0.0, layers[site]
-        out[site] = carried + gap
-        agrees = found.error <= tolerance(site, out[site])
-        if site.endswith(ATTENTION_SCORES) and agrees:
-            gap = abs(found.here - found.there)
-        elif site.endswith(PROBABILITIES) and agrees:
-            carried, gap = carried + AFTER_PROBABILITIES * found.error, 0.0
-    return out

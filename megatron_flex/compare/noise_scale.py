@@ -23,10 +23,12 @@ STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
 FP8_PEAK_GROWTH = 5.0  # in fp8, in which a few entries round to another value, and most to the same
 LATE_GROWTH = 3.0  # besides, once parameters differ
-SOFTMAX_GROWTH = 2.0  # from the greatest difference of scores to the relative one of their softmax
+# From the greatest difference of scores to the relative one of their softmax, and of their own gradient.
+SOFTMAX_GROWTH, SOFTMAX_GRADIENT_GROWTH = 1.0, 2.0
+AFTER_SOFTMAX = 2.0  # from the relative difference of probabilities to that of later tensors
 SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
 DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'
-SCORES, PROBABILITIES = ":scores", ":probs"  # of attention, whose softmax has no parameters
+SCORES, PROBABILITIES = ".core_attention:scores", ".core_attention:probs"  # between them is a softmax
 EMBEDDING = "embedding"  # of which a site reads some rows only
 
 
@@ -52,6 +54,57 @@ class ParameterNoise:
 
 
 @dataclass
+class SoftmaxNoise:
+    """What the round-off of attention scores makes of their softmax and of what follows.
+
+    If scores differ by `d`, their softmax `p` differs by at most `2 * d * p * (1 - p)`, that is, by `d` or
+    less relative to its greatest entry, and its derivative `p * (1 - p)` by at most `2 * d` relative to
+    itself. The round-off of scores is relative to the scores, but `d` is absolute: where scores reach 100,
+    probabilities and the gradients of scores differ a hundred times more than other tensors. Only scores and
+    probabilities within their own bounds explain differences.
+
+    Attributes:
+        carried: what tensors after the probabilities so far may differ by.
+    """
+
+    carried: float = 0.0
+    _gaps: dict[tuple[str, int], float] = field(default_factory=dict)
+    _followed: set[tuple[str, int]] = field(default_factory=set)  # scores whose probabilities were compared
+
+    def observe(self, item: ComparedTensor, error: float, greatest: float) -> None:
+        """Record scores or probabilities that are within their bounds; nothing for other tensors.
+
+        Args:
+            item: the tensor.
+            error: its relative difference.
+            greatest: the greatest absolute difference.
+        """
+        if item.kind == VALUE and item.site.endswith(SCORES):
+            self._gaps[item.site.removesuffix(SCORES), item.call] = greatest
+        elif item.kind == VALUE and item.site.endswith(PROBABILITIES):
+            self._followed.add((item.site.removesuffix(PROBABILITIES), item.call))
+            self.carried += AFTER_SOFTMAX * error
+
+    def bound(self, item: ComparedTensor) -> float:
+        """What large scores explain of a tensor's relative difference.
+
+        Args:
+            item: the probabilities, or the scores, whose gradient it is; 0 for other tensors.
+        """
+        explained = {VALUE: (PROBABILITIES, SOFTMAX_GROWTH), GRADIENT: (SCORES, SOFTMAX_GRADIENT_GROWTH)}
+        point, growth = explained.get(item.kind, (SCORES, 0.0))
+        if not item.site.endswith(point):
+            return 0.0
+        return growth * self._gaps.get((item.site.removesuffix(point), item.call), 0.0)
+
+    @property
+    def later(self) -> float:
+        """What they explain of a later tensor, where no noise was measured that it could be compared with."""
+        unread = (gap for scores, gap in self._gaps.items() if scores not in self._followed)
+        return self.carried + SOFTMAX_GROWTH * sum(unread)
+
+
+@dataclass
 class NoiseScale:
     """The noise so far, within one iteration.
 
@@ -65,6 +118,7 @@ class NoiseScale:
         row: the greatest relative difference so far of one token's features.
         factor: the greatest deviation so far of a constant factor between both from 1.
         softmax: the greatest relative difference so far that large attention scores explain.
+        scores: what they explain.
     """
 
     unit: float
@@ -76,7 +130,7 @@ class NoiseScale:
     softmax: float = 0.0
     _parameters: dict[str, ParameterNoise] = field(default_factory=dict)
     _read: ParameterNoise = field(default_factory=ParameterNoise)
-    _scores: dict[tuple[str, int], float] = field(default_factory=dict)
+    scores: SoftmaxNoise = field(default_factory=SoftmaxNoise)
 
     @property
     def same_weights(self) -> bool:
@@ -137,32 +191,6 @@ class NoiseScale:
     def observe_row(self, row: float) -> None:
         """Record the greatest relative difference of one token's features, of a tensor within its bounds."""
         self.row = max(self.row, row)
-
-    def observe_scores(self, item: ComparedTensor, greatest: float) -> None:
-        """Record by how much attention scores differ that are within their bounds; nothing for other tensors.
-
-        Args:
-            item: a tensor that is within its bounds.
-            greatest: the greatest absolute difference.
-        """
-        if item.kind == VALUE and item.site.endswith(SCORES):
-            self._scores[item.site.removesuffix(SCORES), item.call] = greatest
-
-    def bound_softmax(self, item: ComparedTensor) -> float:
-        """What large attention scores explain of a tensor's relative difference.
-
-        If scores differ by `d`, their softmax `p` differs by at most `2 * d * p * (1 - p)`, and its
-        derivative `p * (1 - p)` by at most `2 * d` relative to itself. The round-off of scores is relative to
-        the scores, but `d` is absolute: where scores reach 100, probabilities and the gradients of scores
-        differ a hundred times more than other tensors.
-
-        Args:
-            item: the probabilities, or the scores, whose gradient it is; 0 for other tensors.
-        """
-        point = {VALUE: PROBABILITIES, GRADIENT: SCORES}.get(item.kind)
-        if point is None or not item.site.endswith(point):
-            return 0.0
-        return SOFTMAX_GROWTH * self._scores.get((item.site.removesuffix(point), item.call), 0.0)
 
     def explain_softmax(self, error: float) -> None:
         """Record a difference that large attention scores explain, of some tokens and heads above all."""

@@ -171,7 +171,7 @@ class TensorTester:
             outcome = Outcome("tolerance", sums.error, given)
             return TestedTensor(outcome, (outcome,), given if sums.finite else math.inf, given)
         if reference is None and self._exceeds(sums, relative, peak):
-            error, softmax = max(sums.relative, _get_peak(sums)), self.noise.bound_softmax(item)
+            error, softmax = max(sums.relative, _get_peak(sums)), self.noise.scores.bound(item)
             if error <= softmax and not sums.broken:
                 self.noise.explain_softmax(error)
                 self.explained.append(f"{item.name} (iteration {self.iteration})")
@@ -406,7 +406,7 @@ class TensorTester:
             return
         profile = found.profile if even else None
         factor, error = (0.0, math.inf) if profile is None else estimate_factor(profile)
-        self.noise.observe_scores(item, sums.greatest)
+        self.noise.scores.observe(item, sums.error, sums.greatest)
         self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
         if item.kind in (VALUE, GRADIENT) and profile is not None and _has_features(profile):
             self.noise.observe_row(profile.row)

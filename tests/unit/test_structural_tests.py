@@ -520,18 +520,19 @@ def test_the_token_that_differs_most() -> None:
 
 def test_scores_explain_their_softmax_and_its_gradient() -> None:
     noise, core = NoiseScale(2.0**-24), "decoder.layers.1.self_attention.core_attention"
-    noise.observe_scores(ComparedTensor(f"{core}:scores", "value"), 1e-3)
-    noise.observe_scores(ComparedTensor(f"{core}:scores", "gradient"), 1.0)
-    noise.observe_scores(ComparedTensor(f"{core}:output", "value"), 1.0)
-    explained = {("probs", "value"): 2e-3, ("scores", "gradient"): 2e-3}
+    for point, kind, gap in (
+        ("scores", "value", 1e-3),
+        ("scores", "gradient", 1.0),
+        ("output", "value", 1.0),
+    ):
+        noise.scores.observe(ComparedTensor(f"{core}:{point}", kind), 1e-6, gap)
+    explained = {("probs", "value"): 1e-3, ("scores", "gradient"): 2e-3}
     for point in ("scores", "probs", "output"):
         for kind in ("value", "gradient"):
-            bound = noise.bound_softmax(ComparedTensor(f"{core}:{point}", kind))
+            bound = noise.scores.bound(ComparedTensor(f"{core}:{point}", kind))
             assert bound == explained.get((point, kind), 0.0)
-    assert not noise.bound_softmax(ComparedTensor(f"{core.replace('1', '2')}:probs", "value")), (
-        "another layer"
-    )
-    assert not noise.bound_softmax(ComparedTensor(f"{core}:probs", "value", 1)), "another call"
+    assert not noise.scores.bound(ComparedTensor(f"{core.replace('1', '2')}:probs", "value")), "another layer"
+    assert not noise.scores.bound(ComparedTensor(f"{core}:probs", "value", 1)), "another call"
     assert noise.late_factor == 0
     noise.explain_softmax(1e-3)
     assert noise.late_factor > 1e-3, "a part of the tokens may have lost or gained weight"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron_flex.alignment.tensor_difference import Difference, softmax_differences
+from megatron_flex.alignment.aligner import bound_sites
+from megatron_flex.alignment.tensor_difference import Difference
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.tolerance import Precision, Tolerances
 
 LAYER = "decoder.layers.{}.self_attention.core_attention:{}"
 SCORES, PROBABILITIES, OUTPUT = ([LAYER.format(n, p) for n in (0, 1)] for p in ("scores", "probs", "output"))
-GAP = 1e-3  # of scores of 100, which agree to 1e-5
+GAP = 1e-3  # of scores of 100, which agree to 1e-6
 SITES = [
     *(LAYER.format(0, "q"), SCORES[0], PROBABILITIES[0], OUTPUT[0]),
     *(LAYER.format(1, "q"), SCORES[1], PROBABILITIES[1], OUTPUT[1], "logits"),
@@ -16,27 +20,30 @@ SITES = [
 
 
 def explained(
-    isolated: bool, error: float = 1e-5, probabilities: float = 3e-4, absent: str = ""
+    isolated: bool, error: float = 1e-6, probabilities: float = 3e-4, absent: str = ""
 ) -> list[float]:
-    """By site of `SITES`, where the usual tolerance is 2e-5."""
+    """By site of `SITES`, what scores explain besides the tolerance from dtype and depth."""
     differences = dict.fromkeys(SITES, Difference(0.0))
     differences |= dict.fromkeys(SCORES, Difference(error, here=100.0, there=100.0 + GAP))
     differences |= dict.fromkeys(PROBABILITIES, Difference(probabilities))
     differences.pop(absent, None)
     layers = {site: int(site.split(".")[2]) if "." in site else None for site in differences}
-    found = softmax_differences(differences, layers, lambda site, softmax: 2e-5 + softmax, isolated)
-    return [found.get(site, -1.0) for site in SITES]
+    tolerances = Tolerances(None, SITES, [Precision(torch.float32, layers=2)] * 2)
+    dtypes = dict.fromkeys(SITES, [torch.float32] * 2)
+    found = bound_sites(tolerances, differences, dtypes, layers, isolated)
+    usual = {site: tolerances.bound(ComparedTensor(site, VALUE), dtypes[site], isolated) for site in found}
+    return [found[site] - usual[site] if site in found else -1.0 for site in SITES]
 
 
 def test_scores_explain_probabilities_and_these_what_follows() -> None:
     one, two = 2 * 3e-4, 4 * 3e-4
     wanted = [0, 0, GAP, one, one, one, one + GAP, two, two]
-    assert explained(isolated=False) == pytest.approx(wanted)
+    assert explained(isolated=False) == pytest.approx(wanted, abs=1e-9)
 
 
 def test_nothing_carries_over_between_layers_with_equal_inputs() -> None:
     one = 2 * 3e-4
-    assert explained(isolated=True) == pytest.approx([0, 0, GAP, one, 0, 0, GAP, one, 0])
+    assert explained(isolated=True) == pytest.approx([0, 0, GAP, one, 0, 0, GAP, one, 0], abs=1e-9)
 
 
 def test_what_differs_explains_nothing() -> None:
