@@ -303,8 +303,8 @@ class _Judge:
             layer differs by itself: its own error would show beside the small one that enters.
         """
         found = self.accumulated = self._compare(captures, carried=True)
-        alone = found.bounds[True]
-        return not found.notes and all(d.error <= alone[s] for s, d in found.differences.items())
+        bounds = found.bounds[True]
+        return not found.notes and all(d.error <= bounds[s] for s, d in found.differences.items())
 
     def isolate(self, captures: Captures) -> None:
         """Compare a run with the layer inputs of Hugging Face."""
