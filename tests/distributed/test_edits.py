@@ -285,11 +285,17 @@ def refused(case: Case) -> list[str]:
 def test_a_preset_that_cannot_stand_somewhere_is_refused_at_once_on_all_ranks() -> None:
     first, second = run(2, refused, Case("pp2", pp=2, layers=2))
     assert first == second
-    words = ("none of heads", "has 32 features", "no 'h'", "nothing for decoder.layers.1:mid")
-    words += ("no trainable module 'adapter' is registered; none is", "hooks differ between ranks")
-    assert len(first) == len(words)
-    for said, word in zip(first, words, strict=True):
-        assert word in said
+    expected: list[tuple[object, ...]] = [
+        ("ablate_heads", MID, "[s, b, h]", "q", "scores"),
+        ("steer", MID, 32),
+        ("mean", "loss:output", "[b, s]", "'h'"),
+        ("patch", "decoder.layers.1:mid", "decoder.layers", "edits.write()"),
+        ("low_rank('adapter')", MID, "rank 0"),
+        ("rank 0", "rank 1", MID, "steer"),
+    ]
+    assert len(first) == len(expected)
+    for said, values in zip(first, expected, strict=True):
+        assert_names(said, *values)
         assert "\n" not in said
 
 

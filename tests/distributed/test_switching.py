@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
         assert (all_calls, reduces) == (1, 1)
         assert [found == losses[-1] for found in losses] == [False, False, True, True], "on, on, out"
     told = answers[0][-1].splitlines()
-    assert "edit 1 of 1, all 1 of 1" in told[0]
+    assert_names(told[0], "edit 1 of 1", "all 1 of 1")
     assert_names(told[1], "iteration 2", "SIGUSR1", "edit 0 of 1")
     assert answers[1][-1] == ""
 
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
 # -- errors before there is a model ----------------------------------------------------------------------
 
 
-def failing_on(rank: int) -> str:
+def failing_on(rank: int) -> tuple[str, str]:
     from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
 
     def act() -> int:
@@ -251,11 +251,14 @@ def failing_on(rank: int) -> str:
         return rank
 
     try:
-        return str(run_or_raise_on_all(job_mesh(), act))
+        return "", str(run_or_raise_on_all(job_mesh(), act))
     except FlexError as error:
-        return str(error)
+        return type(error).__name__, str(error)
 
 
 def test_what_fails_on_one_rank_is_raised_on_all() -> None:
-    assert run(2, failing_on, 1) == ["no such file (rank 1)", "no such file"]
-    assert run(2, failing_on, 2) == ["2", "2"]
+    elsewhere, here = run(2, failing_on, 1)
+    assert here == ("FlexError", "no such file")
+    assert elsewhere[0] == "FlexError"
+    assert_names(elsewhere[1], "no such file", "rank 1")
+    assert run(2, failing_on, 2) == [("", "2"), ("", "2")]
