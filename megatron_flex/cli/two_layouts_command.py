@@ -73,9 +73,12 @@ def run_two_layouts(words: Sequence[str]) -> int:
     comparison = compare(*plan.dumps)
     wrong_norms = plan.wrong_norms()
     console = make_console()
+    if comparison.exit_status:  # a divergence of gradients explains another norm
+        print_comparison(console, comparison)
     for line in wrong_norms:
         console.print(line, style="bold red", soft_wrap=True)
-    print_comparison(console, comparison)
+    if not comparison.exit_status:
+        print_comparison(console, comparison)
     report = write_bug_report(out / "report-to-paste.txt", plan, comparison, wrong_norms)
     console.print(f"to paste into a bug report: {report}", soft_wrap=True)
     if "--html" in given:
@@ -92,7 +95,9 @@ def write_bug_report(
     commands = [hide_secrets(run.shell().split(" ")) for run in plan.runs]
     with open_dump(plan.dumps[0]) as dump:
         versions = [f"{name} {version}" for name, version in dump.manifests[0].versions.items()]
-    lines = [*wrong_norms, *comparison.summary(), "", *commands, "", ", ".join(versions)]
+    verdict = comparison.summary()
+    findings = [*verdict, *wrong_norms] if comparison.exit_status else [*wrong_norms, *verdict]
+    lines = [*findings, "", *commands, "", ", ".join(versions)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
 

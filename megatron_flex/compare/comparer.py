@@ -519,14 +519,17 @@ class _Comparer:
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
         noise = min(tested.floor, 0.5)
         patterns, places = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
-        evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
-        if any(p.cause == "constant factor" for p in patterns):
+        exceeding = [o for o in tested.outcomes if o.excess > 1]
+        constant = any(p.cause == "constant factor" for p in patterns)
+        if not constant and any(o.test in ("norm", "peak") for o in exceeding):
+            # Most of a large difference may lie along A, as of a gradient with a summand left out.
+            exceeding = [o for o in exceeding if o.test != "factor"]
+        evidence = [o.evidence for o in exceeding if o.evidence]
+        if constant:
             evidence = [
                 o.evidence for o in tested.outcomes if o.evidence and o.test not in ("factor", "rows")
             ]
-        shown = [
-            o for o in tested.outcomes if o.excess > 1 and o.test in ("factor", "offset", "narrower dtype")
-        ]
+        shown = [o for o in exceeding if o.test in ("factor", "offset", "narrower dtype")]
         identified = bool(shown) or any(h.cause != "place" for h in patterns)
         at_router = list(RouterCauses(self.a, self.b, rows, self.most).explain(pair, self.first.ties))
         if at_router:  # a pattern of numbers beside it would be a second cause

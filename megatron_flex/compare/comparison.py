@@ -202,6 +202,8 @@ class Power:
     factor: float
 
     def __str__(self) -> str:
+        if not self.relative and not self.worst:
+            return f"iteration {self.iteration}: a {_describe_kind(self.kind)} with one other bit"
         factor = "" if math.isnan(self.factor) else f", a constant factor of 1 +- {self.factor:.1g}"
         return (
             f"iteration {self.iteration}: a {_describe_kind(self.kind)} with a relative difference of "
@@ -442,8 +444,8 @@ class Comparison:
             return []
         return [
             f"the weights differ: {len(other)} of {len(begun)} parameters at the start of iteration "
-            f"{begun[0].iteration}, first {other[0]}; load one checkpoint in both runs: "
-            "megatron-flex two-layouts"
+            f"{begun[0].iteration}, first {other[0]}; both runs must load one checkpoint, as "
+            "megatron-flex two-layouts makes them, and nothing may change the weights after that"
         ]
 
     def power(self) -> list[Power]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
 from megatron_flex.launch.gradient_norm_file import read_norms
+from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import parse_count
 
 VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by", 128  # Megatron's default
@@ -89,13 +90,14 @@ class TwoLayouts:
     dumps: tuple[Path, Path]
 
     def wrong_norms(self) -> list[str]:
-        """Where a layout reported a gradient norm that its full gradients do not have: a line for each."""
-        return [
-            f"{folder.name} layout, iteration {record.iteration}: {record.finding}"
-            for folder in self.dumps
-            for record in read_norms(norm_file(folder))
-            if record.finding
-        ]
+        """Which layouts reported a gradient norm that their full gradients do not have: a line for each."""
+        lines = []
+        for folder in self.dumps:
+            wrong = [record for record in read_norms(norm_file(folder)) if record.finding]
+            if wrong:
+                more = f"; likewise in {count_words(len(wrong) - 1, 'later iteration')}" if wrong[1:] else ""
+                lines.append(f"{folder.name} layout, iteration {wrong[0].iteration}: {wrong[0].finding}{more}")
+        return lines
 
 
 def norm_file(dump: Path) -> Path:

@@ -203,3 +203,26 @@ def test_tokens_that_a_capacity_drops(tmp_path: Path, factor: float | None) -> N
     assert any_names(found.hints, "moe_expert_capacity_factor", "None")
     assert ("configuration" in found.causes) is (factor is not None)
     assert any_names(found.hints, "moe_expert_capacity_factor", "1.5", "A", "B") is (factor is not None)
+
+
+@pytest.mark.parametrize("share", [0.41, 0.75])
+def test_a_gradient_without_the_summand_of_a_rank_is_not_a_factor(tmp_path: Path, share: float) -> None:
+    """The two ranks' parts of the gradient of a norm are alike, and their sum is about a factor of one."""
+    names = ["decoder.final_layernorm.bias", "decoder.final_layernorm.weight"]
+    whole = {name: dumps.random(1, WIDTH, seed=seed) for seed, name in enumerate(names)}
+    for folder, mesh in (("a", None), ("b", {"tp": 2})):
+        parts = {n: share * w + 0.1 * dumps.random(1, WIDTH, seed=9) for n, w in whole.items()}
+        gradients = whole if folder == "a" else parts
+        parameters = {
+            name: Given(torch.ones(1, WIDTH), dumps.NORM, gradient) for name, gradient in gradients.items()
+        }
+        other = "decoder.layers.0.mlp.linear_fc1.weight"
+        parameters[other] = Given(dumps.random(1, 8, 4), dumps.WEIGHT, dumps.random(1, 8, 4))
+        value = dumps.random(1, SAMPLES, TOKENS, WIDTH)
+        sites = {LAYER.format(1): Given(value, dumps.REPLICATED, value)}
+        dumps.write(tmp_path / folder, sites, parameters=parameters, mesh=mesh)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.first is not None
+    assert found.first.name == f"{names[1]}.grad"
+    assert found.causes == ["gradients of parameters"], str(found)
+    assert any_names(found.hints, "2 of 3", "tp")
