@@ -95,8 +95,9 @@ class TwoLayouts:
         for folder in self.dumps:
             wrong = [record for record in read_norms(norm_file(folder)) if record.finding]
             if wrong:
-                more = f"; likewise in {count_words(len(wrong) - 1, 'later iteration')}" if wrong[1:] else ""
-                lines.append(f"{folder.name} layout, iteration {wrong[0].iteration}: {wrong[0].finding}{more}")
+                first, later = wrong[0], len(wrong) - 1
+                more = f"; likewise in {count_words(later, 'later iteration')}" if later else ""
+                lines.append(f"{folder.name} layout, iteration {first.iteration}: {first.finding}{more}")
         return lines
 
 
