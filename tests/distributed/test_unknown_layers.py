@@ -293,7 +293,7 @@ def test_parallel_modules_in_a_model_that_is_not_known(name: str) -> None:
         assert_names(out.pop("unsaid"), "tensor_parallel_size")
         detected = out.pop("detected")
         assert "Parallel" in detected.splitlines()[0]
-        assert "of megatron." in detected.splitlines()[0]
+        assert "megatron.core" in detected.splitlines()[0]
         assert_names(out.pop("other size"), "[0, 1]")
         shapes = out.pop("shapes")
         assert all(got == want for got, want in shapes.values())

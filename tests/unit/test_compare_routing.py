@@ -180,8 +180,7 @@ def test_a_tie_exchanges_one_expert_for_one_of_nearly_the_same_score(
     assert row.diverges is bool(status)
     assert row.rerouted == (0 if status else EXPERTS)
     if not status:
-        (line,) = (x for x in found.summary() if x.startswith("not distinguishable"))
-        assert_names(line, 4, 512)
+        assert any_names(found.summary(), 4, 512)
         assert found.to_json()["rows"][1]["rerouted"] == EXPERTS
 
 
