@@ -309,6 +309,58 @@ def test_other_modules_need_the_names() -> None:
     assert first == {name: [] for name in ("plain", "fairscale", "DDP", "FSDP2")}
 
 
+class Mixer(nn.Module):
+    """A module of torch's own that knows whether samples come first, and a linear after it."""
+
+    def __init__(self, kind: str, batch_first: bool) -> None:
+        super().__init__()
+        self.mix = nn.Module()
+        if kind == "encoder":
+            layer = nn.TransformerEncoderLayer(WIDE, 2, 16, dropout=0.0, batch_first=batch_first)
+            self.mix = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        elif kind == "attention":
+            self.mix = nn.MultiheadAttention(WIDE, 2, batch_first=batch_first)
+        else:
+            self.mix = nn.LSTM(WIDE, WIDE, batch_first=batch_first)
+        self.out = nn.Linear(WIDE, WIDE)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed = (
+            self.mix(inputs, inputs, inputs)
+            if isinstance(self.mix, nn.MultiheadAttention)
+            else self.mix(inputs)
+        )
+        return self.out(mixed[0] if isinstance(mixed, tuple) else mixed)
+
+
+WIDE = 8
+BY_INDEX: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Tensor]]] = {
+    "position": (lambda **k: edits.zero(positions=-1, **k), lambda x: at(x, x * 0, positions=[-1])),
+    "sample": (lambda **k: edits.zero(samples=[0], **k), lambda x: at(x, x * 0, samples=[0])),
+    "mean": (lambda **k: edits.mean("s", **k), lambda x: x.mean(1, keepdim=True).expand_as(x)),
+    "samples exchanged": (lambda **k: edits.swap(0, 1, **k), lambda x: x[[1, 0, 2]]),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["encoder", "attention", "lstm"])
+def test_modules_of_torch_with_batch_first_name_no_dims(kind: str, batch_first: bool) -> None:
+    """What follows such a module may have permuted its tensors: refused by name, and right with the names."""
+    torch.manual_seed(1)
+    model, sequence_first = Mixer(kind, batch_first), not batch_first
+    inputs = torch.randn(SAMPLES, TOKENS, WIDE)
+    plain = model(turned(inputs, sequence_first))
+    dims = "b s h" if batch_first else "s b h"
+    for make, formula in BY_INDEX.values():
+        with raises(mf.HookError, "out:output", "dims="):
+            mf.attach(model, [mf.HookFunction("out", editing_function=make())]).__enter__()
+        with mf.attach(model, [mf.HookFunction("out", editing_function=make(dims=dims), save=False)]):
+            edited = model(turned(inputs, sequence_first))
+        torch.testing.assert_close(turned(edited, sequence_first), formula(turned(plain, sequence_first)))
+    with raises(mf.HookError, "out:output", "dims="):
+        mf.attach(model, [mf.HookFunction("out", select=mf.Select(samples=0))]).__enter__()
+
+
 def _of_megatron() -> list[str]:
     chunks = same.build("tp2")
     return wrong_changes(
