@@ -118,8 +118,7 @@ def with_strength(
     ],
 )  # fmt: skip
 def test_functions_that_can_return_none(edit: Any, line: str) -> None:
-    ((text, found),) = told(edit, on_gpu=False)
-    assert "None" in text or "no tensor" in text
+    ((_, found),) = told(edit, on_gpu=False)
     assert found.startswith(line[:20])
 
 
