@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 AFTER_ATTENTION = (".self_attention:output", ":mid", ".pre_mlp_layernorm", ".mlp")
+LAYER_ALONE = re.compile(r"\blayers\.\d+$")
 LEAST_SCORES, MOST_SCORES = 10.0, 1000.0  # attention scores that are suggested as a cause
 
 
@@ -557,6 +559,9 @@ class _Comparer:
             yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_format_some(ill)}"
+        within = (i.site for side in (self.a, self.b) for i in side.items() if i.kind == pair.item.kind)
+        if LAYER_ALONE.search(module) and not any(site.startswith(f"{module}.") for site in within):
+            yield f"only the layer as a whole was dumped; with '{module}**' its parts are too"
 
     def suggest_scores(self, tolerances: Tolerances, rows: Sequence[Row]) -> Iterator[str]:
         """How large attention scores would explain the first divergence, where they are not in both dumps."""

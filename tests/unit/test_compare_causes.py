@@ -226,3 +226,18 @@ def test_a_gradient_without_the_summand_of_a_rank_is_not_a_factor(tmp_path: Path
     assert found.first.name == f"{names[1]}.grad"
     assert found.causes == ["gradients of parameters"], str(found)
     assert any_names(found.hints, "2 of 3", "tp")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_layer_of_which_nothing_else_was_dumped(tmp_path: Path, inside: bool) -> None:
+    sites = {LAYER.format(n): Given(dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=n)) for n in range(2)}
+    if inside:
+        sites = {FC2.format(1, "output"): sites[LAYER.format(0)], **sites}
+    dumps.write(tmp_path / "a", sites)
+    site = LAYER.format(1)
+    sites[site] = Given(noisy(sites[site].value))
+    dumps.write(tmp_path / "b", sites, mesh={"tp": 2})
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.first is not None
+    assert found.first.name == site
+    assert any_names(found.hints, "'decoder.layers.1**'") is not inside
