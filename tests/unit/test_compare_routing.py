@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
-from megatron_flex.compare.routing_ties import ReroutedTokens, count_ties, find_likely_ties
-from megatron_flex.compare.tensor_pairs import align_arrays
 from tests.support import dumps
 from tests.support.dumps import Given
 from tests.support.messages import any_names, assert_names
@@ -67,40 +63,6 @@ def test_what_ties_do_not_explain_diverges(
     assert found.first.name == site
 
 
-def off_by(sizes: list[float], noise: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """A result of experts, and one whose first tokens differ so much, relative to the norm of a token."""
-    value = dumps.random(1, SAMPLES, TOKENS, WIDTH)
-    other = value + noise * dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=1)
-    change = dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=2)[0, 0, : len(sizes)]
-    change *= value.square().mean().sqrt() * WIDTH**0.5 / change.norm(dim=-1, keepdim=True)
-    other[0, 0, : len(sizes)] = value[0, 0, : len(sizes)] + change * torch.tensor(sizes)[:, None]
-    return value, other
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tied"),
-    [
-        ([], 0),
-        ([0.19, 0.19], 2),
-        ([0.3, 0.19], 2),
-        ([0.3, 0.19, 0.19], 1),  # more than ties explain: the greater bound counts
-        ([0.3, 0.3, 0.19, 0.19], 2),
-        ([0.19, 0.19, 0.19], 0),
-        ([0.3, 0.3, 0.3], 0),
-    ],
-)
-def test_the_lesser_bound_of_a_token_counts_where_ties_explain_those_above(
-    tmp_path: Path, sizes: list[float], tied: int
-) -> None:
-    for folder, value in zip("ab", off_by(sizes), strict=True):
-        dumps.write(tmp_path / folder, {MLP: Given(value)}, model=IN_BF16)
-    with mf.open_dump(tmp_path / "a") as a, mf.open_dump(tmp_path / "b") as b:
-        pairs = align_arrays(ComparedTensor(MLP, VALUE), 0, a[MLP], b[MLP])
-        assert not isinstance(pairs, str)
-        found = find_likely_ties(pairs, [0.15, 0.25], 2, ReroutedTokens())
-    assert (0 if found is None else found.tied_tokens) == tied
-
-
 def test_the_other_tokens_are_held_to_their_bound(tmp_path: Path) -> None:
     dtype = torch.bfloat16
     wrong = (output(dtype, others=2).float() * 1.3).to(dtype)
@@ -119,20 +81,6 @@ def test_logits_decide_where_the_router_was_dumped(tmp_path: Path, gap: float, s
     found = compared(tmp_path, right, turned, IN_BF16)
     assert found.exit_status == status, str(found)
     assert any_names(found.notes, "1 of 128") or status
-
-
-def test_the_number_of_ties_is_that_of_normal_logits() -> None:
-    """Noise turns the choice of about as many tokens as the bound expects."""
-    generator = torch.Generator().manual_seed(2)
-    noise, tokens = 1e-2, 100_000
-    for experts, chosen in ((4, 2), (64, 6)):
-        logits = torch.randn(tokens, experts, generator=generator)
-        others = logits + noise * torch.randn(tokens, experts, generator=generator)
-        one, two = (x.topk(chosen).indices.sort().values for x in (logits, others))
-        turned = int((one != two).any(-1).sum())
-        model = {"num_moe_experts": experts, "moe_router_topk": chosen}
-        assert turned < count_ties(tokens, noise, model) < 2.5 * turned
-    assert count_ties(tokens, noise, {"num_moe_experts": 2, "moe_router_topk": 2}) == 0
 
 
 SECOND = "decoder.layers.1:output"

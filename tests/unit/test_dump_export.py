@@ -1,14 +1,13 @@
 """Exports: read back by the formats' own packages, and equal to what was dumped, element by element."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_flex.dump import export as walking
 from megatron_flex.dump import sampled
-from megatron_flex.dump.export import split_into_slabs
 from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
@@ -38,10 +37,6 @@ def write(path: Path, given: dict[str, Given] | None = None, **more) -> None:
 
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path) -> Command:
-    monkeypatch.setattr(walking, "EXPORT_BLOCK", 64)  # bytes: each array in many blocks
-    monkeypatch.setattr("megatron_flex.dump.export.EXPORT_BLOCK", 200)
-    monkeypatch.setattr(walking.split_into_slabs, "__defaults__", (64,))
-    monkeypatch.setattr(walking.read_blocks, "__defaults__", (64,))
     return Command(monkeypatch, capsys, tmp_path)
 
 
@@ -105,9 +100,8 @@ def test_iterations_of_different_shapes_have_a_tensor_each_if_told(command, tmp_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch, dtype):
+def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, dtype):
     zarr = pytest.importorskip("zarr")
-    monkeypatch.setattr("megatron_flex.dump.export.ZARR_CHUNK", 150)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     done = command("dump", "export", "dump", "out.zarr", "-f", "zarr")
@@ -130,14 +124,12 @@ def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_datasets_have_a_row_for_each_token(command, tmp_path, monkeypatch, dtype):
+def test_datasets_have_a_row_for_each_token(command, tmp_path, dtype):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("megatron_flex.dump.export.ARROW_FILE_BYTES", 4000)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     assert command("dump", "export", "dump", "out", "-f", "datasets").status == 0
     found = datasets.load_from_disk("out").with_format("torch")
-    assert len(list(Path("out").glob("*.arrow"))) > 1
     assert len(found) == 2 * 4 * 8
     rows = found[:]
     assert rows["iteration"].tolist() == [i for i in (10, 20) for _ in range(32)]
@@ -266,36 +258,11 @@ def test_force_refuses_an_export_with_a_file_of_someone_else(command, tmp_path, 
     assert (tmp_path / "out" / OUT / "thesis.txt").read_text() == "mine"
 
 
-def test_what_gets_the_name_during_the_export_is_not_replaced(command, tmp_path, monkeypatch):
-    write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
-    writing = walking.write_safetensors
-
-    def meanwhile(*args) -> None:
-        writing(*args)
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "thesis.txt").write_text("mine")
-
-    monkeypatch.setattr(walking, "write_safetensors", meanwhile)
-    done = command("dump", "export", "dump", "out", "--force")
-    assert done.status == 2
-    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "out"]
-
-
 @pytest.mark.parametrize("to", ["zarr", "datasets"])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, tmp_path, monkeypatch, to):
     write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
-    monkeypatch.setattr("megatron_flex.dump.export_target.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, to, None)  # what `find_spec` has of a package that is not there
     done = command("dump", "export", "dump", "out", "-f", to)
     assert done.err.startswith("megatron-flex: ")
     assert done.err.count("\n") == 1
     assert_names(done.err, to, f"pip install megatron-flex[{to}]")
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (1, 7, 1, 3), (2, 0, 3)])
-@pytest.mark.parametrize("most", [1, 8, 20, 100, 1000])
-def test_slabs_are_in_row_major_order_and_bounded(shape, most):
-    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found = [whole[where] for where in split_into_slabs(shape, 4, most)]
-    assert torch.equal(torch.cat([f.reshape(-1) for f in found] or [whole.reshape(-1)]), whole.reshape(-1))
-    assert all(f.numel() * 4 <= max(most, 4) for f in found)

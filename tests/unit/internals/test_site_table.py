@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_flex import sites
-from tests.unit.test_sites import NAMES, found
+from tests.unit.internals.test_sites import NAMES, found
 
 
 def test_a_name_looks_at_the_sites_of_its_module_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, Given, random
 from tests.support.terminals import Terminal, screen, terminal
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WAYS = ("rich", "plain")
 
 
