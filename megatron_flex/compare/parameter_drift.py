@@ -80,7 +80,7 @@ class ParameterDrift:
             # Of a bias or a norm's weight the gradient may be nothing but round-off: all of it may flip.
             share = STEP_MARGIN if one_dim else min(STEP_MARGIN, PATH_MARGIN * math.sqrt(noise))
             bound.relative += share * step.relative
-            bound.peak += STEP_MARGIN * (step.greatest / step.peak if step.peak else 0.0)
+            bound.peak += STEP_MARGIN * step.peak_share
         return DriftBound(bound.relative + unit / 2, bound.peak + CAST_MARGIN * unit)
 
     def _measure_step(self, item: ComparedTensor, before: int, iteration: int) -> PairSums | None:

@@ -167,7 +167,7 @@ class DifferenceSums:
         flat = int((broken.int() if has_broken else distance).argmax())
         found = float(distance.reshape(-1)[flat])
         if has_broken or found > self.greatest or not self._found:
-            at = _unravel(flat, distance.shape)
+            at = locate_entry(flat, distance.shape)
             self.worst = tuple(i + s for i, s in zip(at, start, strict=True))
             self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
             self._found = True
@@ -185,6 +185,11 @@ class DifferenceSums:
             return math.inf
         scale = math.sqrt(max(self.squares_a, self.squares_b))
         return math.sqrt(self.squares) / scale if scale else 0.0
+
+    @property
+    def peak_share(self) -> float:
+        """The greatest difference over the greatest entry."""
+        return self.greatest / self.peak if self.peak else 0.0
 
     @property
     def cosine(self) -> float:
@@ -206,7 +211,15 @@ class DifferenceSums:
             return self.differing / self.count if self.count else 0.0
         if self.broken:
             return math.inf
-        return max(self.relative, self.greatest / self.peak if self.peak else 0.0)
+        return max(self.relative, self.peak_share)
+
+
+def sum_tensors(a: Tensor, b: Tensor, most: int = COMPARE_BLOCK) -> DifferenceSums:
+    """Sums over two tensors on the CPU that have the same shape, block by block."""
+    out = DifferenceSums()
+    for block in split_into_blocks(a.shape, most):
+        out.add(a[block], b[block], [part.start for part in block])
+    return out
 
 
 def sum_real_block(a: Tensor, b: Tensor) -> BlockSums | None:
@@ -220,13 +233,13 @@ def _shift(start: Sequence[int], part: Sequence[slice]) -> tuple[int, ...]:
     return tuple(s + (part[dim].start if dim < len(part) else 0) for dim, s in enumerate(start))
 
 
-def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
+def locate_entry(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index along each dim; torch.unravel_index would import sympy for it."""
     out: list[int] = []
     for length in reversed(shape):
         flat, at = divmod(flat, length)
         out.append(at)
-    return out[::-1]
+    return tuple(out[::-1])
 
 
 def _compute_magnitude(entry: Tensor) -> float:

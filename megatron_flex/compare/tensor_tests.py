@@ -171,7 +171,7 @@ class TensorTester:
             outcome = Outcome("tolerance", sums.error, given)
             return TestedTensor(outcome, (outcome,), given if sums.finite else math.inf, given)
         if reference is None and self._exceeds(sums, relative, peak):
-            error, softmax = max(sums.relative, _get_peak(sums)), self.noise.scores.bound(item)
+            error, softmax = max(sums.relative, sums.peak_share), self.noise.scores.bound(item)
             if error <= softmax and not sums.broken:
                 self.noise.explain_softmax(error)
                 self.explained.append(f"{item.name} (iteration {self.iteration})")
@@ -181,7 +181,7 @@ class TensorTester:
             full, sums = sums, self.rerouted.sum_others(pairs)
         plain = [
             Outcome("norm", _get_norm(sums), relative),
-            Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
+            Outcome("peak", 0.0 if sums.discrete or sums.broken else sums.peak_share, peak),
         ]
         if full is not None:
             loose = Outcome("norm", _get_norm(full), max(relative, self._bound_rerouted(item)))
@@ -200,7 +200,7 @@ class TensorTester:
     def _exceeds(self, sums: DifferenceSums, relative: float, peak: float) -> bool:
         if sums.discrete:
             return sums.error > relative
-        return sums.relative > relative or _get_peak(sums) > peak
+        return sums.relative > relative or sums.peak_share > peak
 
     # -- bounds ----------------------------------------------------------------------------------------
 
@@ -400,14 +400,14 @@ class TensorTester:
         """
         if item.kind == PARAMETER:
             if found.profile is not None and worst.excess <= 1:
-                self.noise.parameter(item.site, measure_parameter(found.profile, _get_peak(sums)))
+                self.noise.parameter(item.site, measure_parameter(found.profile, sums.peak_share))
             return
         if worst.excess > 1 or sums.discrete:
             return
         profile = found.profile if even else None
         factor, error = (0.0, math.inf) if profile is None else estimate_factor(profile)
         self.noise.scores.observe(item, sums.error, sums.greatest)
-        self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
+        self.noise.observe(sums.relative, sums.peak_share, abs(factor) if math.isfinite(error) else 0.0)
         if item.kind in (VALUE, GRADIENT) and profile is not None and _has_features(profile):
             self.noise.observe_row(profile.row)
         if item.kind == PARAMETER_GRADIENT:
@@ -434,10 +434,6 @@ def _has_features(profile: DifferenceProfile) -> bool:
 def _get_norm(sums: DifferenceSums) -> float:
     """The relative difference; of integers the fraction that differs; infinite with a NaN in one run."""
     return sums.error if sums.discrete or sums.broken else sums.relative
-
-
-def _get_peak(sums: DifferenceSums) -> float:
-    return sums.greatest / sums.peak if sums.peak else 0.0
 
 
 def _is_constant_loss_gradient(item: ComparedTensor, sums: DifferenceSums) -> bool:

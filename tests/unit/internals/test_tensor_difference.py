@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_flex.alignment import tensor_difference
-from megatron_flex.alignment.tensor_difference import BLOCK, DIFFERENT, EQUAL, measure
+from megatron_flex.alignment.tensor_difference import DIFFERENT, EQUAL, measure
+from megatron_flex.compare.block_sums import TILE_ENTRIES
+from megatron_flex.compare.tensor_pairs import sum_tensors
 
 
 def in_double(here: Tensor, there: Tensor) -> tuple[float, float]:
@@ -25,13 +27,13 @@ def in_double(here: Tensor, there: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_blocks_give_the_figures_of_the_full_tensor(dtype: torch.dtype, scale: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    there = (scale * torch.randn(3, 2 * BLOCK // 100 + 7, 101, generator=generator, dtype=torch.float64)).to(
-        dtype
-    )
+    there = (
+        scale * torch.randn(3, 2 * TILE_ENTRIES // 300 + 7, 101, generator=generator, dtype=torch.float64)
+    ).to(dtype)
     here = (
         there.double() * (1 + 1e-2 * torch.randn(there.shape, generator=generator, dtype=torch.float64))
     ).to(dtype)
-    place = (2, BLOCK // 100 + 3, 5)
+    place = (2, TILE_ENTRIES // 300 + 3, 5)
     here[place] = 9 * scale
     for a, b in ((here, there), (here.transpose(0, 1).contiguous().transpose(0, 1), there)):
         found = measure(a, b)
@@ -41,12 +43,13 @@ def test_blocks_give_the_figures_of_the_full_tensor(dtype: torch.dtype, scale: f
         assert found.error == max(found.relative, found.peak)
         assert found.index == place
         assert (found.here, found.there) == (float(here[place]), float(there[place]))
+    assert sum_tensors(here, there, most=1 << 20).worst == place
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("both", [False, True])
 def test_an_entry_that_is_no_number_is_found(bad: float, both: bool) -> None:
-    there = torch.randn(3, BLOCK)
+    there = torch.randn(3, TILE_ENTRIES // 3)
     here = there.clone()
     here[2, 17] = bad
     if both:
@@ -66,7 +69,7 @@ def test_small_cases() -> None:
 
 def test_equal_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     full = torch.randn(300, 500)
-    monkeypatch.setattr(tensor_difference, "_blocks", None)
+    monkeypatch.setattr(tensor_difference, "sum_tensors", None)
     assert measure(full, full.clone()) is EQUAL
     monkeypatch.undo()
     for wrong in (math.inf, math.nan):
