@@ -184,7 +184,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "test_refusals.py": (),
     "test_transformers_tp.py": ("test_plan[sdpa]",),
-    "test_following.py": ("test_the_model[2]", "test_inside_attention", "test_one_call_is_followed"),
+    "test_following.py": ("test_the_model[2]", "test_inside_attention"),
+    "test_followed_calls.py": (),
     "test_plain.py": (
         "test_tensors_cut_by_hand_equal_those_of_one_process[2-2]",
         "test_wrapping_often_makes_groups_once",

@@ -21,8 +21,6 @@ from megatron_flex import HookError, compat
 from megatron_flex.statistics import Statistics
 from tests.support.messages import raises
 
-RESTORED = r"the model was restored.*attach it again"
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -251,7 +249,7 @@ def test_a_restored_model_is_left_alone(name: str, monkeypatch: pytest.MonkeyPat
     model(x)
     flex.restore()
     site = "first.weight" if name == "register_hook" else "first"
-    with pytest.raises(HookError, match=RESTORED):
+    with raises(HookError, "FlexModel"):
         NATIVE[name](flex, hook, mf.HookFunction(site))
     assert torch.equal(model(x), plain)
     assert dict(vars(model)) == before
@@ -270,7 +268,7 @@ def test_a_restored_module_is_left_alone_in_the_compatible_interface(name: str) 
     flex(x)
     flex.restore()
     site = "first.weight" if name == "register_hook" else "first"
-    with pytest.raises(HookError, match=RESTORED):
+    with raises(HookError, "FlexModel"):
         COMPATIBLE[name](flex, hook, compat.HookFunction(site))
     assert torch.equal(model(x), plain)
     assert dict(vars(model)) == before

@@ -57,12 +57,12 @@ ATTACH: dict[str, tuple[Callable[[nn.Module], Any], type[FlexError], tuple[str, 
     "a name as hooks": (
         lambda m: mf.attach(m, "decoder.layers.1"),  # type: ignore[arg-type]
         HookError,
-        ("hooks", "'decoder.layers.1'", "HookFunction('decoder.layers.1')"),
+        ("'decoder.layers.1'", "HookFunction('decoder.layers.1')"),
     ),
     "one hook without a list": (
         lambda m: mf.attach(m, hook()),  # type: ignore[arg-type]
         HookError,
-        ("hooks", "attach(model, [hook])", repr(hook())),
+        ("attach(model, [hook])", repr(hook())),
     ),
     "a function as a hook": (
         lambda m: mf.attach(m, [edit]),  # type: ignore[list-item]

@@ -94,9 +94,10 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
     assert isinstance(found, list)
     assert found == list(every)
     assert [*found] == list(every)
-    for one, head in ((found, "3 sites, 1 of them hidden"), (every, "SiteTable · 3 sites, 1 of them hidden")):
+    for one in (found, every):
         told = shown(one)
-        assert told.pieces[0] == head
+        assert_names(told.pieces[0], 3, 1)
+        assert ("SiteTable" in told.pieces[0]) is (one is every)
         assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "s x b x 8", "0", ""]
         assert told.rows[2][-1] == f"no hook: {EVIL}"
         assert "script" not in told.tags
@@ -208,7 +209,7 @@ def test_a_layout_that_is_damaged_is_told(path: Path) -> None:
     told["sites"][1]["layout"] = {"dims": [{"name": "h", "cuts": [{"axis": "tp", "order": EVIL}]}]}
     manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
     with mf.open_dump(path) as dump:
-        assert_names(shown(dump).text, "zigzag")
+        assert repr(EVIL) in shown(dump).text
 
 
 def test_a_dump_of_many_sites_is_bounded(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_flex.compare.tensor_tests import TensorTester
 from tests.support.messages import any_names
-from tests.unit.test_compare_routing import IN_BF16, MLP, compared, off_by
+from tests.unit.internals.test_compare_rerouted import off_by
+from tests.unit.test_compare_routing import IN_BF16, MLP, compared
 
 
 @pytest.mark.parametrize(("tokens", "status"), [(2, 0), (8, 1)])
