@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
-from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
@@ -21,11 +19,9 @@ from megatron_flex.compare.compared_dump import (
     SAMPLE_AXIS,
     TOKEN_AXIS,
     VALUE,
-    ComparedDump,
     ComparedTensor,
 )
-from megatron_flex.compare.comparison import Row
-from megatron_flex.compare.hint import Hint
+from megatron_flex.compare.hint import ComparedRuns, Hint
 from megatron_flex.compare.rotation import find_rotation
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair, align_arrays, sum_differences
 from megatron_flex.compare.tolerance import FP32_ROUNDOFF
@@ -42,21 +38,8 @@ SIBLINGS = (("q", "k", "v"), ("gate", "up"))
 REDUCED_FROM_BACKWARD = {"input": "gemm_input"}
 
 
-@dataclass(frozen=True)
-class CrossSiteEvidence:
-    """The other tensors of both runs.
-
-    Args:
-        a: the first dump.
-        b: the second dump.
-        rows: what was compared.
-        most: bytes of one block.
-    """
-
-    a: ComparedDump
-    b: ComparedDump
-    rows: Sequence[Row]
-    most: int = COMPARE_BLOCK
+class CrossSiteEvidence(ComparedRuns):
+    """The other tensors of both runs."""
 
     def explain(
         self, pair: TensorPair, sums: DifferenceSums, noise: float, identified: bool
@@ -100,7 +83,7 @@ class CrossSiteEvidence:
         if before is None or item.kind not in (VALUE, GRADIENT):
             return
         partial = ComparedTensor(f"{module}:{before}", item.kind, item.call)
-        row = self._find_row(partial, iteration)
+        row = self.find_row(partial, iteration)
         groups = ", ".join(a for a in self.axes if a in ("tp", "etp"))
         if row is not None and not row.diverges and groups:
             yield Hint(
@@ -108,9 +91,6 @@ class CrossSiteEvidence:
                 f"{partial.name} agrees and {item.name} does not: the reduction between them ({groups}) is "
                 "missing, partial, or over another group",
             )
-
-    def _find_row(self, item: ComparedTensor, iteration: int) -> Row | None:
-        return next((r for r in self.rows if r.name == item.name and r.iteration == iteration), None)
 
     # -- gradients of parameters -------------------------------------------------------------------------
 
@@ -149,7 +129,7 @@ class CrossSiteEvidence:
         module, _, point = item.site.partition(":")
         if item.kind != GRADIENT or point not in ("k", "v") or "cp" not in self.axes:
             return
-        row = self._find_row(ComparedTensor(f"{module}:q", GRADIENT, item.call), iteration)
+        row = self.find_row(ComparedTensor(f"{module}:q", GRADIENT, item.call), iteration)
         if row is not None and not row.diverges:
             yield Hint(
                 "keys and values",
@@ -209,10 +189,10 @@ class CrossSiteEvidence:
         item = pair.item
         layer, found, _ = item.site.partition(".mlp.experts")
         module, _, point = item.site.partition(":")
-        row = self._find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
+        row = self.find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
         if not found or item.kind != VALUE or row is None or row.diverges:
             return
-        before = self._find_row(ComparedTensor(f"{module}:input", VALUE, item.call), pair.iteration)
+        before = self.find_row(ComparedTensor(f"{module}:input", VALUE, item.call), pair.iteration)
         if before is not None and point != "input" and not before.diverges:
             return  # the fault is in the module
         text = f"{row.name} agrees and {item.name} does not: rows are permuted, or are sent to other experts"

@@ -1,8 +1,14 @@
-"""A line of evidence about the first divergence, with the cause that it names."""
+"""Lines of evidence about the first divergence, each with a cause, and the runs that they are found in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from megatron_flex.compare.block_sums import COMPARE_BLOCK
+from megatron_flex.compare.compared_dump import ComparedDump, ComparedTensor
+from megatron_flex.compare.comparison import Row
 
 Cause = Literal[
     "auxiliary loss",
@@ -40,3 +46,24 @@ class Hint(str):
         made = super().__new__(cls, text)
         made.cause = cause
         return made
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """Both runs and all rows, in which causes of the first divergence are looked for.
+
+    Args:
+        a: the first dump.
+        b: the second dump.
+        rows: what was compared.
+        most: bytes of one block.
+    """
+
+    a: ComparedDump
+    b: ComparedDump
+    rows: Sequence[Row]
+    most: int = COMPARE_BLOCK
+
+    def find_row(self, item: ComparedTensor, iteration: int) -> Row | None:
+        """The row of a tensor in an iteration."""
+        return next((r for r in self.rows if r.name == item.name and r.iteration == iteration), None)

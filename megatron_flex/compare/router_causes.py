@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.block_sums import COMPARE_BLOCK
-from megatron_flex.compare.compared_dump import GRADIENT, VALUE, ComparedDump, ComparedTensor
-from megatron_flex.compare.comparison import Row
-from megatron_flex.compare.hint import Hint
+from megatron_flex.compare.compared_dump import GRADIENT, VALUE, ComparedTensor
+from megatron_flex.compare.hint import ComparedRuns, Hint
 from megatron_flex.compare.routing_ties import ROUTER, RoutingTies
 from megatron_flex.compare.tensor_pairs import TensorPair, align_arrays
 
@@ -43,21 +40,8 @@ def describe_fields(a: Mapping[str, object], b: Mapping[str, object], names: Seq
     ]
 
 
-@dataclass(frozen=True)
-class RouterCauses:
-    """The routers of both runs.
-
-    Args:
-        a: the first dump.
-        b: the second dump.
-        rows: what was compared.
-        most: bytes of one block.
-    """
-
-    a: ComparedDump
-    b: ComparedDump
-    rows: Sequence[Row]
-    most: int = COMPARE_BLOCK
+class RouterCauses(ComparedRuns):
+    """The routers of both runs."""
 
     def explain(self, pair: TensorPair, ties: RoutingTies | None) -> Iterator[Hint]:
         """Lines about the first divergence, if it is at a router.
@@ -121,7 +105,7 @@ class RouterCauses:
         """Whether gradients of probabilities agree, and those of logits differ by another loss's part."""
         router = pair.item.site.rpartition(":")[0]
         grad = ComparedTensor(f"{router}:probs", GRADIENT, pair.item.call)
-        row = next((r for r in self.rows if r.name == grad.name and r.iteration == pair.iteration), None)
+        row = self.find_row(grad, pair.iteration)
         if row is None or row.diverges or not row.is_evidence:
             return
         text = f"{row.name} agrees and {pair.item.name} does not: the fault is in the router's backward pass"

@@ -9,7 +9,7 @@ terms that this sum counts twice, which makes it larger).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,8 +178,8 @@ def check_blocks(
     unit: float,
     single: bool,
     least: float = 0.0,
-) -> Iterator[Outcome]:
-    """Whether the difference is confined to one block.
+) -> Outcome | None:
+    """Whether the difference is confined to one block: the outcome of the block that differs most.
 
     Args:
         profile: the sums of the tensor.
@@ -204,8 +204,7 @@ def check_blocks(
         )
         if best is None or found.excess > best.excess:
             best = found
-    if best is not None:
-        yield best
+    return best
 
 
 def list_entry_blocks(profile: DifferenceProfile) -> list[Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,23 +30,15 @@ from megatron_flex.compare.overflow import OverflowState
 from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
 from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties
 from megatron_flex.compare.structural_tests import (
-    FACTOR_DEVIATIONS,
-    GRADIENT_CONTRAST,
-    GRADIENT_DEVIATIONS,
-    LATE_CONTRAST,
     Block,
     Outcome,
     bound_factor,
-    check_blocks,
-    check_factor,
     check_grid,
-    check_offset,
     check_partial_sums,
-    check_rows,
     estimate_factor,
-    list_entry_blocks,
     make_shard_blocks,
 )
+from megatron_flex.compare.table_of_tests import Conditions, run_pooled_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums, TensorPair
 from megatron_flex.compare.tolerance import (
     MEASURED_MARGIN,
@@ -60,7 +52,6 @@ REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
 REROUTED_GROWTH = 3.0  # from the root of the fraction of tokens with other experts to what these change
 HALF_BITS = {torch.bfloat16: 16, torch.float16: 13}
-VOCABULARY = ("embedding.", "output_layer.")
 CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
 
 
@@ -272,9 +263,10 @@ class TensorTester:
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:
             return 0.0
+        conditions = self._conditions(item, found.profile)
         factor, error = estimate_factor(found.profile)
-        bound = bound_factor(found.profile, factor, error, self.tolerances.unit, _get_deviations(item))
-        return max(bound, self.noise.late_factor)
+        bound = bound_factor(found.profile, factor, error, conditions.unit, conditions.deviations)
+        return max(bound, conditions.factor)
 
     # -- tests that pool -------------------------------------------------------------------------------
 
@@ -294,42 +286,28 @@ class TensorTester:
         out += [grid] if grid is not None else []
         if item.kind == PARAMETER:
             return out  # single entries that an optimizer turned have no standard error
-        unit = self.tolerances.unit
-        tests = self._list_pooled(item, profile, shards, unit)
+        conditions = self._conditions(item, profile, shards)
+        outcomes = list(run_pooled_tests(conditions))
         if reference is not None and reference.profile is not None:
-            known = {o.test: o.statistic for o in self._list_pooled(item, reference.profile, shards, unit)}
-            tests = [
-                Outcome(
-                    o.test,
-                    o.statistic,
-                    max(o.bound, REFERENCE_MARGIN * known.get(o.test, 0.0)),
-                    o.evidence,
-                    o.axis,
-                )
-                for o in tests
-            ]
-        return out + tests
+            measured = run_pooled_tests(replace(conditions, profile=reference.profile))
+            known = {o.test: REFERENCE_MARGIN * o.statistic for o in measured}
+            outcomes = [replace(o, bound=max(o.bound, known.get(o.test, 0.0))) for o in outcomes]
+        return out + outcomes
 
-    def _list_pooled(
-        self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block], unit: float
-    ) -> list[Outcome]:
-        read = self.noise.read_by_last
+    def _conditions(
+        self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block] = ()
+    ) -> Conditions:
         uneven = self.rerouted.fraction or self.noise.softmax  # some tokens or heads differ more than others
-        single = self.noise.same_weights and not self.unseen_steps and not uneven
-        least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
-        least = least if self.noise.same_weights and not self.unseen_steps else LATE_CONTRAST
-        # Rows of a vocabulary have a gradient of as many tokens as there are, most of them of none.
-        words = item.kind == PARAMETER_GRADIENT and item.site.startswith(VOCABULARY)
-        blocks = [*shards, *list_entry_blocks(profile)]
-        factor = check_factor(profile, unit, _get_deviations(item), self.noise.late_factor)
-        varied = factor is None or factor.excess <= 1  # otherwise all tokens have the same factor
-        found = [
-            factor,
-            check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
-            check_rows(profile, unit) if single and varied and item.kind == VALUE else None,
-            *([] if uneven or words else check_blocks(profile, blocks, unit, single, least)),
-        ]
-        return [o for o in found if o is not None]
+        return Conditions(
+            item,
+            profile,
+            shards,
+            self.tolerances.unit,
+            1.0 if self.unseen_steps else self.noise.read_by_last.relative,
+            self.noise.same_weights and not self.unseen_steps,
+            bool(uneven),
+            self.noise.late_factor,
+        )
 
     def _list_shards(self, found: PairSums) -> list[Block]:
         """The shards of both runs, as blocks of the profile."""
@@ -420,10 +398,6 @@ class TensorTester:
                 self.a.manifest.model, self.learning_rate, self.unseen_steps
             )
             self.noise.everywhere(ParameterNoise(bound.relative, bound.relative, bound.peak))
-
-
-def _get_deviations(item: ComparedTensor) -> float:
-    return GRADIENT_DEVIATIONS if item.kind == PARAMETER_GRADIENT else FACTOR_DEVIATIONS
 
 
 def _has_features(profile: DifferenceProfile) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from megatron_flex.compare.error_patterns import CONSTANT_FACTOR
 from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
 from megatron_flex.compare.structural_tests import (
     Block,
+    Outcome,
     check_blocks,
     check_factor,
     check_grid,
@@ -29,12 +30,14 @@ from megatron_flex.compare.structural_tests import (
     estimate_factor,
     list_entry_blocks,
 )
+from megatron_flex.compare.table_of_tests import TESTS, Conditions, run_pooled_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import MOST_PEAK_TOLERANCE, Precision, derive_tolerance
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
 from tests.support.dumps import Given
 from tests.support.messages import assert_names, raises
+from tests.support.pages import ROOT
 
 UNIT = 2.0**-8
 SCALES = (1.0, 1e-30, 1e30)  # fp32 cannot hold the squares of the last two
@@ -53,6 +56,12 @@ def profile_of(a: Tensor, b: Tensor, dims: tuple[str, ...] = DIMS) -> Difference
     out = DifferenceProfile(dims, tuple(tuple(range(n)) for n in a.shape))
     DifferenceSums().add(a, b, profile=out, places=[torch.arange(n) for n in a.shape])
     return out
+
+
+def block_outcome(profile: DifferenceProfile, blocks: Sequence[Block], unit: float, single: bool) -> Outcome:
+    found = check_blocks(profile, blocks, unit, single)
+    assert found is not None
+    return found
 
 
 def test_sums_by_dim_are_those_of_torch() -> None:
@@ -317,10 +326,10 @@ def test_few_entries_have_no_standard_error() -> None:
 def test_one_shard_is_seen() -> None:
     shard = Block(2, tuple(range(16, 32)), "what tp rank 1 of 2 holds in B", "tp")
     a, b = noisy(2)
-    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, True)
+    found = block_outcome(profile_of(a, b), [shard], UNIT, True)
     assert found.excess < 0.6
     b[..., 16:] += 6 * UNIT * noisy(3)[0][..., 16:]
-    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, True)
+    found = block_outcome(profile_of(a, b), [shard], UNIT, True)
     assert found.excess > 1
     assert found.axis == "tp"
     assert_names(found.evidence, "what tp rank 1 of 2 holds in B")  # the name of the block above
@@ -335,10 +344,10 @@ def test_positions_that_are_computed_alike_do_not_make_the_others_a_block() -> N
     b[length // 4 :] += 16 * UNIT * noisy(3)[0].transpose(0, 1)[length // 4 :]
     middle = tuple(range(length // 4, 3 * length // 4))
     shard = Block(0, middle, "what cp rank 1 of 2 holds in B", "cp")
-    (found,) = check_blocks(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
+    found = block_outcome(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
     assert found.excess < 0.5
     b[3 * length // 4 :] = a[3 * length // 4 :]  # now the difference is confined to the block
-    (found,) = check_blocks(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
+    found = block_outcome(profile_of(a, b, ("token", "sample", "h")), [shard], UNIT, False)
     assert found.excess > 1
 
 
@@ -347,7 +356,7 @@ def test_one_entry_does_not_make_a_shard() -> None:
     a, b = noisy(2)
     b[..., 20] += 1.0
     shard = Block(2, tuple(range(16, 32)), "what tp rank 1 of 2 holds in B", "tp")
-    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, False)
+    found = block_outcome(profile_of(a, b), [shard], UNIT, False)
     assert found.excess < 1
 
 
@@ -356,9 +365,9 @@ def test_one_sample_is_seen_where_weights_are_the_same() -> None:
     b[2] += 16 * UNIT * noisy(5)[0][2]
     profile = profile_of(a, b)
     blocks = list_entry_blocks(profile)
-    (found,) = check_blocks(profile, blocks, UNIT, True)
+    found = block_outcome(profile, blocks, UNIT, True)
     assert "sample 2" in found.evidence
-    assert not list(check_blocks(profile, blocks, UNIT, False))
+    assert check_blocks(profile, blocks, UNIT, False) is None
 
 
 def test_an_offset_is_seen() -> None:
@@ -536,6 +545,25 @@ def test_scores_explain_their_softmax_and_its_gradient() -> None:
     assert noise.late_factor == 0
     noise.explain_softmax(1e-3)
     assert noise.late_factor > 1e-3, "a part of the tokens may have lost or gained weight"
+
+
+def test_the_page_has_the_table_of_tests() -> None:
+    rows = [f"| `{t.name}` | {t.statistic} | {t.bound} | {t.proves} |" for t in TESTS]
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.split(" | ")[0] in {row.split(" | ")[0] for row in rows}] == rows
+
+
+def test_each_test_of_the_table_has_its_outcome() -> None:
+    a, b = noisy(1, shape=(4, 64, 32))
+    b[..., 16:] += 20 * UNIT * torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(2))
+    shard = Block(2, tuple(range(16, 32)), "tp rank 1", "tp")
+    conditions = Conditions(
+        ComparedTensor(SECOND, "value"), profile_of(a, b), [shard], UNIT, 0.0, True, False, 0.0
+    )
+    outcomes = {test.name: test.check(conditions) for test in TESTS if test.check is not None}
+    assert all(found is None or found.test == name for name, found in outcomes.items())
+    assert [name for name, found in outcomes.items() if found is not None and found.excess > 1] == ["block"]
+    assert list(outcomes.values()) == list(run_pooled_tests(conditions))
 
 
 # -- through dumps ---------------------------------------------------------------------------------------
