@@ -99,10 +99,9 @@ def test_sites_have_their_names_and_those_of_their_modules(tmp_path):
     assert (found["c"].iterations, found["a"].iterations) == ([0], [0, 5])
     assert found["a"].histogram[1] == row(5, "a:output").histogram
     assert len(found["c"]) == 1
-    for name, said in (("b", "several points (b:input, b:partial)"), ("a:outptu", "nearest: a:output")):
-        with pytest.raises(FlexError) as raised:
+    for name, values in (("b", ("b:input", "b:partial")), ("a:outptu", ("a:outptu", "a:output"))):
+        with raises(FlexError, *values):
             found[name]
-        assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -403,21 +402,14 @@ def test_ranks_that_write_nothing_make_no_file(tmp_path):
 
 
 def test_what_is_no_statistics_is_an_error(tmp_path):
-    for path, said in (
-        (tmp_path / "none", "No such file or directory"),
-        (tmp_path, "no statistics: neither"),
-    ):
-        with pytest.raises(FlexError, match=said):
+    for path in (tmp_path / "none", tmp_path):
+        with raises(FlexError, path):
             mf.open_statistics(path)
     path = tmp_path / "statistics-0000.jsonl"
     told = header().to_json()
-    for other, said in (
-        ({**told, "version": 2}, "version 2; this megatron_flex reads version 1"),
-        ({**told, "format": "x"}, "no statistics"),
-        ({"a": 1}, "damaged"),
-    ):
+    for other, values in (({**told, "version": 2}, (2, 1)), ({**told, "format": "x"}, ()), ({"a": 1}, ())):
         path.write_text(json.dumps(other) + "\n")
-        with pytest.raises(FlexError, match=said):
+        with raises(FlexError, path.name, *values):
             mf.open_statistics(tmp_path)
 
 
