@@ -373,6 +373,8 @@ def moments(options: dict[str, Any]) -> dict[str, Any]:
     ask("another forward")
     told["promised"] = read(True)
     model.zero_grad()
+    backward(rank)  # averaged, after which no parameter waits for it
+    model.zero_grad()
     model.eval()
     backward(rank)
     ask("evaluation")
