@@ -9,10 +9,17 @@ from torch import Tensor
 
 from megatron_flex.alignment.axes import canonical_axes
 from megatron_flex.alignment.evidence import Evidence
+from megatron_flex.compare.block_sums import GRID_DTYPES, find_on_grid
+from megatron_flex.compare.error_patterns import (
+    FEWEST_ROWS,
+    MOST_MATCHED_COLUMNS,
+    MOST_MATCHED_ROWS,
+    fit_common_vector,
+    match_rows,
+)
+from megatron_flex.compare.tensor_pairs import sum_tensors
 
-MOST_COLUMNS, MOST_ROWS = 4096, 512  # at most this many columns are matched, on at most this many rows
 MOST_LISTED = 8
-EXACT = "donot_use_mm_for_euclid_dist"  # distances of equal vectors are 0
 TOKEN_AXES = ("b", "s", "t")
 AXIS_WORDS = {
     "n": "attention heads",
@@ -36,15 +43,14 @@ def match_columns(here: Tensor, there: Tensor, tolerance: float) -> list[int] | 
         there: likewise.
         tolerance: relative to the norm of a column.
     """
-    if here.shape != there.shape or not 1 < here.shape[1] <= MOST_COLUMNS:
+    if here.shape != there.shape or not 1 < here.shape[1] <= MOST_MATCHED_ROWS:
         return None
-    a, b = here[:MOST_ROWS].T, there[:MOST_ROWS].T
-    distance = torch.cdist(a, b, compute_mode=EXACT)
-    order: list[int] = distance.argmin(1).tolist()
+    place, distance = match_rows(here.T, there.T)
+    order: list[int] = place.tolist()
     if sorted(order) != list(range(len(order))) or order == sorted(order):
         return None
-    matched = b[order]
-    close = (a - matched).norm(dim=1) <= max(tolerance, 1e-6) * matched.norm(dim=1).clamp_min(1e-12) * 4
+    norms = there[:MOST_MATCHED_COLUMNS, place].double().norm(dim=0)
+    close = distance <= 4 * max(tolerance, 1e-6) * norms.clamp_min(1e-12)
     return order if bool(close.all()) else None
 
 
@@ -93,9 +99,8 @@ def _ratio(e: Evidence) -> float | None:
     if found is None or found[0].shape != found[1].shape or not found[0].is_floating_point():
         return None
     here, there = (t.double() for t in found)
-    square = float((there * there).sum())
-    ratio = float((here * there).sum()) / square if square else 0.0
-    if not ratio or abs(ratio - 1) <= e.tolerance:
+    ratio = sum_tensors(there.cpu(), here.cpu()).factor
+    if not abs(ratio - 1) > e.tolerance or not ratio:
         return None
     return ratio if e.equal(here, there * ratio) else None
 
@@ -126,14 +131,17 @@ def missing_bias(e: Evidence) -> str:
         return ""
     here, there = found
     tokens = [i for i, axis in enumerate(canonical_axes(e.match.row.here)) if axis in (*TOKEN_AXES, "k")]
-    difference = here - there
-    mean = difference.mean(tokens, keepdim=True)
-    if math.prod(here.shape[i] for i in tokens) < 3 or not e.equal(here, there + mean):
+    rows = math.prod(here.shape[i] for i in tokens)
+    if rows < FEWEST_ROWS:
+        return ""
+    here, there = (t.movedim(tokens, list(range(len(tokens)))).reshape(rows, -1) for t in found)
+    mean, _ = fit_common_vector(here - there)
+    if not e.equal(here, there + mean):
         return ""
     path = e.match.row.other[0].partition(":")[0]
     for name, sign in ((f"{path}.bias", -1), (f"{path}.bias", 1)):
         bias = e.parameter(name)
-        if bias is not None and _contains(bias, sign * mean.flatten(), e):
+        if bias is not None and _contains(bias, sign * mean, e):
             what = "is missing in Megatron" if sign < 0 else "is added twice in Megatron"
             return f"the bias {name} {what}"
     return "the difference is the same vector for all tokens: a bias that only one of the models has"
@@ -169,7 +177,7 @@ def bf16_values(e: Evidence) -> str:
 
 
 def _is_bf16(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.bfloat16().to(tensor.dtype)).all())
+    return bool(find_on_grid(tensor.float(), GRID_DTYPES[torch.float32]["bf16"]).all())
 
 
 def other_mask(e: Evidence) -> str:
@@ -195,9 +203,9 @@ def shifted_vocabulary(e: Evidence) -> str:
     tokens = e.batch.tokens.reshape(-1)
     ids = tokens.unique()
     rows = torch.stack([here.reshape(-1, here.shape[-1])[(tokens == i).int().argmax()] for i in ids])
-    distance = torch.cdist(rows, table, compute_mode=EXACT)
-    nearest = distance.argmin(1)
-    if float(distance.amin(1).max()) > max(e.tolerance, 1e-6) * 4 * float(table.norm(dim=1).max()):
+    nearest, distance = match_rows(rows, table)
+    greatest = float(table[:, :MOST_MATCHED_COLUMNS].norm(dim=1).max())
+    if float(distance.max()) > max(e.tolerance, 1e-6) * 4 * greatest:
         return ""
     shifts = ((nearest - ids) % len(table)).unique().tolist()
     if len(shifts) == 1 and shifts[0]:

@@ -308,3 +308,13 @@ def has_grids(a: Tensor, b: Tensor) -> bool:
 def view_bits(values: Tensor) -> Tensor:
     """The bits of each entry, as an integer of its size."""
     return values.contiguous().view(INTEGER_VIEWS[values.itemsize])
+
+
+def find_on_grid(values: Tensor, bits: int) -> Tensor:
+    """Whether each entry is one that a narrower dtype represents.
+
+    Args:
+        values: of one of `GRID_DTYPES`.
+        bits: the low bits that are zero in the narrower dtype.
+    """
+    return (view_bits(values) & ((1 << bits) - 1)) == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.block_sums import GRID_DTYPES, BlockSums, view_bits
+from megatron_flex.compare.block_sums import GRID_DTYPES, BlockSums, find_on_grid
 
 MICROBATCH = "microbatch"
 SMALL_ROW = 0.25  # of the norm of an average row
@@ -151,7 +151,7 @@ class DifferenceProfile:
             resolved = abs(counts[0] - counts[1]) > GRID_CONTRAST * a.numel()
             exact = list(counts)
             for run, (totals, values) in enumerate(((grid.a, a), (grid.b, b)) if resolved else ()):
-                entries = sum_by_dim((view_bits(values) & ((1 << grid.bits) - 1)).eq(0).double())
+                entries = sum_by_dim(find_on_grid(values, grid.bits).double())
                 exact[run] = int(entries[0].sum())
                 found = [entries[0].sum().reshape(1)] * (len(places) - len(entries)) + entries
                 for total, part, where in zip(totals, found, places, strict=True):

@@ -20,7 +20,8 @@ from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, Sizes, spans
 
-MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are matched against each other
+MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 4096, 512  # at most this many are matched against each other
+FEWEST_ROWS = 3  # of a difference that may be one vector
 MOST_LISTED = 8  # entries listed in a sentence
 FACTOR_SHARE = 0.3  # of the difference's energy
 FACTOR_COSINE = 0.7  # of the two: half of the difference of unrelated tensors is along each of them
@@ -153,6 +154,16 @@ def find_constant_factor(
     return f"{CONSTANT_FACTOR}, {digits}" + (f", which is {' or '.join(wording)}" if wording else "")
 
 
+def fit_common_vector(rows: Tensor) -> tuple[Tensor, float]:
+    """The vector that all rows of a difference share, and what it leaves of the difference's norm.
+
+    Args:
+        rows: `[rows, features]`, of which fewer than `FEWEST_ROWS` prove nothing.
+    """
+    vector, norm = rows.mean(0), float(rows.norm())
+    return vector, float((rows - vector).norm()) / norm if norm else 0.0
+
+
 def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
     """Whether the difference is one vector, the same in each row: a bias, added or omitted.
 
@@ -162,13 +173,24 @@ def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
         scale: the norm of the compared tensor.
     """
     rows = difference.reshape(len(difference), -1)
-    if len(rows) < 3 or rows.shape[1] < 2:
+    if len(rows) < FEWEST_ROWS or rows.shape[1] < 2:
         return ""
-    mean = rows.mean(0, keepdim=True)
-    spread = float((rows - mean).norm())
-    if float(mean.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and spread < 1e-3 * float(rows.norm()):
+    vector, left = fit_common_vector(rows)
+    if float(vector.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and left < 1e-3:
         return f"the difference is the same vector for all {name}: a bias added too often or left out"
     return ""
+
+
+def match_rows(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the number of the nearest one among others, and the distance to it.
+
+    Args:
+        rows: `[rows, features]`.
+        others: likewise. At most `MOST_MATCHED_COLUMNS` features count.
+    """
+    rows, others = (t[:, :MOST_MATCHED_COLUMNS].double() for t in (rows, others))
+    place = torch.cdist(rows, others).argmin(1)
+    return place, (rows - others[place]).norm(dim=1)  # cdist takes small distances from large products
 
 
 def find_permutation(
@@ -200,7 +222,7 @@ def find_permutation(
         places = torch.tensor(order(len(left)))
         if float((left[places] - right).norm(dim=1).max()) <= close:
             return f"{name} are permuted: {wording}"
-    distance, place = torch.cdist(right[wrong], left).min(1)
+    place, distance = match_rows(right[wrong], left)
     if float((distance <= close).double().mean()) < 0.9:
         return ""
     pairs = _compress_moves([(numbers[int(i)], numbers[int(p)]) for i, p in zip(wrong, place, strict=True)])
@@ -387,7 +409,7 @@ def explain_divergence(
     zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
     if zeros:
         return [Hint("zero", f"all entries of {zeros[0]} are 0")], []
-    ratio = found.dots / found.squares_a
+    ratio = found.factor
     rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
         return [Hint("constant factor", hint)], []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.block_sums import GRID_DTYPES, INTEGER_VIEWS
+from megatron_flex.compare.block_sums import GRID_DTYPES, find_on_grid
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
 from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
 
@@ -39,7 +39,6 @@ UNRELATED_SIZE, UNRELATED_SHARE = 0.5, 0.9  # half of the difference of unrelate
 ROW_WIDTH = 8  # features, fewer of which have much of any difference along themselves
 GRID_SHARE, GRID_SHARE_OTHER, GRID_ENTRIES = 0.999, 0.5, 64  # of B, of A, and entries of a block
 HEAD_DIMS = ("n", "g")
-INTEGER_VIEWS_OF = {dtype: INTEGER_VIEWS[dtype.itemsize] for dtype in GRID_DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +314,11 @@ def check_partial_sums(
     """
     counts: dict[tuple[str, int], Tensor] = {}
     for axis, coord, part in parts:
-        if part.dtype not in INTEGER_VIEWS_OF:
+        if part.dtype not in GRID_DTYPES:
             return None
-        bits = part.contiguous().view(INTEGER_VIEWS_OF[part.dtype])[part != 0]
-        on_grid = [int(((bits & ((1 << grid.bits) - 1)) == 0).sum()) for grid in profile.grids]
-        found = torch.tensor([bits.numel(), *on_grid])
+        part = part[part != 0]
+        on_grid = [int(find_on_grid(part, grid.bits).sum()) for grid in profile.grids]
+        found = torch.tensor([part.numel(), *on_grid])
         counts[axis, coord] = counts.get((axis, coord), torch.zeros_like(found)) + found
     for at, grid in enumerate(profile.grids, 1):
         other = (grid.total_a if run == "B" else grid.total_b) / max(profile.count, 1)

@@ -187,6 +187,11 @@ class DifferenceSums:
         return math.sqrt(self.squares) / scale if scale else 0.0
 
     @property
+    def factor(self) -> float:
+        """The factor between both that fits best, B over A; NaN if A is zero."""
+        return self.dots / self.squares_a if self.squares_a else math.nan
+
+    @property
     def peak_share(self) -> float:
         """The greatest difference over the greatest entry."""
         return self.greatest / self.peak if self.peak else 0.0
