@@ -320,11 +320,9 @@ def test_tolerance_grows_with_depth_and_on_the_way_back(tmp_path: Path) -> None:
 def test_a_constant_factor_has_a_name(tmp_path: Path) -> None:
     value = tensor()
     result = of_one(tmp_path, value, value / 8)
-    (hint,) = result.hints
-    assert_names(hint, 0.125, "1 / (dp x cp x tp)")
+    assert any_names(result.hints, 0.125, "1 / (dp x cp x tp)")
     result = of_one(tmp_path / "no", value, value * 3)
-    (hint,) = result.hints
-    assert_names(hint, "B", "A", 3)
+    assert any_names(result.hints, "B", "A", 3)
 
 
 def test_zigzag_taken_for_contiguous(tmp_path: Path) -> None:
