@@ -286,7 +286,7 @@ def test_a_preset_that_cannot_stand_somewhere_is_refused_at_once_on_all_ranks() 
     first, second = run(2, refused, Case("pp2", pp=2, layers=2))
     assert first == second
     expected: list[tuple[object, ...]] = [
-        ("ablate_heads", MID, "[s, b, h]", "q", "scores"),
+        ("ablate_heads", MID, "[s, b, h]", "core_attention:output"),
         ("steer", MID, 32),
         ("mean", "loss:output", "[b, s]", "'h'"),
         ("patch", "decoder.layers.1:mid", "decoder.layers", "edits.write()"),
