@@ -75,8 +75,8 @@ def align(
 
     Examples:
         >>> print(align(hf_model, flex, tokens))
-        Hugging Face LlamaForCausalLM and Megatron on one rank
         agrees: 135 hook points, greatest error ...
+        Hugging Face LlamaForCausalLM and Megatron on one rank
     """
     session = flex.session
     first = all(axis.coord == 0 for axis in session.mesh)

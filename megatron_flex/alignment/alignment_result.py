@@ -11,6 +11,7 @@ from typing import Any
 from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.tensor_difference import EQUAL, Difference
+from megatron_flex.compare.compared_result import ComparedResult, TableRow
 
 BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
 
@@ -73,7 +74,7 @@ class LayerVerdict:
 
 
 @dataclass(frozen=True)
-class Alignment:
+class Alignment(ComparedResult):
     """What `align` found.
 
     Attributes:
@@ -95,6 +96,14 @@ class Alignment:
         >>> worst.accumulated.error < 1e-5
         True
     """
+
+    HEADS = (
+        "part",
+        "as the models run",
+        ">error / tolerance",
+        "with equal layer input",
+        ">error / tolerance",
+    )
 
     model: str
     sites: tuple[SiteVerdict, ...]
@@ -134,7 +143,8 @@ class Alignment:
 
         Examples:
             >>> align(hf_model, flex, tokens).summary()
-            ['agrees: 135 hook points, greatest error ...']
+            ['agrees: 135 hook points, greatest error ...', 'Hugging Face LlamaForCausalLM and Megatron on one
+             rank']
         """
         return list(self._summary())
 
@@ -158,19 +168,23 @@ class Alignment:
             ill = [v.part for v in self.layers if v.isolated]
             if ill:
                 yield f"parts that differ by themselves: {', '.join(ill)}"
+        yield self.model
         yield from self.notes
 
-    def __str__(self) -> str:
-        return "\n".join((self.model, *self.summary()))
+    def table_rows(self, most: int | None = None) -> list[TableRow]:
+        """Return the two verdicts of each layer."""
+        first = self.first
+        return [
+            TableRow(
+                (layer.part, *_cells(layer.accumulated, layer.accumulated_error))
+                + (_cells(layer.isolated, layer.isolated_error) if self.isolates else ("", "")),
+                bool(layer.accumulated or layer.isolated),
+                first is not None and layer.part == first.part,
+            )
+            for layer in self.layers[:most]
+        ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data.
-
-        Examples:
-            >>> sorted(align(hf_model, flex, tokens).to_json())
-            ['agrees', 'causes', 'first', 'gradients', 'isolates', 'layers', 'model', 'notes', 'runs',
-             'sites', 'summary', 'uncompared']
-        """
+    def _content(self) -> dict[str, Any]:
         first = self.first
         return {
             "model": self.model,
@@ -181,6 +195,7 @@ class Alignment:
             "first": None if first is None else first.site,
             "causes": list(self.causes),
             "notes": list(self.notes),
+            "table": [asdict(row) for row in self.table_rows()],
             "layers": [asdict(layer) for layer in self.layers],
             "sites": [asdict(site) for site in self.sites],
             "gradients": [asdict(site) for site in self.gradients],
@@ -223,6 +238,11 @@ def _layer(part: str, sites: Sequence[SiteVerdict]) -> LayerVerdict:
         max(_share(s.accumulated.error, s.accumulated_tolerance) for s in sites),
         max(_share(s.isolated.error, s.isolated_tolerance) for s in sites),
     )
+
+
+def _cells(site: str, share: float) -> tuple[str, str]:
+    """The first site that differs, and the greatest error over its tolerance."""
+    return site or "agrees", f"{share:.2g}"
 
 
 def _share(error: float, tolerance: float) -> float:

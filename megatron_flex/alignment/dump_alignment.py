@@ -67,8 +67,8 @@ def align_dumps(
 
     Examples:
         >>> print(align_dumps("dumps/hf", "dumps/run"))
-        llama in dumps/hf and Megatron in dumps/run
         agrees: ... hook points, greatest error ...
+        llama in dumps/hf and Megatron in dumps/run
     """
     with open_dump(hf_dump) as one, open_dump(megatron_dump) as two:
         theirs, ours = (two, one) if one.manifest.framework == MEGATRON else (one, two)

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from megatron_flex.alignment import Alignment
 from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import NameTable, make_console, print_json
 from megatron_flex.cli.launch_command import torchrun_command
+from megatron_flex.compare.compared_result import TableRow
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flag_prefix import flag_prefix
 
@@ -103,25 +105,13 @@ def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> N
 
 
 def print_alignment(out: Console, found: dict[str, Any]) -> None:
-    """The two verdicts of each layer, and the summary."""
-    rows = NameTable(
-        "part", "as the models run", ">error / tolerance", "with equal layer input", ">error / tolerance"
-    )
-    for layer in found["layers"]:
-        cells = [
-            layer["part"],
-            layer["accumulated"] or "agrees",
-            f"{float(layer['accumulated_error']):.2g}",
-            *(
-                (layer["isolated"] or "agrees", f"{float(layer['isolated_error']):.2g}")
-                if found["isolates"]
-                else ("", "")
-            ),
-        ]
-        rows.add_row(
-            *cells, style="bold red" if layer["isolated"] else "red" if layer["accumulated"] else None
-        )
-    out.print(found["model"], soft_wrap=True)
-    rows.print(out)
+    """The summary, and below it the two verdicts of each layer where the models differ."""
     for line in found["summary"]:
         out.print(line, style="green" if line.startswith("agrees") else None, soft_wrap=True)
+    if found["agrees"]:
+        return
+    out.print()
+    rows = NameTable(*Alignment.HEADS)
+    for row in found["table"]:
+        rows.add_row(*row["cells"], style=TableRow(**row).style)
+    rows.print(out)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow
 from megatron_flex.errors import name_ranks
 from megatron_flex.notebook_html import (
     BAD_COLOUR,
@@ -20,11 +21,6 @@ from megatron_flex.notebook_html import (
     html_lines,
     html_table,
 )
-from megatron_flex.text_table import format_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 Verdict = Literal[
     "equal", "not distinguishable from round-off", "diverges", "incomplete", "cannot be compared"
@@ -32,7 +28,6 @@ Verdict = Literal[
 INDISTINGUISHABLE: Verdict = "not distinguishable from round-off"
 INCOMPARABLE: Verdict = "cannot be compared"
 INCOMPLETE: Verdict = "incomplete"
-MOST_SHOWN = 20  # rows of a shortened table
 COMPARISON_HEADS = (
     "site",
     "iteration",
@@ -212,7 +207,7 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ComparedResult):
     """The result of comparing two dumps.
 
     Attributes:
@@ -236,6 +231,8 @@ class Comparison:
         diverges: first at decoder.layers.3:input (value), iteration 0
         ...
     """
+
+    HEADS = COMPARISON_HEADS
 
     a: str
     b: str
@@ -301,16 +298,9 @@ class Comparison:
         """Whether something is missing without permission."""
         return bool(self.missing) and not self.allow_missing
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for `json.dump`; infinite and undefined numbers as text.
-
-        Examples:
-            >>> from megatron_flex.compare import compare
-            >>> compare("dumps/run", "dumps/changed").to_json()["first"]["name"]
-            'decoder.layers.3:input'
-        """
+    def _content(self) -> dict[str, Any]:
         first = self.first
-        content = {
+        return {
             "verdict": self.verdict,
             "exit_status": self.exit_status,
             "incomparable": self.incomparable,
@@ -327,8 +317,6 @@ class Comparison:
             "incomplete": self.incomplete,
             "rows": [{**asdict(r), "diverges": r.diverges} for r in self.rows],
         }
-        plain: dict[str, Any] = _to_plain(content)
-        return plain
 
     def shown(self, most: int = MOST_SHOWN) -> list[Row]:
         """Return the most informative rows: around the first divergence, or those nearest to their tolerance.
@@ -484,34 +472,14 @@ class Comparison:
             self.incomplete
         )
 
-    def table(self, most: int = MOST_SHOWN) -> Table:
-        """Return a table for `rich.print`.
-
-        Raises:
-            ImportError: rich is not installed.
-
-        Examples:
-            >>> import rich
-            >>> from megatron_flex.compare import compare
-            >>> table = compare("dumps/run", "dumps/changed").table(most=2)
-            >>> table.row_count  # rich.print(table)
-            2
-        """
-        from rich.table import Table
-
-        table = Table(*COMPARISON_HEADS)
-        for row in self.shown(most):
-            style = "bold red" if row is self.first else ("red" if row.diverges else None)
-            table.add_row(*format_row_cells(row), style=style)
-        return table
+    def table_rows(self, most: int = MOST_SHOWN) -> list[TableRow]:
+        """Return the rows of the table for `shown(most)`."""
+        first = self.first
+        return [TableRow(format_row_cells(r), r.diverges, r is first) for r in self.shown(most)]
 
     def _repr_html_(self) -> str:  # imports this file
 
         return render_comparison(self)
-
-    def __str__(self) -> str:
-        lines = format_table([format_row_cells(r) for r in self.shown()], COMPARISON_HEADS)
-        return "\n".join([*self.summary(), "", *lines])
 
 
 def format_row_cells(row: Row) -> tuple[str, ...]:
@@ -532,16 +500,6 @@ def format_row_cells(row: Row) -> tuple[str, ...]:
 
 def _describe_kind(kind: str) -> str:
     return kind.replace("_", " ").replace("parameter gradient", "gradient of a parameter")
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _to_plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 GOOD = "rgba(42,157,74,.25)"

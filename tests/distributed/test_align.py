@@ -436,7 +436,7 @@ def test_the_page_runs() -> None:
     code = "\n".join(mine(ROOT / "docs" / "align.md"))
     first, second = run(TENSOR.world, page, code)
     assert first == second
-    assert_names(first[0].splitlines()[1], 151)
+    assert_names(first[0].splitlines()[0], 151)
     assert float(first[1]) < BOUND
     assert first[2] == (
         "decoder.layers.1.self_attention.core_attention:q model.layers.1.self_attn:query b n s d -> s b n d"

@@ -50,6 +50,18 @@ def test_the_first_difference_and_its_cause_are_named(tmp_path: Path) -> None:
     assert "#first" not in (tmp_path / "equal.html").read_text("utf-8")
 
 
+def test_the_verdict_is_the_first_line_and_a_table_follows_where_the_models_differ() -> None:
+    verdicts = (verdict(GOOD, "0", 0.01), verdict(BAD, "1", 1.0))
+    found = Alignment("Llama", verdicts, notes=("padded",))
+    lines = str(found).splitlines()
+    assert_names(lines[0], BAD)
+    assert lines.index("Llama") < lines.index("padded") < lines.index("")
+    rows = [line.split() for line in lines[lines.index("") + 2 :]]
+    assert [(row[0], row[1]) for row in rows] == [("0", "agrees"), ("1", BAD)]
+    assert [row.is_first for row in found.table_rows()] == [False, True]
+    assert "" not in str(Alignment("Llama", verdicts[:1])).splitlines()
+
+
 def test_names_with_markup_stay_text(tmp_path: Path) -> None:
     name = "<img src=x onerror=owned()>:output"
     found = Alignment("<blink>", (verdict(name, "0", 1.0),), causes=(name,), uncompared={name: name})
