@@ -44,6 +44,7 @@ REPLACED_FLAGS = (
 )
 # Megatron's first loss scale, 2^32, overflows gradients in fp16: it would skip the few steps of these runs.
 LOSS_SCALE_FLAGS, LOSS_SCALE = ("--loss-scale", "--initial-loss-scale"), 2**16
+SCHEDULE_FLAG = "--step-batch-size-schedule"  # such as "0:768 250B:1536"
 DEFAULT_SITES = ("decoder.layers.*", "loss")
 
 
@@ -162,11 +163,13 @@ def plan_two_layouts(
     if checkpoint is None:
         checkpoint = out / "checkpoint"
         least = worlds.index(min(worlds))
-        saving = ["--train-iters", "1", "--save", str(checkpoint), "--save-interval", "1"]
+        # Nothing loads the optimizer's state, and Megatron cannot save it where only some layers are frozen.
+        saving = ["--save", str(checkpoint), "--save-interval", "1", "--no-save-optim"]
+        saving += _bound_iterations(common[least], 1)
         runs.append(LayoutRun("save a checkpoint", worlds[least], (*common[least], *saving)))
     dumps = out / "first", out / "second"
     for title, folder, flags, world in zip(("first", "second"), dumps, common, worlds, strict=True):
-        loading = ["--load", str(checkpoint), "--finetune", "--train-iters", str(iterations)]
+        loading = ["--load", str(checkpoint), "--finetune", *_bound_iterations(flags, iterations)]
         ours = ["--flex-dump", str(folder), "--flex-gradients", "--flex-sites", *sites]
         ours += ["--flex-dump-parameters", "**"] if parameters else []
         ours += ["--flex-report", str(out / "report.txt")]
@@ -190,6 +193,19 @@ def _fixed_flags() -> list[str]:
         *("--ckpt-format", "torch_dist", "--hidden-dropout", "0", "--attention-dropout", "0"),
         *("--eval-iters", "0", "--eval-interval", "1000000", "--lr-warmup-iters", "0"),
     ]
+
+
+def _bound_iterations(words: Sequence[str], iterations: int) -> list[str]:
+    """The flags that end a run after so many iterations.
+
+    Under a schedule of batch sizes Megatron makes a dataset of as many samples as iterations of its smallest
+    batch need, and runs out of them. Such a run has samples for its largest batch, and exits by itself.
+    """
+    *_, schedule = ["", *_list_values(words, SCHEDULE_FLAG)]
+    if not schedule:
+        return ["--train-iters", str(iterations)]
+    sizes = [parse_count(step.rpartition(":")[2], SCHEDULE_FLAG) for step in schedule.split()]
+    return ["--train-samples", str(iterations * max(sizes)), "--exit-interval", str(iterations)]
 
 
 def _list_loss_scale(words: Sequence[str]) -> list[str]:

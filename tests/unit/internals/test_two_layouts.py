@@ -136,3 +136,16 @@ def test_a_failure_shows_the_exception_and_not_the_launchers() -> None:
 def test_fp16_has_a_loss_scale_that_does_not_overflow(flags: str, scale: list[str]) -> None:
     _, words = plan("--tensor-model-parallel-size 1", f"a.py --tensor-model-parallel-size 2 {flags}")
     assert [values(w, "--initial-loss-scale") for w in words] == [scale] * 3
+
+
+@pytest.mark.parametrize("glued", [False, True])
+def test_a_schedule_of_batch_sizes_has_samples_for_its_largest(glued: bool) -> None:
+    schedule = "0:8 1K:32 2K:16"
+    flag = [f"--step-batch-size-schedule={schedule}"] if glued else ["--step-batch-size-schedule", schedule]
+    words = ["train.py", *flag, "--train-samples", "1000000"]
+    plan = plan_two_layouts(words, "--tensor-model-parallel-size 2", Path("o"), iterations=3)
+    for run, count in zip(plan.runs, (1, 3, 3), strict=True):
+        assert "--train-iters" not in run.words
+        assert schedule in " ".join(run.words)
+        assert run.words[run.words.index("--train-samples") + 1] == str(32 * count)
+        assert run.words[run.words.index("--exit-interval") + 1] == str(count)
