@@ -522,7 +522,7 @@ class _Comparer:
         noise = min(tested.floor, 0.5)
         patterns, places = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
         exceeding = [o for o in tested.outcomes if o.excess > 1]
-        constant = any(p.cause == "constant factor" for p in patterns)
+        constant = any(p.cause in ("constant factor", "same vector") for p in patterns)
         if not constant and any(o.test in ("norm", "peak") for o in exceeding):
             # Most of a large difference may lie along A, as of a gradient with a summand left out.
             exceeding = [o for o in exceeding if o.test != "factor"]

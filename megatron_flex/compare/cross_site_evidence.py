@@ -122,20 +122,37 @@ class CrossSiteEvidence(ComparedRuns):
         )
 
     def _find_unsummed_keys(self, item: ComparedTensor, iteration: int) -> Iterator[Hint]:
-        """Whether gradients of keys and values differ, and that of queries agrees, under context parallelism.
+        """Whether gradients of keys or values differ that several ranks use, and what is behind them agrees.
 
-        Queries stay on their rank; keys and values are read by the queries of all ranks.
+        Queries stay on their rank. Keys and values are read by the queries of all context parallel ranks;
+        those of a head that several tensor parallel ranks have, and the rotary part of latent attention,
+        also by those of other heads.
         """
         module, _, point = item.site.partition(":")
-        if item.kind != GRADIENT or point not in ("k", "v") or "cp" not in self.axes:
+        parent, _, role = module.rpartition(".")
+        behind = ComparedTensor(f"{module}:q", GRADIENT, item.call)
+        axis = "cp" if role == "core_attention" else "tp"
+        if role == "linear_kv_down_proj" and point == "output":
+            behind = ComparedTensor(f"{parent}.core_attention:k", GRADIENT, item.call)
+        elif point not in ("k", "v") or (axis == "tp" and not self._has_copies(item)):
             return
-        row = self.find_row(ComparedTensor(f"{module}:q", GRADIENT, item.call), iteration)
+        row = self.find_row(behind, iteration) if item.kind == GRADIENT and axis in self.axes else None
         if row is not None and not row.diverges:
             yield Hint(
                 "keys and values",
                 f"{row.name} agrees and {item.name} does not: the sum of the gradients of keys and values "
-                "over cp is missing or partial",
+                f"over {axis} is missing or partial",
             )
+
+    def _has_copies(self, item: ComparedTensor) -> bool:
+        """Whether several tensor parallel ranks of a run hold the same heads of a value."""
+        for side in (self.a, self.b):
+            layout = side.layout(ComparedTensor(item.site, VALUE, item.call))
+            if layout is not None and "tp" in side.axis_sizes:
+                cuts = [c for d in layout.dims for c in d.cuts if c.axis == "tp"]
+                if not cuts or any(c.copies > 1 for c in cuts):
+                    return True
+        return False
 
     def _is_replicated(self, name: str) -> bool:
         layout = self.b.layout(ComparedTensor(name, PARAMETER))

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump
 from megatron_flex.compare.hint import Hint
+from megatron_flex.compare.rank_factors import find_rank_factors
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, Sizes, spans
@@ -24,6 +25,7 @@ MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 4096, 512  # at most this many are mat
 FEWEST_ROWS = 3  # of a difference that may be one vector
 MOST_LISTED = 8  # entries listed in a sentence
 FACTOR_SHARE = 0.3  # of the difference's energy
+ERASED = 1e-6  # of the difference's energy, that may be elsewhere than at zeros
 FACTOR_COSINE = 0.7  # of the two: half of the difference of unrelated tensors is along each of them
 NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
 RIGHT_CONTRAST = 1000.0  # of the median over the energy of an entry that has round-off only
@@ -162,6 +164,28 @@ def fit_common_vector(rows: Tensor) -> tuple[Tensor, float]:
     """
     vector, norm = rows.mean(0), float(rows.norm())
     return vector, float((rows - vector).norm()) / norm if norm else 0.0
+
+
+def find_constant_offset(
+    pair: TensorPair, found: DifferenceSums, mean: float, rest: float, axes: Mapping[str, int]
+) -> str:
+    """Whether one is the other plus a number, in a tensor of one number for each token, such as the loss.
+
+    Args:
+        pair: the tensor in both dumps.
+        found: its statistics.
+        mean: of the difference.
+        rest: the norm of what the best-fitting factor leaves, which is more than the number leaves.
+        axes: sizes whose logarithm the number could be, by name.
+    """
+    if found.count < 4 or not set(pair.dims) <= {SAMPLE_AXIS, TOKEN_AXIS}:
+        return ""
+    left = math.sqrt(max(found.squares - found.count * mean * mean, 0.0))
+    if left > 1e-3 * math.sqrt(found.squares) or left >= 0.1 * rest:
+        return ""
+    named = [n for n, s in axes.items() if s > 1 and math.isclose(abs(mean), math.log(s), rel_tol=1e-3)]
+    logarithm = f", which is the logarithm of {' or '.join(named)}" if named else ""
+    return f"B is A {'plus' if mean > 0 else 'minus'} {abs(mean):.6g} everywhere{logarithm}"
 
 
 def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
@@ -402,7 +426,7 @@ def explain_divergence(
         return [Hint("place", text)], []
     if pair.a.dtype.is_complex or pair.b.dtype.is_complex:
         return [], []  # the patterns are of real numbers
-    energies, norms = _measure_energies(pair, most, found.broken > 0)
+    energies, erased, mean = _measure_energies(pair, most, found.broken > 0)
     if found.broken:
         text = f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"
         return [Hint("not finite", text)], _find_error_places(pair, energies, held)
@@ -411,7 +435,11 @@ def explain_divergence(
         return [Hint("zero", f"all entries of {zeros[0]} are 0")], []
     ratio = found.factor
     rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
+    if hint := find_constant_offset(pair, found, mean, rest * math.sqrt(found.squares_b), axes):
+        return [Hint("same vector", hint)], []
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
+        return [Hint("constant factor", hint)], []
+    if hint := find_rank_factors(pair, held, most):
         return [Hint("constant factor", hint)], []
     share = (ratio - 1) ** 2 * found.squares_a / found.squares
     hints: list[Hint] = []
@@ -425,8 +453,8 @@ def explain_divergence(
     hints += _find_permutations(pair, found, held, most, noise)
     hints += [
         Hint("zero", f"{n} is zero wherever they differ")
-        for n, squares in zip("AB", norms, strict=True)
-        if not squares
+        for n, squares in zip("AB", erased, strict=True)
+        if squares >= (1 - ERASED) * found.squares
     ]
     return list(dict.fromkeys(hints)), _find_error_places(pair, energies, held, all_dims=not hints)
 
@@ -448,22 +476,25 @@ def _name_entries(dim: str) -> str:
     return ENTRY_NAMES.get(dim, f"entries along {dim!r}")
 
 
-def _measure_energies(pair: TensorPair, most: int, broken: bool) -> tuple[list[Tensor], tuple[float, float]]:
-    """For each dim the squares of the difference, summed over all others; those of A and B where they differ.
+def _measure_energies(
+    pair: TensorPair, most: int, broken: bool
+) -> tuple[list[Tensor], tuple[float, float], float]:
+    """For each dim the squares of the difference, summed over all others; those at zeros of each; the mean.
 
     Where one of the two is not finite, only those entries count, as 1.
     """
     out = [torch.zeros(n, dtype=torch.float64) for n in pair.shape]
-    norms = 0.0, 0.0
+    erased, total = (0.0, 0.0), 0.0
     for block, a, b in pair.blocks(most):
         left, right = a.double(), b.double()
-        unlike = left != right
-        squares = (unlike & ~(right - left).isfinite()).double() if broken else (right - left).square()
-        norms = norms[0] + float(left[unlike].square().sum()), norms[1] + float(right[unlike].square().sum())
+        difference = right - left
+        squares = ((left != right) & ~difference.isfinite()).double() if broken else difference.square()
+        erased = erased[0] + float(squares[left == 0].sum()), erased[1] + float(squares[right == 0].sum())
+        total += float(difference.sum())
         for dim, part in enumerate(block):
             others = [d for d in range(squares.ndim) if d != dim]
             out[dim][part] += squares.sum(others) if others else squares
-    return out, norms
+    return out, erased, total / max(1, math.prod(pair.shape))
 
 
 def _find_permutations(

@@ -27,7 +27,7 @@ CHOICE_FIELDS = (  # of the configuration, by which experts are chosen
     "moe_token_drop_policy",
 )
 AUXILIARY_FIELDS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-CAPACITY = "moe_expert_capacity_factor"
+CAPACITY, BALANCING = "moe_expert_capacity_factor", "moe_router_load_balancing_type"
 SAME_PART = 0.05  # of what differs in gradients of logits, that a scale of the auxiliary loss leaves
 
 
@@ -78,10 +78,7 @@ class RouterCauses(ComparedRuns):
         if dropped:
             yield from self._explain_drops(models, dropped)
         else:
-            unseen = (
-                "the expert bias" if models[0].get("moe_router_enable_expert_bias") else "groups or a bias"
-            )
-            yield Hint("router", f"the logits agree: {unseen} of the router differs")
+            yield Hint("router", f"the logits agree: {_describe_choice(models[0])}")
 
     def _explain_drops(self, models: Sequence[Mapping[str, object]], runs: Sequence[str]) -> Iterator[Hint]:
         factor = models[0].get(CAPACITY)
@@ -152,6 +149,14 @@ class RouterCauses(ComparedRuns):
         if isinstance(found, str) or len(found) != 1 or found[0].numbers != pair.numbers:
             return None
         return found[0].read([slice(0, n) for n in pair.shape])[0].double()
+
+
+def _describe_choice(model: Mapping[str, object]) -> str:
+    """What chooses other experts by equal logits, in this configuration."""
+    if model.get(BALANCING) == "sinkhorn":
+        return f"{BALANCING}=sinkhorn balances the tokens of a rank and a microbatch"
+    unseen = "the expert bias" if model.get("moe_router_enable_expert_bias") else "groups or a bias"
+    return f"{unseen} of the router differs"
 
 
 def compute_logits_gradient(

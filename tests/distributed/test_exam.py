@@ -16,7 +16,11 @@ from tests.support.planted import Bench
 
 pytest.importorskip("megatron.core")
 
-CHEAP = ["final layernorm under sequence parallelism", "attention sinks in the gradient norm"]
+CHEAP = [
+    "final layernorm under sequence parallelism",
+    "attention sinks in the gradient norm",
+    "prediction beside the embedding",
+]
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.name in CHEAP], ids=lambda r: r.name)

@@ -376,6 +376,86 @@ def test_gradients_of_keys_that_were_not_summed_name_cp(tmp_path: Path) -> None:
     assert any_names(result.hints, "cp")
 
 
+PER_TOKEN = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("b")))  # of a loss
+
+
+def loss_of_ranks(tmp_path: Path, a: Tensor, b: Tensor) -> Comparison:
+    """The loss of each token, whose sequence two context parallel ranks share."""
+    dumps.write(tmp_path / "a", {"loss:output": given(a, PER_TOKEN)})
+    dumps.write(tmp_path / "b", {"loss:output": given(b, PER_TOKEN)}, mesh={"cp": 2})
+    return compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_ranks_that_weigh_their_tokens_differently(tmp_path: Path) -> None:
+    """Each sample has factors of its own, and the ranks too."""
+    value, wrong = dumps.random(1, 2, 64), dumps.random(1, 2, 64)
+    value[:, :, :5] = wrong[:, :, :5] = 0  # tokens that do not count
+    first = torch.tensor([*range(16), *range(48, 64)])  # of the first rank
+    wrong[:, 0, first] *= 0.875
+    wrong[:, 1] *= 1.25
+    wrong[:, 1, first] *= 2
+    result = loss_of_ranks(tmp_path, value, wrong)
+    assert result.causes == ["constant factor"]
+    assert any_names(result.hints, "cp", "0.875, 1", 0, "2.5, 1.25", 1), result.hints
+    wrong[:, 1, 20:30] *= 3  # of some tokens of a rank
+    assert loss_of_ranks(tmp_path / "no", value, wrong).causes == []
+
+
+def test_a_number_added_to_the_loss_of_all_tokens(tmp_path: Path) -> None:
+    value = 3 + dumps.random(1, 2, 64).abs()
+    result = loss_of_ranks(tmp_path, value, value + math.log(2))
+    assert result.causes == ["same vector"]
+    assert any_names(result.hints, "B", "A", 0.693147, "cp"), result.hints
+    result = loss_of_ranks(tmp_path / "factor", torch.ones(1, 2, 64), torch.full((1, 2, 64), 2.0))
+    assert result.causes == ["constant factor"], "of equal entries a factor is named, as before"
+
+
+def test_entries_that_one_run_left_out_are_zero_beside_round_off(tmp_path: Path) -> None:
+    value = tensor()
+    wrong = value * (1 + 1e-7 * tensor(9))
+    wrong[..., ::3] = 0
+    result = of_one(tmp_path, value, wrong)
+    assert result.causes == ["zero"]
+
+
+@pytest.mark.parametrize(
+    ("site", "behind", "cut"),
+    [
+        ("self_attention.linear_qkv:v", "self_attention.linear_qkv:q", Cut("tp", copies=2)),
+        ("self_attention.linear_qkv:k", "self_attention.linear_qkv:q", None),
+        ("self_attention.linear_kv_down_proj:output", "self_attention.core_attention:k", None),
+    ],
+    ids=["a head of several ranks", "all heads on each rank", "latent attention"],
+)
+def test_gradients_of_keys_that_ranks_share_name_tp(
+    tmp_path: Path, site: str, behind: str, cut: Cut | None
+) -> None:
+    values, path = tensor(), "decoder.layers.0."
+    grad = tensor(2)
+    wrong = grad * torch.linspace(0.2, 1, TOKENS)[:, None]
+    layout = Layout((Dim("s"), Dim("b"), Dim("h", (cut,) if cut else ())))
+    plain = Layout((Dim("s"), Dim("b"), Dim("h", (Cut("tp"),))))
+    for name, of_site in (("a", grad), ("b", wrong)):
+        sites = {path + site: given(values, layout, gradient=of_site)}
+        sites[path + behind] = given(values, plain, gradient=tensor(3))
+        dumps.write(tmp_path / name, sites, mesh={"tp": 2} if name == "b" else None)
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.first is not None
+    assert result.first.name == f"{path}{site}.grad"
+    assert result.causes == ["keys and values"]
+    assert any_names(result.hints, "tp", f"{path}{behind}.grad"), result.hints
+
+
+def test_gradients_of_keys_of_a_ranks_own_heads_need_no_sum(tmp_path: Path) -> None:
+    values, path, grad = tensor(), "decoder.layers.0.self_attention.linear_qkv:", tensor(2)
+    layout = Layout((Dim("s"), Dim("b"), Dim("h", (Cut("tp"),))))
+    for name, of_keys in (("a", grad), ("b", grad * torch.linspace(0.2, 1, TOKENS)[:, None])):
+        sites = {path + "k": given(values, layout, gradient=of_keys)}
+        sites[path + "q"] = given(values, layout, gradient=tensor(3))
+        dumps.write(tmp_path / name, sites, mesh={"tp": 2} if name == "b" else None)
+    assert "keys and values" not in compare(tmp_path / "a", tmp_path / "b").causes
+
+
 def test_all_tokens_but_those_that_agree_are_named(tmp_path: Path) -> None:
     """Round-off everywhere does not hide that the first token is right: angles of position 0 are zero."""
     value = tensor()

@@ -241,3 +241,17 @@ def test_a_layer_of_which_nothing_else_was_dumped(tmp_path: Path, inside: bool) 
     assert found.first is not None
     assert found.first.name == site
     assert any_names(found.hints, "'decoder.layers.1**'") is not inside
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "none"])
+def test_experts_that_sinkhorn_chooses(tmp_path: Path, balancing: str) -> None:
+    """It balances the tokens that a rank has: another layout chooses other experts by equal logits."""
+    site, sites = ROUTER.format(0, "probs"), build()
+    sites[site] = Given(with_other_expert(sites[site].value), ROUTED, sites[site].gradient)
+    model = {**MODEL, "moe_router_load_balancing_type": balancing}
+    for folder, known, mesh in (("a", build(), None), ("b", sites, {"tp": 2})):
+        dumps.write(tmp_path / folder, known, model=model, mesh=mesh)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.causes == ["router"]
+    named = any_names(found.hints, "moe_router_load_balancing_type=sinkhorn")
+    assert named is (balancing == "sinkhorn"), found.hints

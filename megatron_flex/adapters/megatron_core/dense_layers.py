@@ -43,13 +43,8 @@ OP_FUSER_MLP = (
     "Transformer Engine's operation fuser runs the full MLP as one operation; "
     "set use_transformer_engine_op_fuser=False to have what is in it"
 )
-STREAM_NORMS = (
-    "input_layernorm",
-    "pre_cross_attn_layernorm",
-    "pre_mlp_layernorm",
-    "final_layernorm",
-    "final_norm",
-)
+FINAL_NORMS = ("final_layernorm", "final_norm")
+STREAM_NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", *FINAL_NORMS)
 
 
 def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -75,8 +70,16 @@ def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    """The stack of layers; its output matters where the model ends."""
-    if b.ends or getattr(module, "post_process", False):  # some wrappers turn off the model's end alone
+    """The stack of layers; its output matters where it ends, which is where the model does.
+
+    Unless multi-token prediction is on an earlier stage than the loss: the stack ends before it. The last
+    stage's stack has no layers then, and passes the hidden states of all predictions on, one after the other.
+    """
+    ends = b.ends or getattr(module, "post_process", False)  # some wrappers turn off the model's end alone
+    if getattr(b.config, "mtp_num_layers", None):
+        final = next((n for n in FINAL_NORMS if not is_identity(getattr(module, n, None))), None)
+        ends = final is not None or (ends and len(module.layers) > 0)
+    if ends:
         yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
 
 

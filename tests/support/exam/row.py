@@ -37,6 +37,7 @@ class Row:
         clean_setting: of the clean runs, if it is another one.
         replica: a site or parameter, with `.grad` for a gradient, of which ranks hold different copies.
         steps: training steps; with more than one, Megatron's optimizer runs.
+        precision: one of `planted.PRECISIONS`.
         tool: what must find it: the comparison of dumps, or `verify()` of the run alone.
         ddp: of DistributedDataParallelConfig, for `verify()`.
     """
@@ -56,6 +57,7 @@ class Row:
     clean_setting: str | None = None
     replica: str = ""
     steps: int = 1
+    precision: str = "fp32"
     tool: Literal["compare", "verify"] = "compare"
     ddp: tuple[tuple[str, Any], ...] = ()
 

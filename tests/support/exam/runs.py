@@ -48,9 +48,9 @@ def ask(row: Row, bench: Bench) -> Outcome:
 
 def compared(row: Row, bench: Bench) -> Outcome:
     """By the dumps of both runs, each against one process."""
-    wrong = bench.compared(Pair(row.case, steps=row.steps, setting=row.setting), row.name, 1.0)
+    wrong = bench.compared(Pair(row.case, row.precision, steps=row.steps, setting=row.setting), row.name, 1.0)
     setting = row.setting if row.clean_setting is None else row.clean_setting
-    pair = Pair(row.clean or row.case, steps=row.steps, setting=setting)
+    pair = Pair(row.clean or row.case, row.precision, steps=row.steps, setting=setting)
     right = bench.compared(pair, f"{row.name}, clean", 1.0)
     told = judge(row.expected, wrong)
     first = told.first or next((f"{o.name} (replicas)" for o in wrong.replicas), "")
