@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.exam import ROWS
-from tests.support.exam.runs import ask
+from tests.support.exam import PAIRS, ROWS, STEPS
+from tests.support.exam.runs import ask, stepped
 from tests.support.planted import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +25,8 @@ KEPT = ROOT / "docs" / "exam.json"
 PAGE, README = ROOT / "docs" / "exam.md", ROOT / "README.md"
 MOST_SAID = 220  # characters of the words that a cell quotes
 HEADS = ["bug", "configuration", "Megatron", "found by", "first site", "cause", "clean run"]
+PRECISIONS = ("fp32", "bf16")
+PAIR_NAMES = [(c, p, f"clean pair {c.name}, {p}") for c in PAIRS for p in PRECISIONS]
 TOOLS = {"compare": "`compare`", "verify": "`verify()`"}
 
 
@@ -41,10 +43,20 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     os.environ["OMP_NUM_THREADS"] = "1"
     kept: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {}
-    kept = measure(args.rows, kept)
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(said)}" for name, said in kept.items())
-    args.json.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    texts_of = {args.page: {"rows": table(kept), "sums": sums(kept)}, args.readme: {"sum": total(kept)}}
+    with tempfile.TemporaryDirectory(prefix="exam-") as folder:
+        for row in (r for r in ROWS if args.rows in r.name):
+            start = time.monotonic()
+            kept[row.name] = ask(row, Bench(Path(folder))).to_json()
+            print(f"{row.name}: {brief(kept[row.name])} ({time.monotonic() - start:.0f} s)", flush=True)
+            keep(args.json, kept)
+        for case, precision, name in PAIR_NAMES:
+            if args.rows in name:
+                kept[name] = stepped(case, precision, Bench(Path(folder)))
+                print(f"{name}: {kept[name]}", flush=True)
+                keep(args.json, kept)
+    kept = keep(args.json, kept)
+    sections = {"rows": table(kept), "sums": sums(kept), "pairs": pairs(kept)}
+    texts_of = {args.page: sections, args.readme: {"sum": total(kept)}}
     for path, texts in texts_of.items():
         text = path.read_text(encoding="utf-8")
         for name, new in texts.items():
@@ -52,15 +64,13 @@ def main(words: list[str] | None = None) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def measure(words: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of the chosen rows now, and what was kept of the others, in the order of the table."""
-    said = {row.name: kept[row.name] for row in ROWS if row.name in kept}
-    with tempfile.TemporaryDirectory(prefix="exam-") as folder:
-        for row in (r for r in ROWS if words in r.name):
-            start = time.monotonic()
-            said[row.name] = ask(row, Bench(Path(folder))).to_json()
-            print(f"{row.name}: {brief(said[row.name])} ({time.monotonic() - start:.0f} s)", flush=True)
-    return {row.name: said[row.name] for row in ROWS if row.name in said}
+def keep(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Write what was said, in the order of the table and without rows that are no longer in it."""
+    names = [*(row.name for row in ROWS), *(name for *_, name in PAIR_NAMES)]
+    kept = {name: said[name] for name in names if name in said}
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(words)}" for name, words in kept.items())
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    return kept
 
 
 def brief(said: Mapping[str, Any]) -> str:
@@ -121,7 +131,7 @@ def shown(words: str, cause: str) -> str:
 
 def counted(kept: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Of how many rows each thing holds."""
-    rows = list(kept.values())
+    rows = [kept[row.name] for row in ROWS if row.name in kept]
     causes = [r for r in rows if r["named"] is not None]
     return {
         "found": (sum(r["found"] for r in rows), len(rows)),
@@ -140,6 +150,19 @@ def sums(kept: Mapping[str, Any]) -> str:
         "silent": "clean runs without an alarm",
     }
     return "\n".join(f"- {names[n]}: {k} of {all_}" for n, (k, all_) in counted(kept).items())
+
+
+def pairs(kept: Mapping[str, Any]) -> str:
+    """The table of clean pairs."""
+    rows = [["layout", "steps of Adam", *PRECISIONS], ["---"] * (2 + len(PRECISIONS))]
+    for case in PAIRS:
+        found = {p: kept[name] for c, p, name in PAIR_NAMES if c is case and name in kept}
+        texts = [
+            f"{'silent' if f['silent'] else '**alarm**'}, {f['tensors']} tensors" for f in found.values()
+        ]
+        if len(texts) == len(PRECISIONS):
+            rows.append([f"`{case.name}`", str(STEPS), *texts])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def total(kept: Mapping[str, Any]) -> str:

@@ -273,6 +273,10 @@ def _describe_move(item: ComparedTensor, candidate: ComparedTensor) -> str:
     layers = [_get_numbers(i.site)[0] for i in (item, candidate)]
     if layers[0] == layers[1]:
         return "experts are permuted, repeated, or dealt out to other ranks"
+    if item.kind == VALUE and layers[1] == layers[0] - 1 and item.site.endswith(":input"):
+        return (
+            f"layer {layers[0]} reads the input of layer {layers[1]} in B, or layer {layers[1]} adds nothing"
+        )
     if item.kind == VALUE and layers[1] == layers[0] - 1:
         return f"layer {layers[0]} adds nothing in B, or layers are permuted"
     return "layers are permuted, repeated, or dealt out to other ranks"

@@ -46,7 +46,8 @@ def test_pages_show_what_was_measured(tmp_path: Path) -> None:
         copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     kept = tmp_path / "exam.json"
     kept.write_text(command.KEPT.read_text(encoding="utf-8"), encoding="utf-8")
-    assert list(json.loads(kept.read_text(encoding="utf-8"))) == [row.name for row in ROWS]
+    names = [*(row.name for row in ROWS), *(name for *_, name in command.PAIR_NAMES)]
+    assert list(json.loads(kept.read_text(encoding="utf-8"))) == names
     command.main(
         ["--rows", "none of them", "--json", str(kept), "--page", str(pages[0]), "--readme", str(pages[1])]
     )

@@ -255,3 +255,17 @@ def test_experts_that_sinkhorn_chooses(tmp_path: Path, balancing: str) -> None:
     assert found.causes == ["router"]
     named = any_names(found.hints, "moe_router_load_balancing_type=sinkhorn")
     assert named is (balancing == "sinkhorn"), found.hints
+
+
+@pytest.mark.parametrize(("point", "named"), [("input", (1, 0)), ("output", (1,))])
+def test_a_layer_that_is_passed_by(tmp_path: Path, point: str, named: tuple[int, ...]) -> None:
+    """What layer 1 reads, or returns, is what layer 0 does: of an input, layer 0 may add nothing."""
+    names = [f"decoder.layers.{n}:{point}" for n in range(2)]
+    sites = {name: Given(dumps.random(1, SAMPLES, TOKENS, WIDTH, seed=n)) for n, name in enumerate(names)}
+    dumps.write(tmp_path / "a", sites)
+    dumps.write(tmp_path / "b", sites | {names[1]: sites[names[0]]}, mesh={"tp": 2})
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.causes == ["layers or experts"]
+    (said,) = (h.rpartition("): ")[2] for h in found.hints if h.cause == "layers or experts")
+    assert any_names([said], *named), said
+    assert any_names([said], 0) is (point == "input"), said

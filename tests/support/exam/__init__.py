@@ -7,8 +7,22 @@ mended or its trigger removed.
 
 from tests.support.exam import experts, losses, tensors
 from tests.support.exam.row import Row
+from tests.support.gpt import Case
 
 ROWS = [*tensors.ROWS, *losses.ROWS, *experts.ROWS]
 PATCHES = {name: p for row in ROWS for name, p in ((row.name, row.patch), (f"{row.name}, clean", row.mend))}
 
-__all__ = ["PATCHES", "ROWS", "Row"]
+# Correct runs, each of one axis or of two.
+PAIRS = [
+    Case("tp2", tp=2, sp=True, layers=2),
+    Case("pp2", pp=2, layers=2),
+    Case("dp2", dp=2, layers=2),
+    Case("cp2", cp=2, layers=2),
+    Case("ep2", dp=2, ep=2, experts=4, layers=2),
+    Case("tp2 x pp2", tp=2, sp=True, pp=2, layers=2),
+    Case("tp2 x cp2", tp=2, sp=True, cp=2, layers=2),
+    Case("tp2 x ep2", tp=2, sp=True, ep=2, experts=4, layers=2),
+]
+STEPS = 5  # of Adam, in these runs
+
+__all__ = ["PAIRS", "PATCHES", "ROWS", "STEPS", "Row"]

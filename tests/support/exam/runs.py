@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.support import gpt, ranks, wrapped
-from tests.support.exam import PATCHES, Row
+from tests.support.exam import PATCHES, STEPS, Row
 from tests.support.gpt import Case
 from tests.support.planted import Bench, Pair, judge
 from tests.support.pool import run
@@ -56,6 +56,13 @@ def compared(row: Row, bench: Bench) -> Outcome:
     first = told.first or next((f"{o.name} (replicas)" for o in wrong.replicas), "")
     clean = "" if right.exit_status == 0 else str(right).partition("\n\n")[0]
     return Outcome(told.found, first, told.localised, told.hinted, told.hints, right.exit_status == 0, clean)
+
+
+def stepped(case: Case, precision: str, bench: Bench) -> dict[str, Any]:
+    """Steps of Adam without a bug, against one process: how many tensors, and what was said."""
+    found = bench.compared(Pair(case, precision, steps=STEPS, few=True, routers=bool(case.experts)))
+    silent = found.exit_status == 0
+    return {"tensors": len(found.rows), "silent": silent, "clean": "" if silent else str(found)[:400]}
 
 
 def verified(row: Row, bench: Bench) -> Outcome:
