@@ -251,7 +251,7 @@ ROWS = [
             },
         ),
         "decoder.layers.1",
-        r"layer",
+        r"reads the input of layer",
         patch=chunk_input_again,
     ),
     Row(
