@@ -110,7 +110,8 @@ def cells(row: Any, said: Mapping[str, Any]) -> list[str]:
     named = {True: "", False: "**not named**: ", None: "none to name: "}[said["named"]]
     cause = named + (shown(said["words"], row.cause) or "nothing is said")
     links = ", ".join(link(thread) for thread in row.threads)
-    return [f"{row.bug} {links}", row.configuration, there, by, site, cause, clean]
+    configuration = row.configuration.replace("|", "\\|")
+    return [f"{row.bug} {links}", configuration, there, by, site, cause, clean]
 
 
 def link(thread: str) -> str:
