@@ -34,7 +34,7 @@ def broken(what: str, iterations: range) -> None:
     changes.setattr(part_writer.os, what, call)
 
 
-def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
+def with_a_full_disk(path: str, on_error: Any) -> dict[str, Any]:
     bare = model()
     for number in range(STEPS):
         trained(bare, number)
@@ -46,7 +46,7 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
-            with mf.attach(net, dumps=mf.Dump(path, ["0"], on_error=on_error)) as flex:  # type: ignore[arg-type]
+            with mf.attach(net, dumps=mf.Dump(path, ["0"], on_error=on_error)) as flex:
                 for number in range(STEPS):
                     try:
                         with flex.step():
@@ -64,7 +64,8 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
 
 def _drain(flex: mf.FlexModel) -> None:
     for dumped in flex.session.sinks.dumps:
-        back = dumped._taking.writer._back  # type: ignore[union-attr]
+        assert dumped._taking is not None
+        back = dumped._taking.writer._back
         deadline = time.monotonic() + 60
         while back._queue or back._active:
             assert time.monotonic() < deadline
@@ -111,7 +112,9 @@ def with_a_slow_disk(path: str) -> list[int]:
             with flex.step():
                 trained(net, number)
         gate.set()
-        writer = flex.session.sinks.dumps[0]._taking.writer  # type: ignore[union-attr]
+        taking = flex.session.sinks.dumps[0]._taking
+        assert taking is not None
+        writer = taking.writer
         _drain(flex)
         assert writer.tally.waited == 0
         dist.barrier()

@@ -69,5 +69,14 @@ class Row:
     @property
     def expected(self) -> Bug:
         """The row as a planted bug, to which a comparison is held."""
-        known = {"first": self.first, "kind": self.kind, "hint": self.cause, "replica": self.replica}
-        return Bug(self.name, "exam", self.case, self.patch, steps=self.steps, **known)  # type: ignore[arg-type]
+        return Bug(
+            self.name,
+            "exam",
+            self.case,
+            self.patch,
+            first=self.first,
+            kind=self.kind,
+            hint=self.cause,
+            replica=self.replica,
+            steps=self.steps,
+        )
