@@ -22,6 +22,19 @@ PAIRS = [
     Case("tp2 x pp2", tp=2, sp=True, pp=2, layers=2),
     Case("tp2 x cp2", tp=2, sp=True, cp=2, layers=2),
     Case("tp2 x ep2", tp=2, sp=True, ep=2, experts=4, layers=2),
+    # Layouts of the pipeline whose losses people compared: NVIDIA/Megatron-LM#1304, #1852, #5318.
+    Case(
+        "pp2, the embedding counted as a layer",
+        pp=2,
+        layers=3,
+        split={"account_for_embedding_in_pipeline_split": True},
+    ),
+    Case(
+        "pp4, embedding and output layer alone",
+        pp=4,
+        layers=3,
+        split={"pipeline_model_parallel_layout": "E|t*2|t|L"},
+    ),
 ]
 STEPS = 5  # of Adam, in these runs
 
