@@ -123,6 +123,7 @@ def list_buffer_owners(named: Iterable[tuple[str, nn.Module]]) -> dict[str, str]
     return {
         f"{path}.{name}" if path else name: type(module).__name__
         for path, module in named
+        if module._buffers  # of most modules there are none
         for name, buffer in module._buffers.items()
         if buffer is not None
     }

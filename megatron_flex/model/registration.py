@@ -240,7 +240,7 @@ class SinkRegistration:
             sites,
             exact,
             selected if selected.names else None,
-            buffers,
+            buffers if buffers.names else None,
             {**selected.left_out, **buffers.left_out},
         )
         # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.

@@ -109,7 +109,7 @@ class DumpSelection(NamedTuple):
     sites: tuple[Site, ...]
     exact: frozenset[str]
     parameters: ParameterSelection | None
-    buffers: ParameterSelection
+    buffers: ParameterSelection | None
     left_out: Mapping[str, str]
 
 
@@ -211,7 +211,8 @@ class DumpSink:
         taking.writer.begin(number, run_of, self._training, microbatches)
         if self.chosen.parameters is not None:
             self.chosen.parameters.values(taking, number)
-        self.chosen.buffers.values(taking, number)
+        if self.chosen.buffers is not None:
+            self.chosen.buffers.values(taking, number)
         return True
 
     def _wants(self, number: int) -> bool:

@@ -228,13 +228,14 @@ class MegatronAdapter:
             replace(make_buffer_site(f"{name}.{own}", bias, self.mesh), chunk=chunk)
             for chunk, root in enumerate(self.roots)
             for name, module in global_modules(root)
+            if module._buffers
             for own in ROUTER_BIASES
-            if isinstance(bias := getattr(module, own, None), Tensor)
+            if (bias := module._buffers.get(own)) is not None
         ]
 
     def buffer_owners(self) -> dict[str, str]:
         """The buffers of all chunks on this rank, with global layer numbers."""
-        return list_buffer_owners(named for root in self.roots for named in global_modules(root))
+        return list_buffer_owners([named for root in self.roots for named in global_modules(root)])
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """None: parameters are not sharded over data parallel ranks while the model does not run."""
