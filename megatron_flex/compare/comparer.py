@@ -524,7 +524,7 @@ class _Comparer:
         exceeding = [o for o in tested.outcomes if o.excess > 1]
         constant = any(p.cause in ("constant factor", "same vector") for p in patterns)
         if not constant and any(o.test in ("norm", "peak") for o in exceeding):
-            # Most of a large difference may lie along A, as of a gradient with a summand left out.
+            # A gradient that lacks the part of one rank differs mostly by a factor, and not only by it.
             exceeding = [o for o in exceeding if o.test != "factor"]
         evidence = [o.evidence for o in exceeding if o.evidence]
         if constant:

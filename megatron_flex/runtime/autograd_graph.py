@@ -113,7 +113,7 @@ def follow_replaced_gradient(before: Tensor, after: Tensor) -> None:
 
 
 class _MissingGradients:
-    """The zeros of one backward pass that stand for a missing gradient, followed from node to node.
+    """Placeholder zeros for missing gradients in one backward pass, followed from node to node.
 
     Whether a node got such zeros alone cannot be seen in their entries. It is seen by identity: a tensor that
     no other path adds to arrives as the object that the node before it returned. A reference to it is kept

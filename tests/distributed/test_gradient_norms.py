@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed import test_deepspeed
-from tests.support import gpt, llama, llama_fairscale, proof, ranks, wrapped
+from tests.support import llama, llama_fairscale, proof, ranks, wrapped
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -27,28 +27,12 @@ TP = Case("tp2 sp", tp=2, sp=True, layers=2)
 
 def verified(case: Case, settings: dict[str, Any], spoil: Spoil) -> list[str]:
     """What verify() says of the norms of two steps of Megatron's optimizer, and of those after `spoil`."""
-    import megatron_flex as mf
-
     chunks = wrapped.ddp(ranks.start(case), **settings)
     distributed = bool(settings.get("use_distributed_optimizer"))
     out = []
     for act in (nothing, spoil):
         act(chunks)
-        optimizer = wrapped.optimizer(chunks, lr=1e-3, use_distributed_optimizer=distributed, clip_grad=1.0)
-        try:
-            with mf.FlexModel(chunks) as flex:
-                flex.verify(steps=2)
-                for _ in range(2):
-                    for chunk in chunks:
-                        chunk.zero_grad_buffer()
-                    gpt.step(case, chunks, flex.session.mesh["dp"].coord)
-                    done, norm, _ = optimizer.step()
-                    assert done
-                    assert norm > 0
-        except mf.VerifyError as error:
-            out.append(str(error))
-        else:
-            out.append("")
+        out.append(wrapped.verify_steps(case, chunks, distributed))
     return out
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from tests.support import gpt
+
 
 def ddp(chunks: list[nn.Module], finalize: bool = True, **settings: Any) -> list[nn.Module]:
     """Wrap the chunks.
@@ -48,3 +50,23 @@ def optimizer(chunks: list[nn.Module], lr: float, **settings: Any) -> Any:
     known = inspect.signature(get_megatron_optimizer).parameters
     groups = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in known else {}
     return get_megatron_optimizer(config, chunks, **groups)
+
+
+def verify_steps(case: gpt.Case, models: list[nn.Module], distributed: bool) -> str:
+    """What `verify()` says of two steps of Megatron's optimizer, for wrapped models; empty if nothing."""
+    import megatron_flex as mf
+
+    adam: Any = optimizer(models, lr=1e-3, use_distributed_optimizer=distributed, clip_grad=1.0)
+    try:
+        with mf.FlexModel(models) as flex:
+            flex.verify(steps=2)
+            for _ in range(2):
+                for model in models:
+                    model.zero_grad_buffer()
+                gpt.step(case, models, flex.session.mesh["dp"].coord)
+                done, norm, _ = adam.step()
+                assert done
+                assert norm > 0
+    except mf.VerifyError as error:
+        return str(error)
+    return ""

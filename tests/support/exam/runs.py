@@ -78,22 +78,8 @@ def verified(row: Row, bench: Bench) -> Outcome:
 
 def steps_verified(case: Case, patch: str, ddp: dict[str, Any]) -> str:
     """What `verify()` says of two steps of Megatron's optimizer."""
-    import megatron_flex as mf
-
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0]) if case.world == 1 else {}
     models = wrapped.ddp(chunks, **ddp)
     with PATCHES[patch](models, state, 1.0):
-        distributed = bool(ddp.get("use_distributed_optimizer"))
-        optimizer = wrapped.optimizer(models, lr=1e-3, use_distributed_optimizer=distributed, clip_grad=1.0)
-        try:
-            with mf.FlexModel(models) as flex:
-                flex.verify(steps=2)
-                for _ in range(2):
-                    for model in models:
-                        model.zero_grad_buffer()
-                    gpt.step(case, models, flex.session.mesh["dp"].coord)
-                    optimizer.step()
-        except mf.VerifyError as error:
-            return str(error)
-    return ""
+        return wrapped.verify_steps(case, models, bool(ddp.get("use_distributed_optimizer")))
