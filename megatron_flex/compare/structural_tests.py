@@ -39,6 +39,8 @@ UNRELATED_SIZE, UNRELATED_SHARE = 0.5, 0.9  # half of the difference of unrelate
 ROW_WIDTH = 8  # features, fewer of which have much of any difference along themselves
 GRID_SHARE, GRID_SHARE_OTHER, GRID_ENTRIES = 0.999, 0.5, 64  # of B, of A, and entries of a block
 HEAD_DIMS = ("n", "g")
+Sums = tuple[float, ...]
+Copies = dict[Sums, tuple[str, Sums]]  # by what a tensor of A adds up to: its name, and what it does in B
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,24 @@ def check_rows(profile: DifferenceProfile, unit: float) -> Outcome | None:
         share = 0.0
     text = f"{share:.0%} of the difference is a factor of each token by itself, about 1 +- {size:.2g}"
     return Outcome("rows", share, ROW_SHARE, f"{text}: an epsilon, or a scale" if share > ROW_SHARE else "")
+
+
+def check_copy(profile: DifferenceProfile, name: str, copies: Copies) -> Outcome | None:
+    """Whether a tensor that is another's copy in one run is so in the other.
+
+    Args:
+        profile: the sums of the tensor.
+        name: its name.
+        copies: the tensors before it, to which it is added.
+    """
+    one, two = (
+        (float(profile.count), *getattr(profile.by_dim[0], sums).tolist())
+        for sums in ("squares_a", "squares_b")
+    )
+    source, expected = copies.setdefault(one, (name, two))
+    if expected == two:
+        return None
+    return Outcome("copy", 1.0, 0.0, f"it is a copy of {source} in A, and not in B")
 
 
 def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 0) -> Outcome | None:

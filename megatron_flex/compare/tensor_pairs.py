@@ -26,6 +26,7 @@ from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
 
 MOST_THREADS = 8  # that read and sum blocks
+CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
 FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
 
 
@@ -177,6 +178,12 @@ class DifferenceSums:
     def equal(self) -> bool:
         """Whether no pair differs."""
         return self.differing == 0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all entries of one of the two have the same magnitude."""
+        least = CONSTANT * self.count * (self.peak * self.peak)
+        return bool(self.peak) and max(self.squares_a, self.squares_b) >= least
 
     @property
     def relative(self) -> float:

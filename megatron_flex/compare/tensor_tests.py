@@ -1,4 +1,4 @@
-"""All tests of one compared tensor: bounds on norm and peak, exactness, tests pooled over entries."""
+"""Tests one compared tensor after the other: what correct runs differ by there, and the table of tests."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, es
 from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties
 from megatron_flex.compare.structural_tests import (
     Block,
+    Copies,
     Outcome,
     bound_factor,
-    check_grid,
-    check_partial_sums,
     estimate_factor,
     make_shard_blocks,
 )
-from megatron_flex.compare.table_of_tests import Conditions, run_pooled_tests
+from megatron_flex.compare.table_of_tests import OVERALL, Bounds, Conditions, run_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums, TensorPair
 from megatron_flex.compare.tolerance import (
     MEASURED_MARGIN,
@@ -48,11 +47,9 @@ from megatron_flex.compare.tolerance import (
     get_unit_roundoff,
 )
 
-REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
 REROUTED_GROWTH = 3.0  # from the root of the fraction of tokens with other experts to what these change
 HALF_BITS = {torch.bfloat16: 16, torch.float16: 13}
-CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class TensorTester:
     noise: NoiseScale = field(init=False)
     overflow: OverflowState = field(init=False)
     _tied_before: bool = False
-    _copies: dict[tuple[float, ...], tuple[str, tuple[float, ...]]] = field(default_factory=dict)
+    _copies: Copies = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._with_gradients = {i.site for i in self.a.items() if i.kind == PARAMETER_GRADIENT}
@@ -147,51 +144,43 @@ class TensorTester:
             reference: the sums of a reference run against the nearer of the two; None if there is none.
             ties: the tokens that were routed otherwise, for what shows them first.
         """
-        item, sums = pairs[0].item, found.sums
+        item, full = pairs[0].item, found.sums
         tied = ties is not None and ties.tied_tokens > 0 and not ties.others
         if tied and ties is not None:
             self.rerouted.add(item, ties)
         given = self.tolerances.given(item)
-        relative, peak = (given, given) if given is not None else self._bounds(item, found, reference)
-        dtypes = found.worst.a.dtype, found.worst.b.dtype
-        overflowed = self.overflow.is_overflow(item, sums, dtypes, peak)
+        norm, peak = (given, given) if given is not None else self._bounds(item, found, reference)
+        bounds = Bounds(norm, peak, self._bound_rerouted(item), given is not None)
+        overflowed = self.overflow.is_overflow(item, full, (found.worst.a.dtype, found.worst.b.dtype), peak)
         if overflowed:
-            sums = sums.without_overflows()
-        if given is not None:
-            sums = self.rerouted.sum_others(pairs) if tied else sums
-            outcome = Outcome("tolerance", sums.error, given)
-            return TestedTensor(outcome, (outcome,), given if sums.finite else math.inf, given)
-        if reference is None and self._exceeds(sums, relative, peak):
-            error, softmax = max(sums.relative, sums.peak_share), self.noise.scores.bound(item)
-            if error <= softmax and not sums.broken:
-                self.noise.explain_softmax(error)
-                self.explained.append(f"{item.name} (iteration {self.iteration})")
-                relative, peak = max(relative, softmax), max(peak, softmax)
-        full: DifferenceSums | None = None  # of all tokens, where ties reach some of them
-        if tied or (self.rerouted.fraction and self._exceeds(sums, relative, peak)):
-            full, sums = sums, self.rerouted.sum_others(pairs)
-        plain = [
-            Outcome("norm", _get_norm(sums), relative),
-            Outcome("peak", 0.0 if sums.discrete or sums.broken else sums.peak_share, peak),
-        ]
-        if full is not None:
-            loose = Outcome("norm", _get_norm(full), max(relative, self._bound_rerouted(item)))
-            plain = [*plain, loose] if sums.finite else [loose]
-        rerouted = (full or sums).finite - sums.finite
-        even = not rerouted and not overflowed and not (ties is not None and ties.others)
-        outcomes = [*plain, *(self._pooled(item, found, reference) if even else [])]
+            full = full.without_overflows()
+        exceeded = given is None and bounds.are_exceeded(full)
+        if exceeded and reference is None:
+            bounds = self._explain_by_scores(item, full, bounds)
+            exceeded = bounds.are_exceeded(full)
+        sums = self.rerouted.sum_others(pairs) if tied or (exceeded and self.rerouted.fraction) else full
+        even = sums.finite == full.finite and not overflowed and not (ties is not None and ties.others)
+        conditions = self._conditions(item, found, bounds, sums, full, even)
+        outcomes = tuple(run_tests(conditions, None if reference is None else reference.profile))
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
-            worst = max(plain, key=lambda o: o.excess)
-        if sums.finite:
+            worst = max((o for o in outcomes if o.test in OVERALL), key=lambda o: o.excess)
+        if sums.finite and given is None:
             self._observe(item, found, sums, worst, even)
-        floor = plain[0].bound if (full or sums).finite else math.inf
-        return TestedTensor(worst, tuple(outcomes), floor, self._factor_floor(item, found), rerouted)
+        floor = bounds.norm if sums.finite else math.inf
+        if full.finite and not sums.finite and given is None:
+            floor = max(bounds.norm, bounds.rerouted)
+        factor_floor = self._factor_floor(conditions, found.profile) if given is None else given
+        return TestedTensor(worst, outcomes, floor, factor_floor, conditions.rerouted)
 
-    def _exceeds(self, sums: DifferenceSums, relative: float, peak: float) -> bool:
-        if sums.discrete:
-            return sums.error > relative
-        return sums.relative > relative or sums.peak_share > peak
+    def _explain_by_scores(self, item: ComparedTensor, sums: DifferenceSums, bounds: Bounds) -> Bounds:
+        """The bounds, raised to what large attention scores explain if that is the difference."""
+        error, softmax = max(sums.relative, sums.peak_share), self.noise.scores.bound(item)
+        if not error <= softmax or sums.broken:
+            return bounds
+        self.noise.explain_softmax(error)
+        self.explained.append(f"{item.name} (iteration {self.iteration})")
+        return replace(bounds, norm=max(bounds.norm, softmax), peak=max(bounds.peak, softmax))
 
     # -- bounds ----------------------------------------------------------------------------------------
 
@@ -260,53 +249,43 @@ class TensorTester:
         most = MOST_PEAK_TOLERANCE if item.kind == PARAMETER_GRADIENT else MOST_TOLERANCE
         return min(REROUTED_GROWTH * math.sqrt(self.rerouted.fraction), most)
 
-    def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
-        if found.profile is None:
+    def _factor_floor(self, conditions: Conditions, profile: DifferenceProfile | None) -> float:
+        if profile is None:
             return 0.0
-        conditions = self._conditions(item, found.profile)
-        factor, error = estimate_factor(found.profile)
-        bound = bound_factor(found.profile, factor, error, conditions.unit, conditions.deviations)
-        return max(bound, conditions.factor)
+        factor, error = estimate_factor(profile)
+        bound = bound_factor(profile, factor, error, conditions.unit, conditions.deviations)
+        return max(bound, self.noise.late_factor)
 
-    # -- tests that pool -------------------------------------------------------------------------------
-
-    def _pooled(self, item: ComparedTensor, found: PairSums, reference: PairSums | None) -> list[Outcome]:
-        profile = found.profile
-        if profile is None or found.sums.broken or not profile.total("squares_a"):
-            return []
-        out = [o for o in (self._check_copy(item, found),) if o is not None]
-        if found.sums.equal:
-            return out
-        shards = self._list_shards(found)
-        grid = (
-            None if _is_constant(found.sums) else check_grid(profile, shards, self._get_rounded_bits(found))
-        )
-        if grid is None and item.kind == VALUE:
-            grid = self._check_partial_sums(item, found, profile)
-        out += [grid] if grid is not None else []
-        if item.kind == PARAMETER:
-            return out  # single entries that an optimizer turned have no standard error
-        conditions = self._conditions(item, profile, shards)
-        outcomes = list(run_pooled_tests(conditions))
-        if reference is not None and reference.profile is not None:
-            measured = run_pooled_tests(replace(conditions, profile=reference.profile))
-            known = {o.test: REFERENCE_MARGIN * o.statistic for o in measured}
-            outcomes = [replace(o, bound=max(o.bound, known.get(o.test, 0.0))) for o in outcomes]
-        return out + outcomes
+    # -- what the tests are computed from --------------------------------------------------------------
 
     def _conditions(
-        self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block] = ()
+        self,
+        item: ComparedTensor,
+        found: PairSums,
+        bounds: Bounds,
+        sums: DifferenceSums,
+        full: DifferenceSums,
+        even: bool,
     ) -> Conditions:
-        uneven = self.rerouted.fraction or self.noise.softmax  # some tokens or heads differ more than others
+        profile = found.profile
+        if not even or bounds.is_given or profile is None or full.broken or not profile.total("squares_a"):
+            profile = None
+        iteration = found.worst.iteration
         return Conditions(
             item,
+            bounds,
+            sums,
+            full,
             profile,
-            shards,
+            self._list_shards(found) if profile is not None and not full.equal else (),
             self.tolerances.unit,
             1.0 if self.unseen_steps else self.noise.read_by_last.relative,
             self.noise.same_weights and not self.unseen_steps,
-            bool(uneven),
+            bool(self.rerouted.fraction or self.noise.softmax),
             self.noise.late_factor,
+            None if profile is None or self._is_partial(item) else self._copies,
+            self._get_rounded_bits(found),
+            ((s.label, s.read_partial_sums(item, iteration, COMPARE_BLOCK)) for s in (self.b, self.a)),
         )
 
     def _list_shards(self, found: PairSums) -> list[Block]:
@@ -323,20 +302,6 @@ class TensorTester:
             out += make_shard_blocks(shares, profile.numbers[offset:], offset)
         return out
 
-    def _check_copy(self, item: ComparedTensor, found: PairSums) -> Outcome | None:
-        """Whether a tensor that is another's copy in one run is so in the other."""
-        profile = found.profile
-        if item.kind != VALUE or profile is None or self._is_partial(item):
-            return None
-        one, two = (
-            (float(profile.count), *(float(x) for x in getattr(profile.by_dim[0], name)))
-            for name in ("squares_a", "squares_b")
-        )
-        known = self._copies.setdefault(one, (item.name, two))
-        if known[1] == two:
-            return None
-        return Outcome("copy", 1.0, 0.0, f"it is a copy of {known[0]} in A, and not in B")
-
     def _get_rounded_bits(self, found: PairSums) -> int:
         """The low bits of an fp32 gradient's mantissa that are zero where a run computes in half precision.
 
@@ -346,17 +311,6 @@ class TensorTester:
         if found.worst.a.dtype != torch.float32 or found.worst.item.kind == VALUE:
             return 0
         return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions if p.computed)
-
-    def _check_partial_sums(
-        self, item: ComparedTensor, found: PairSums, profile: DifferenceProfile
-    ) -> Outcome | None:
-        """Whether one rank's part of a sum is rounded to a narrower dtype."""
-        for side in (self.b, self.a):
-            parts = side.read_partial_sums(item, found.worst.iteration, COMPARE_BLOCK)
-            outcome = check_partial_sums(profile, side.label, parts) if profile.grids else None
-            if outcome is not None:
-                return outcome
-        return None
 
     def _is_partial(self, item: ComparedTensor) -> bool:
         layouts = [s.layout(item) for s in (self.a, self.b)]
@@ -405,18 +359,6 @@ def _has_features(profile: DifferenceProfile) -> bool:
     return len(profile.dims) > 1 and profile.dims[-1] not in (SAMPLE_AXIS, TOKEN_AXIS)
 
 
-def _get_norm(sums: DifferenceSums) -> float:
-    """The relative difference; of integers the fraction that differs; infinite with a NaN in one run."""
-    return sums.error if sums.discrete or sums.broken else sums.relative
-
-
 def _is_constant_loss_gradient(item: ComparedTensor, sums: DifferenceSums) -> bool:
     """Whether it is the gradient of a mean of losses: one constant, in which nothing was summed."""
-    return item.kind == GRADIENT and item.site.partition(":")[0] == "loss" and _is_constant(sums)
-
-
-def _is_constant(sums: DifferenceSums) -> bool:
-    """Whether all entries of one of the two have the same magnitude."""
-    return bool(sums.peak) and max(sums.squares_a, sums.squares_b) >= CONSTANT * sums.count * (
-        sums.peak * sums.peak
-    )
+    return item.kind == GRADIENT and item.site.partition(":")[0] == "loss" and sums.is_constant

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from megatron_flex.compare.structural_tests import (
     estimate_factor,
     list_entry_blocks,
 )
-from megatron_flex.compare.table_of_tests import TESTS, Conditions, run_pooled_tests
+from megatron_flex.compare.table_of_tests import OVERALL, TESTS, Bounds, Conditions, TensorTest, run_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import MOST_PEAK_TOLERANCE, Precision, derive_tolerance
 from megatron_flex.layout import Cut, Dim, Layout
@@ -553,17 +554,56 @@ def test_the_page_has_the_table_of_tests() -> None:
     assert [line for line in page if line.split(" | ")[0] in {row.split(" | ")[0] for row in rows}] == rows
 
 
-def test_each_test_of_the_table_has_its_outcome() -> None:
+def conditions_of(a: Tensor, b: Tensor, **known: Any) -> Conditions:
+    """Of a tensor that differs by round-off."""
+    sums, profile = DifferenceSums(), DifferenceProfile(DIMS, tuple(tuple(range(n)) for n in a.shape))
+    sums.add(a, b, profile=profile, places=[torch.arange(n) for n in a.shape])
+    bounds = known.pop("bounds", Bounds(0.5, 0.75))
+    return Conditions(ComparedTensor(SECOND, "value"), bounds, sums, sums, profile, unit=UNIT, **known)
+
+
+@pytest.mark.parametrize("test", TESTS, ids=lambda t: t.name)
+def test_each_test_of_the_table_sees_its_fault(test: TensorTest) -> None:
+    """And the loop has its outcome; the other tests of its kind are silent."""
     a, b = noisy(1, shape=(4, 64, 32))
-    b[..., 16:] += 20 * UNIT * torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(2))
-    shard = Block(2, tuple(range(16, 32)), "tp rank 1", "tp")
-    conditions = Conditions(
-        ComparedTensor(SECOND, "value"), profile_of(a, b), [shard], UNIT, 0.0, True, False, 0.0
-    )
-    outcomes = {test.name: test.check(conditions) for test in TESTS if test.check is not None}
-    assert all(found is None or found.test == name for name, found in outcomes.items())
-    assert [name for name, found in outcomes.items() if found is not None and found.excess > 1] == ["block"]
-    assert list(outcomes.values()) == list(run_pooled_tests(conditions))
+    known: dict[str, Any] = {}
+    if test.name == "norm":
+        b += 0.6 * torch.randn(b.shape, generator=torch.Generator().manual_seed(3), dtype=b.dtype)
+    elif test.name == "peak":
+        b[0, 1, 2] += 9 * a.abs().max()
+    elif test.name == "tolerance":
+        known["bounds"] = Bounds(UNIT / 2, UNIT / 2, is_given=True)
+    elif test.name == "copy":
+        known["copies"] = {}
+        source = run_tests(conditions_of(a, a, **known))
+        assert list(source) == [Outcome("norm", 0.0, 0.5), Outcome("peak", 0.0, 0.75)]
+    elif test.name == "narrower dtype":
+        a, b = a.float(), b.bfloat16().float()
+    elif test.name == "factor":
+        b *= 1 + 8 * UNIT
+    elif test.name == "offset":
+        b += 20 * UNIT * torch.randn(32, generator=torch.Generator().manual_seed(3), dtype=b.dtype)
+    elif test.name == "rows":
+        b *= 1 + 20 * UNIT * torch.randn(4, 64, 1, generator=torch.Generator().manual_seed(3)).double()
+    elif test.name == "block":
+        b[..., 16:] += 20 * UNIT * torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(2))
+        known["shards"] = [Block(2, tuple(range(16, 32)), "tp rank 1", "tp")]
+    outcomes = list(run_tests(conditions_of(a, b, **known)))
+    assert test.name in [o.test for o in outcomes if o.excess > 1]
+    others = {o.test for o in outcomes if o.excess > 1 and o.test != test.name}
+    assert not others & {*OVERALL, "copy", "narrower dtype"}, "only tests of patterns overlap"
+    assert bool(next(o for o in outcomes if o.test == test.name).evidence) == (test.name not in OVERALL)
+
+
+def test_a_reference_raises_the_bounds_of_patterns() -> None:
+    """Of a factor, not of a copy, a dtype, or of the tensor as a whole."""
+    a, b = noisy(1, shape=(4, 64, 32))
+    conditions = conditions_of(a, b * (1 + 8 * UNIT))
+    alone = {o.test: o for o in run_tests(conditions)}
+    raised = {o.test: o for o in run_tests(conditions, profile_of(a, b * (1 + 4 * UNIT)))}
+    assert alone["factor"].excess > 1 > raised["factor"].excess
+    assert raised["norm"] == alone["norm"]
+    assert [t.name for t in TESTS if t.is_measured] == ["factor", "offset", "rows", "block"]
 
 
 # -- through dumps ---------------------------------------------------------------------------------------
