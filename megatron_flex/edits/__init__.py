@@ -12,10 +12,12 @@ from megatron_flex.edits.replacement_edits import LowRank, low_rank, patch, resa
 from megatron_flex.edits.tensors import Indices, write
 from megatron_flex.edits.value_edits import ablate_heads, ablate_neurons, clamp, mean, noise, scale, zero
 from megatron_flex.edits.vector_edits import linear_map, project, project_out, steer
+from megatron_flex.runtime.edit_traits import EditTraits
 
 __all__ = [
     "PRESETS",
     "Edit",
+    "EditTraits",
     "Indices",
     "Local",
     "LocalEdit",

@@ -6,20 +6,26 @@ import copy
 from abc import abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
-from megatron_flex.edits.preset import Local, Preset, split_dims
+from megatron_flex.edits.preset import Preset, split_dims
 from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, find_in_call, mask_along
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.ranges import normalize_numbers
+from megatron_flex.runtime.edit_traits import ALL_DIMS, EditTraits
 from megatron_flex.sites import HEAD_DIMS as HEAD_DIMS
 from megatron_flex.sites import PACKED_HEAD_DIMS as PACKED_HEAD_DIMS
 from megatron_flex.sites import DimNames, Site
+
+# What presets declare: an edit of every entry by itself, one that is also linear, one of the full tensor.
+ENTRYWISE = EditTraits(unsharded_dims=(), returns_new_tensor=True, sums=False, uses_random_numbers=False)
+LINEAR = replace(ENTRYWISE, linear=True)
+GATHERED = replace(ENTRYWISE, unsharded_dims=ALL_DIMS)
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
@@ -43,15 +49,15 @@ class Edit(Preset):
         HookError: an index is neither a number, nor numbers, nor a slice.
 
     Examples:
-        A preset of your own: `edit` is written for the full tensor, and `needs` lists the dims that must not
-        be sharded (none here, since every entry is edited by itself).
+        A preset of your own: `edit` is written for the full tensor, and `declare` names the dims that must
+        not be sharded (none here, since every entry is edited by itself).
 
         >>> class round_to(edits.Edit):
         ...     def __init__(self, step, **where):
         ...         super().__init__(**where)
         ...         self.step = step
-        ...     def needs(self):
-        ...         return set()
+        ...     def declare(self):
+        ...         return edits.EditTraits(unsharded_dims=())
         ...     def edit(self, inputs, module, modules):
         ...         return (inputs / self.step).round() * self.step
         >>> edit = HookFunction("decoder.layers.2", editing_function=round_to(0.25, positions=0))
@@ -60,9 +66,6 @@ class Edit(Preset):
         ...     (flex.output_dict["decoder.layers.3:input"][0][0] % 0.25).any()
         tensor(False)
     """
-
-    uses_modules = False
-    sums = False  # whether it may sum over ranks, as one with an `edit` of the user's may
 
     positions: Indices | None = None
     samples: Indices | None = None
@@ -75,16 +78,17 @@ class Edit(Preset):
     _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
     _cut: dict[Any, Any] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
     _unrestricted: bool = field(default=False, init=False)  # it applies to the entire tensor
+    _uses_module: bool = field(default=False, init=False)  # it reads the number of heads from the module
+    _traits: EditTraits | None = field(default=None, init=False)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        ours = cls.__module__.startswith("megatron_flex.edits.")
-        cls.returns_new_tensor = vars(cls).get("returns_new_tensor", ours)
-        cls.uses_context = cls.__call__ is not Edit.__call__
-        cls.sums = vars(cls).get("sums", cls.sums or not ours)
-        if not ours and "edit" in vars(cls):  # the base class declares nothing about a new `edit`
-            for name in {"needs"} - vars(cls).keys():
-                setattr(cls, name, vars(Edit)[name])
+        if "edit" in vars(cls) and "declare" not in vars(cls):
+            raise HookError(
+                f"{cls.__name__} defines edit() without declare(), which names the dims that must not be "
+                "sharded: return edits.EditTraits(unsharded_dims=()) if it edits every entry by itself, "
+                "EditTraits(unsharded_dims='*') if it needs the full tensor"
+            )
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -116,16 +120,13 @@ class Edit(Preset):
             modules: the trainable modules, by name.
         """
 
-    def mixed_dims(self) -> set[str]:
-        """Return the dims whose entries or slices are not treated independently and alike; `*` for all."""
-        return set()
+    @abstractmethod
+    def declare(self) -> EditTraits:
+        """Return what holds for `edit`, at least `unsharded_dims`.
 
-    def needs(self) -> set[str]:
-        """Return the dims that must not be sharded; by default `*`, all.
-
-        Along the other dims it is correct on a local shard, with the helpers below.
+        Along the other dims it must be correct on a local shard, with the helpers below. `uses_context`,
+        `uses_modules`, `needs_dim_names` and `pure` need not be given.
         """
-        return {"*"}
 
     def named_dims(self) -> dict[str, str]:
         """Return the dims that it finds by name, each with the argument that needs it."""
@@ -199,8 +200,9 @@ class Edit(Preset):
 
     def on_shard(self, shard: Shard) -> Self | None:
         """Return the same edit for a local shard; None if it needs the full tensor."""
-        needs = self.needs()
-        if "*" in needs or (shard.summed and not self.linear):
+        traits = self.edit_traits
+        needs = traits.unsharded_dims
+        if needs is None or ALL_DIMS in needs or (shard.summed and not traits.linear):
             return None
         cut, bound = split_dims(shard) if needs else set(), self._in_dims(len(shard.full_size))
         if cut and (len(bound.dims) != len(shard.full_size) or any(bound.dims[i] in needs for i in cut)):
@@ -228,9 +230,29 @@ class Edit(Preset):
         return self._with(dims=dims) if fits else self
 
     @property
-    def needs_dim_names(self) -> bool:
-        """Whether it depends on which dim is which; `dims` does not tell which tokens came in other calls."""
-        return bool(self._find_by_name())
+    def edit_traits(self) -> EditTraits:
+        """What it declares, completed by what follows from its arguments."""
+        if self._traits is None:
+            declared, kind = self.declare(), type(self)
+            if declared.unsharded_dims is None:
+                raise HookError(
+                    f"{kind.__name__}.declare() gives no unsharded_dims; give () if every entry is "
+                    "edited by itself, '*' if it needs the full tensor"
+                )
+            ours = kind.__module__.startswith("megatron_flex.")
+            context, modules = declared.uses_context, declared.uses_modules
+            traits = replace(
+                declared,
+                pure=declared.pure is not False and not self._uses_module,
+                uses_context=kind.__call__ is not Edit.__call__ if context is None else context,
+                uses_modules=bool(modules),
+                # `dims` does not tell which tokens came in other calls
+                needs_dim_names=bool(self._find_by_name()) or bool(declared.needs_dim_names),
+                user_functions=() if ours else declared.user_functions,
+            )
+            object.__setattr__(self, "_traits", traits)
+            return traits
+        return self._traits
 
     def _find_by_name(self) -> dict[str, str]:
         """The dims that it finds by name, with arguments: `*` for a dim of heads."""
@@ -259,7 +281,7 @@ class Edit(Preset):
             else:
                 bound.dim_index(dim, what, site.name)
         bound.check(site)
-        return bound._with(pure=False) if bound.uses_module(site) else bound
+        return bound._with(_uses_module=True) if bound.uses_module(site) else bound
 
     def _check_declared(self, site: Site) -> None:
         """Refuse dims that the user has given, and that are not those of the site."""
@@ -294,17 +316,6 @@ class Edit(Preset):
 
     def check(self, site: Site) -> None:
         """Raise a HookError if the preset cannot be used at this site; `dims` are the site's."""
-
-    @property
-    def local(self) -> Local:
-        mixed = self.mixed_dims()
-        restricted = {"s": self.positions, "b": self.samples, self._last: self.features}
-        mixed |= {d for d, chosen in restricted.items() if chosen is not None}
-        if self.heads is not None:
-            mixed |= {*HEAD_DIMS, *PACKED_HEAD_DIMS}
-        if not mixed:
-            return "all"
-        return () if "*" in mixed else tuple(d for d in self.dims if d not in mixed)
 
     @property
     def _last(self) -> str:
@@ -396,6 +407,7 @@ class Edit(Preset):
     def _with(self, **changed: Any) -> Self:
         """A copy with other attributes, which keeps prepared state."""
         new = copy.copy(self)
+        object.__setattr__(new, "_traits", None)
         for name, value in changed.items():
             object.__setattr__(new, name, value)
         return new

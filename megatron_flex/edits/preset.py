@@ -1,4 +1,4 @@
-"""The properties that a preset declares; chains of edits; functions marked as local.
+"""The base of presets and of chains, and functions marked as local.
 
 `@mf.local` declares that a function gives the same result on each rank's shard as on the full tensor.
 """
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from megatron_flex.collectives import Shard
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_traits import EditTraits, changes_by_pass, needs_dim_names, traits_of
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import EditingFunction, describe_edit, for_pass, for_site
-from megatron_flex.runtime.local_edits import may_sum, on_shard, uses_modules
+from megatron_flex.runtime.local_edits import on_shard, uses_modules
 from megatron_flex.sites import Site
 
 Local = Literal["all"] | tuple[str, ...]
@@ -32,49 +33,7 @@ def split_dims(shard: Shard) -> set[int]:
 
 
 class Preset(ABC):
-    """An editing function that declares its properties.
-
-    Attributes:
-        pure: whether it depends on nothing but the tensor, and changes nothing; None: infer it.
-        local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
-            which are checked once the site is known.
-        linear: whether it is a linear function of the tensor.
-        uses_random_numbers: whether it draws random numbers.
-        returns_new_tensor: whether it leaves its input unchanged, and returns a tensor that nothing else
-            references.
-        uses_context: whether it uses `save_ctx`.
-        uses_modules: whether it uses trainable modules.
-
-    Examples:
-        >>> edits.scale(2.0).linear, edits.clamp(0.0).linear
-        (True, False)
-        >>> edits.noise(0.1).uses_random_numbers
-        True
-    """
-
-    pure: bool | None = True
-    uses_random_numbers = True
-    returns_new_tensor = False
-    uses_context = True
-    uses_modules = True
-
-    @property
-    def local(self) -> Local:
-        return ()
-
-    @property
-    def linear(self) -> bool:
-        return False
-
-    @property
-    def needs_dim_names(self) -> bool:
-        """Whether it depends on the names of the dims, which are then found out if the site lacks them."""
-        return hasattr(self, "for_site")
-
-    @property
-    def user_functions(self) -> tuple[EditingFunction, ...] | None:
-        """The user's code in it, for ranks to compare besides its text; None: its class itself."""
-        return () if type(self).__module__.startswith("megatron_flex.") else None
+    """An editing function with an attribute `edit_traits`, that `|` joins to others."""
 
     @abstractmethod
     def __call__(
@@ -122,30 +81,19 @@ class chain(Preset):
         self.edits: tuple[EditingFunction, ...] = tuple(
             inner for e in edits for inner in (e.edits if isinstance(e, chain) else (e,))
         )
-        self.pure = all(getattr(e, "pure", False) for e in self.edits)
-        self.uses_random_numbers = any(getattr(e, "uses_random_numbers", True) for e in self.edits)
-        self.returns_new_tensor = all(getattr(e, "returns_new_tensor", False) for e in self.edits)
-        self.uses_context = any(uses_context(e) for e in self.edits)
-        self.uses_modules = any(uses_modules(e) for e in self.edits)
-        self.sums = any(may_sum(e) for e in self.edits)
-
-    @property
-    def local(self) -> Local:
-        found = [getattr(e, "local", ()) for e in self.edits]
-        named = [f for f in found if f != "all"]
-        return tuple(d for d in named[0] if all(d in f for f in named)) if named else "all"
-
-    @property
-    def linear(self) -> bool:
-        return all(getattr(e, "linear", False) for e in self.edits)
-
-    @property
-    def needs_dim_names(self) -> bool:
-        return any(getattr(e, "needs_dim_names", hasattr(e, "for_site")) for e in self.edits)
-
-    @property
-    def user_functions(self) -> tuple[EditingFunction, ...]:
-        return self.edits
+        declared = [traits_of(e) for e in self.edits]
+        self.edit_traits = EditTraits(
+            linear=all(t.linear for t in declared),
+            returns_new_tensor=all(t.returns_new_tensor for t in declared),
+            sums=any(t.sums for t in declared),
+            pure=all(t.pure for t in declared),
+            uses_random_numbers=any(t.uses_random_numbers is not False for t in declared),
+            uses_context=any(uses_context(e) for e in self.edits),
+            uses_modules=any(uses_modules(e) for e in self.edits),
+            needs_dim_names=any(needs_dim_names(e) for e in self.edits),
+            changes_by_pass=any(changes_by_pass(e) for e in self.edits),
+            user_functions=self.edits,
+        )
 
     def for_site(self, site: Site) -> chain:
         """Return the chain bound to a site."""
@@ -238,9 +186,6 @@ class LocalEdit(Preset):
         True
     """
 
-    pure = None  # inferred from its source
-    sums = False
-
     def __init__(
         self,
         dims: Local,
@@ -250,21 +195,15 @@ class LocalEdit(Preset):
     ) -> None:
         functools.update_wrapper(self, function)
         self.dims, self.function, self.names, self.on_part = dims, function, names, on_part
-        self.uses_context = uses_context(function)
-        self.uses_modules = uses_modules(function)
-
-    @property
-    def local(self) -> Local:
-        return self.dims
-
-    @property
-    def needs_dim_names(self) -> bool:
-        inner = getattr(self.function, "needs_dim_names", hasattr(self.function, "for_site"))
-        return inner or (self.dims != "all" and not self.names)
-
-    @property
-    def user_functions(self) -> tuple[EditingFunction, ...]:
-        return (self.function,)
+        self.edit_traits = EditTraits(
+            sums=False,
+            uses_random_numbers=traits_of(function).uses_random_numbers,
+            uses_context=uses_context(function),
+            uses_modules=uses_modules(function),
+            needs_dim_names=needs_dim_names(function) or (dims != "all" and not names),
+            changes_by_pass=changes_by_pass(function),
+            user_functions=(function,),
+        )
 
     def __get__(self, owner: Any, kind: type | None = None) -> LocalEdit:
         """The method of an object, where a class has it."""

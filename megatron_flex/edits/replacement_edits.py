@@ -6,22 +6,27 @@ The module must be registered: an adapter, a sparse autoencoder.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.edit_base import ENTRYWISE, GATHERED, LINEAR, Edit
 from megatron_flex.edits.tensors import DeviceConstant, group_by_pass, read_tensor_file
 from megatron_flex.errors import HookError, SiteError, suggest_nearest
 from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Readings
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_traits import ALL_DIMS, EditTraits
 from megatron_flex.sites import Site
 
 PatchSource = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
+# A module may draw random numbers, and do anything with its input.
+MODULE = EditTraits(
+    unsharded_dims=ALL_DIMS, pure=False, uses_modules=True, uses_random_numbers=True, sums=False
+)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -44,11 +49,8 @@ class resample(Edit):
 
     over: str = "b"
 
-    def mixed_dims(self) -> set[str]:
-        return {"*"}
-
-    def needs(self) -> set[str]:
-        return {self.over}
+    def declare(self) -> EditTraits:
+        return replace(ENTRYWISE, unsharded_dims=(self.over,), uses_random_numbers=True)
 
     def named_dims(self) -> dict[str, str]:
         return {self.over: "over"}
@@ -80,17 +82,9 @@ class swap(Edit):
 
     first: int
     second: int
-    uses_random_numbers = False
 
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def mixed_dims(self) -> set[str]:
-        return {"b"}
-
-    def needs(self) -> set[str]:
-        return {"b"}
+    def declare(self) -> EditTraits:
+        return replace(LINEAR, unsharded_dims=("b",))
 
     def named_dims(self) -> dict[str, str]:
         return {"b": "samples"}
@@ -126,7 +120,6 @@ class patch(Edit):
     source: PatchSource
     _found: Any = field(init=False)
     _now: DeviceConstant | None = field(default=None, init=False)
-    uses_random_numbers = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,12 +132,11 @@ class patch(Edit):
         if isinstance(found, Tensor):
             object.__setattr__(self, "_now", DeviceConstant(found))
 
-    def mixed_dims(self) -> set[str]:
-        return {"*"}
-
-    def needs(self) -> set[str]:
+    def declare(self) -> EditTraits:
         # Of a trained tensor, a rank would have a partial gradient.
-        return {"*"} if self._now is not None and self._now.tensor.requires_grad else set()
+        trained = self._now is not None and self._now.tensor.requires_grad
+        varies = not isinstance(self._found, Tensor)
+        return replace(GATHERED if trained else ENTRYWISE, changes_by_pass=varies)
 
     def check(self, site: Site) -> None:
         if isinstance(self._found, dict):
@@ -247,12 +239,9 @@ class low_rank(Edit):
     """
 
     name: str
-    pure = False
-    returns_new_tensor = False  # a module may do anything with its input
-    uses_modules = True
 
-    def mixed_dims(self) -> set[str]:
-        return {"*"}
+    def declare(self) -> EditTraits:
+        return MODULE
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return _run_module(self, modules, self.name, inputs)
@@ -279,12 +268,9 @@ class splice(Edit):
 
     name: str
     keep_error: bool = False
-    pure = False
-    returns_new_tensor = False  # a module may do anything with its input
-    uses_modules = True
 
-    def mixed_dims(self) -> set[str]:
-        return {"*"}
+    def declare(self) -> EditTraits:
+        return MODULE
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         made = _run_module(self, modules, self.name, inputs)

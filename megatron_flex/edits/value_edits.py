@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.edits.edit_base import HEAD_DIMS, PACKED_HEAD_DIMS, Edit
+from megatron_flex.edits.edit_base import ENTRYWISE, LINEAR, Edit
 from megatron_flex.edits.preset import split_dims
 from megatron_flex.edits.tensors import DeviceConstant, Indices, read_tensor
 from megatron_flex.errors import HookError
+from megatron_flex.runtime.edit_traits import EditTraits
 from megatron_flex.sites import Site
 
 
@@ -30,16 +31,10 @@ class scale(Edit):
         True
     """
 
-    uses_random_numbers = False
-
     factor: float
 
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return LINEAR
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs * self.factor
@@ -58,14 +53,8 @@ class zero(Edit):
         tensor(0.)
     """
 
-    uses_random_numbers = False
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return LINEAR
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return torch.zeros_like(inputs)
@@ -91,8 +80,6 @@ class clamp(Edit):
         (tensor(True), tensor(2.))
     """
 
-    uses_random_numbers = False
-
     low: float | None = None
     high: float | None = None
 
@@ -101,8 +88,8 @@ class clamp(Edit):
         if self.low is None and self.high is None:
             raise HookError("clamp() has no bound; give it low=, high= or both")
 
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return ENTRYWISE
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs.clamp(self.low, self.high)
@@ -126,11 +113,8 @@ class noise(Edit):
 
     std: float
 
-    def mixed_dims(self) -> set[str]:
-        return {"*"}
-
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return replace(ENTRYWISE, uses_random_numbers=True)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         # Drawn for the full tensor also on a local shard, so that each entry gets the same number.
@@ -161,18 +145,9 @@ class ablate_heads(Edit):
         tensor([False,  True,  True, False])
     """
 
-    uses_random_numbers = False
-
     which: Indices
     keep: bool = False
     of: int | None = field(default=None, kw_only=True)
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def mixed_dims(self) -> set[str]:
-        return {*HEAD_DIMS, *PACKED_HEAD_DIMS}
 
     def named_dims(self) -> dict[str, str]:
         return {"*": "heads"}
@@ -180,8 +155,8 @@ class ablate_heads(Edit):
     def uses_module(self, site: Site) -> bool:
         return self.of is None and self._packs_heads(len(site.dims)) and not self._head_count
 
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return LINEAR
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.head_mask(inputs, self.which, module, self.of)
@@ -203,20 +178,11 @@ class ablate_neurons(Edit):
         ...     train_step(chunks)
     """
 
-    uses_random_numbers = False
-
     which: Indices
     keep: bool = False
 
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def mixed_dims(self) -> set[str]:
-        return {self._last}
-
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return LINEAR
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.along(inputs, inputs.ndim - 1, self.which, "neurons")
@@ -240,9 +206,6 @@ class mean(Edit):
         True
     """
 
-    uses_random_numbers = False
-    sums = True
-
     over: str | Sequence[str] = ("s", "b")
     value: Tensor | str | Path | None = None
     _value: DeviceConstant | None = field(default=None, init=False)
@@ -255,18 +218,11 @@ class mean(Edit):
             given = self.value if isinstance(self.value, Tensor) else read_tensor(self.value)
             object.__setattr__(self, "_value", DeviceConstant(given))
 
-    @property
-    def linear(self) -> bool:
-        return self.value is None
-
-    def mixed_dims(self) -> set[str]:
-        return {"*"} if self._value is not None else set(self.over)
-
     def named_dims(self) -> dict[str, str]:
         return dict.fromkeys(self.over if self._value is None else (), "over")
 
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return replace(ENTRYWISE, linear=self.value is None, sums=True)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         if self._value is not None:

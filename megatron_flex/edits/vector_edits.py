@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.edit_base import ENTRYWISE, GATHERED, LINEAR, Edit
 from megatron_flex.edits.tensors import DeviceConstant, read_tensor
 from megatron_flex.errors import HookError
+from megatron_flex.runtime.edit_traits import ALL_DIMS, EditTraits
 from megatron_flex.sites import Site
 
 VectorSource = Tensor | str | Path
+SUMMED = replace(LINEAR, sums=True)
 
 
 def load_constant(vector: VectorSource) -> DeviceConstant:
@@ -43,25 +45,19 @@ class steer(Edit):
     vector: VectorSource
     coefficient: float = 1.0
     _held: DeviceConstant = field(init=False)
-    uses_random_numbers = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "_held", load_constant(self.vector))
-
-    def mixed_dims(self) -> set[str]:
-        shape = self._held.tensor.shape
-        dims = self.dims[len(self.dims) - len(shape) :] if len(self.dims) >= len(shape) else ("*",)
-        return {d for d, n in zip(dims, shape, strict=False) if n != 1}
 
     def check(self, site: Site) -> None:
         width, wanted = self._held.tensor.shape[-1:], site.shape[-1] if site.shape else None
         if isinstance(wanted, int) and width and width[0] not in (1, wanted):
             raise HookError(f"{self!r}: {site.name} has {wanted} features; give a vector of as many")
 
-    def needs(self) -> set[str]:
+    def declare(self) -> EditTraits:
         # Of a trained vector, a rank would have a partial gradient.
-        return {"*"} if self._held.tensor.requires_grad else set()
+        return GATHERED if self._held.tensor.requires_grad else ENTRYWISE
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs + self.coefficient * self.constant(self._held, inputs, "a vector")
@@ -70,16 +66,6 @@ class steer(Edit):
 @dataclass(frozen=True, repr=False, eq=False)
 class LinearEdit(Edit):
     """A preset that multiplies the last dim by matrices."""
-
-    uses_random_numbers = False
-    sums = True
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def mixed_dims(self) -> set[str]:
-        return {self._last}
 
     def through(self, inputs: Tensor, down: Tensor, up: Tensor | None, onto: float | None = None) -> Tensor:
         """`inputs @ down @ up`, matrices of the full last dim; with `onto`, `inputs + onto * (...)`.
@@ -147,8 +133,8 @@ class project_out(LinearEdit):
         if isinstance(wanted, int) and width != wanted:
             raise HookError(f"{self!r}: {site.name} has {wanted} features; give a direction of as many")
 
-    def needs(self) -> set[str]:
-        return set()
+    def declare(self) -> EditTraits:
+        return SUMMED
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return self._component(inputs, -1.0)
@@ -173,6 +159,9 @@ class project(project_out):
         >>> torch.linalg.matrix_rank(after.flatten(0, 1), atol=1e-3)
         tensor(1)
     """
+
+    def declare(self) -> EditTraits:
+        return SUMMED
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return self._component(inputs)
@@ -216,11 +205,11 @@ class linear_map(LinearEdit):
         if down.tensor.ndim != 2 or last.ndim != 2 or not chained or down.tensor.shape[0] != last.shape[1]:
             raise HookError(f"{self!r}: give a matrix [h, h], or two of [h, k] and [k, h]")
 
-    def needs(self) -> set[str]:
+    def declare(self) -> EditTraits:
         if any(h.tensor.requires_grad for h in (self._down, self._up) if h is not None):
-            return {"*"}
+            return replace(SUMMED, unsharded_dims=ALL_DIMS)
         # For a matrix [h, h] the sums over ranks would be as large as the gathered tensor.
-        return {self._last} if self._up is None else set()
+        return replace(SUMMED, unsharded_dims=(self._last,)) if self._up is None else SUMMED
 
     def check(self, site: Site) -> None:
         width, wanted = self._down.tensor.shape[0], site.shape[-1] if site.shape else None

@@ -30,6 +30,7 @@ from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.ranges import check_count, check_positive
 from megatron_flex.runtime.hooks import for_site
+from megatron_flex.runtime.local_edits import on_shard
 from megatron_flex.runtime.selection import CaptureSelection, plan_selection
 from megatron_flex.sites import Site
 
@@ -388,7 +389,7 @@ def record_preset_sums(
         **{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in SHARD_FIELDS}
     )
     object.__setattr__(shard, "heard", [])
-    ready = getattr(bound, "on_shard", lambda _: None)(shard)
+    ready: Any = on_shard(bound, shard)
     if ready is None:
         return None
     order = held.layout.permute or tuple(range(len(shape)))

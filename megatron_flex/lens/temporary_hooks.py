@@ -19,6 +19,7 @@ from megatron_flex.errors import FlexError, HookError
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, Filter
 from megatron_flex.runtime import HookFunction, Key, Session
+from megatron_flex.runtime.edit_traits import EditTraits
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
 
 SiteTensors = dict[str, list[Tensor]]  # by site, a tensor for each microbatch
@@ -295,7 +296,7 @@ class TemporaryEdits:
                 raise HookError(f"{alias.name} has shape {tuple(seen.shape)}; the function returned {got}")
             return view.ours(made, inputs, weights)
 
-        vars(edit)["user_functions"] = (function,)
+        vars(edit)["edit_traits"] = EditTraits(user_functions=(function,))
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         hook = HookFunction(match_sites([site]), editing_function=edit, save=False)
         self.session.add(hook, always=True)

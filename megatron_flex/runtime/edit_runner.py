@@ -42,6 +42,7 @@ from megatron_flex.runtime.debug.edit_debugger import CurrentEdit, track_edit
 from megatron_flex.runtime.debug.error_origin import format_user_line, guard_backward
 from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit, StepFailure
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
 from megatron_flex.runtime.trainable_modules import TrainableModules
@@ -297,7 +298,7 @@ class EditRunner:
                 return None
         if made is None and sums is not None:
             return sums.connect(full)
-        if made is not None and made.grad_fn is not None and not getattr(edit, "returns_new_tensor", False):
+        if made is not None and made.grad_fn is not None and not traits_of(edit).returns_new_tensor:
             guard_backward(made, full, partial(self._failed, hook, key, late=True))
         loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
         return made.detach() if made is not None and loose else made
@@ -318,7 +319,7 @@ class EditRunner:
         """
         if edit is None or self._draws(edit):
             around.enter_context(seed_generators(seed, index, full))
-        if self.modules or not getattr(edit, "returns_new_tensor", False):
+        if self.modules or not traits_of(edit).returns_new_tensor:
             around.enter_context(self.trainable.editing(replay))
             around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass

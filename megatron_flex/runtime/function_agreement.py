@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_flex.collectives import Agreement
 from megatron_flex.errors import FlexWarning
 from megatron_flex.runtime.edit_failures import format_on_ranks
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import unwrap_function
 from megatron_flex.runtime.function_digest import FunctionDigest, Trait, digest_function, digest_text
 from megatron_flex.runtime.hooks import HookFunction
@@ -98,7 +99,7 @@ class FunctionAgreement:
             own = self._own() if own is None else own
             edit = hook.editing_function
             assert edit is not None
-            inside = getattr(edit, "user_functions", None)
+            inside = traits_of(edit).user_functions
             at = (id(edit),) if inside is None else tuple(map(id, inside))
             if at not in made:
                 made[at] = digest_function(edit, own)
@@ -113,7 +114,7 @@ class FunctionAgreement:
             f"give it the same value on every rank{allow}"
         )
         edit: Any = hook.editing_function
-        inside = getattr(edit, "user_functions", None)
+        inside = traits_of(edit).user_functions
         function = unwrap_function(inside[0] if inside else edit)
         code = None if function is None else function.__code__
         place = (__file__, 0) if code is None else (code.co_filename, code.co_firstlineno)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron_flex.errors import FlexWarning
+from megatron_flex.runtime.edit_traits import traits_of
 
 INTROSPECTION = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
 STORE_OPCODES = {"STORE_FAST", "DELETE_FAST"}
@@ -26,11 +27,9 @@ CONTEXT_ARGUMENT = 2  # index of `save_ctx` in an editing function's arguments
 
 
 def uses_context(edit: Any) -> bool:
-    """Whether an editing function may use `save_ctx`; its attribute `uses_context`, if there is one,
-    decides.
-    """
-    answer = getattr(edit, "uses_context", None)
-    return uses_argument(edit, CONTEXT_ARGUMENT) if answer is None else bool(answer)
+    """Whether an editing function may use `save_ctx`."""
+    declared = traits_of(edit).uses_context
+    return uses_argument(edit, CONTEXT_ARGUMENT) if declared is None else declared
 
 
 def uses_argument(fn: Any, index: int) -> bool:

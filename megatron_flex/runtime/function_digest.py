@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.errors import HookError
+from megatron_flex.runtime.edit_traits import traits_of
 
 MAX_VALUES = 64  # values of a function that are compared one by one
 MAX_DEPTH = 6  # nesting of containers
@@ -132,8 +133,8 @@ def digest_function(edit: Callable[..., Any], own: AbstractSet[int] = frozenset(
     """Make the digest of an editing function. The function is not called, and no device is synchronized.
 
     Args:
-        edit: the function, a partial, a method, a module or another callable object. For an object with an
-            attribute `user_functions` the digest is that of these functions.
+        edit: the function, a partial, a method, a module or another callable object. For one that declares
+            `user_functions` the digest is that of these functions.
         own: modules and parameters of the model, by id: ranks hold different shards, which are not compared.
     """
     reader = _TraitReader(own)
@@ -162,7 +163,7 @@ class _TraitReader:
 
     def written(self, edit: Any) -> None:
         """Read the user's functions inside the package's wrappers."""
-        inside = getattr(edit, "user_functions", None)
+        inside = traits_of(edit).user_functions
         if inside is None:
             self._function(edit)
             return

@@ -21,6 +21,7 @@ from megatron_flex.collectives import Route
 from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error, error_attributes
 from megatron_flex.layout import Layout
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_traits import needs_dim_names, traits_of
 from megatron_flex.runtime.hook_groups import check_groups
 from megatron_flex.runtime.selection import INDICES, CaptureSelection, Reduction, Select
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, DimNames, Pattern, Site, describe_pattern
@@ -171,6 +172,7 @@ class HookFunction:
                 )
             if editing_function is not None:
                 check_signature(editing_function)
+                traits_of(editing_function)  # raises for an invalid declaration
             if gradient_scale not in ("raw", "loss"):
                 raise HookError(f"gradient_scale {gradient_scale!r} is not one of raw, loss")
             if run not in ("replicated", "once"):
@@ -214,7 +216,7 @@ class HookFunction:
     def needs_dim_names(self) -> bool:
         """Whether the hook depends on the names of the dims, so that calls are traced where those vary."""
         edit = self.editing_function
-        named = getattr(edit, "needs_dim_names", hasattr(edit, "for_site"))
+        named = edit is not None and needs_dim_names(edit)
         selects = self.wanted is not None and self.wanted.needs_dim_names
         return named or selects or (self.tensor_sink is not None and self.tensor_sink.needs_dim_names)
 

@@ -20,6 +20,7 @@ from megatron_flex.layout import Layout, count_parts, padded_shape, smallest_par
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import uses_argument, uses_context
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction, describe_edit, for_pass
 
@@ -190,16 +191,11 @@ def plan_local_edits(
         if bound is None:
             return None, _explain_edit(name, edit, shard, layout, mesh)
         found[hook] = bound
-    fresh = all(getattr(e, "returns_new_tensor", False) for e in found.values())
+    fresh = all(traits_of(e).returns_new_tensor for e in found.values())
     holders, first = replica_mesh(layout, mesh), is_leader_for(layout, mesh)
     over = Mesh(tuple(shard.axes(range(len(shard.full_size)))))
-    sums = {h: EditSums(over, join_sum) for h, e in found.items() if over.axes and may_sum(e)}
+    sums = {h: EditSums(over, join_sum) for h, e in found.items() if over.axes and traits_of(e).sums}
     return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first, sums), ""
-
-
-def may_sum(edit: EditingFunction) -> bool:
-    """Whether an edit on shards may sum over ranks; its attribute `sums`, if there is one, decides."""
-    return bool(getattr(edit, "sums", True))
 
 
 def explain_gather(
@@ -231,9 +227,9 @@ def explain_gather(
 
 
 def uses_modules(edit: Any) -> bool:
-    """Whether an edit may use trainable modules; its attribute `uses_modules`, if there is one, decides."""
-    state = getattr(edit, "uses_modules", None)
-    return uses_argument(edit, MODULES_ARGUMENT) if state is None else bool(state)
+    """Whether an edit may use trainable modules."""
+    declared = traits_of(edit).uses_modules
+    return uses_argument(edit, MODULES_ARGUMENT) if declared is None else declared
 
 
 def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout, mesh: Mesh) -> str:

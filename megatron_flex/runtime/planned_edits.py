@@ -19,6 +19,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_dispatcher import EditDispatcher
 from megatron_flex.runtime.edit_runner import PlannedEdit, find_replica_axis
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.hook_collectives import raise_broken
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
@@ -56,7 +57,7 @@ def plan_pass(
             edit,
             draws_random_numbers(edit),
             find_replica_axis(layout, edits.mesh),
-            bool(getattr(edit, "returns_new_tensor", False)),
+            traits_of(edit).returns_new_tensor,
             None if way is None else way.sums.get(hook),
         )
         for hook, edit in functions.items()

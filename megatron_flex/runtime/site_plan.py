@@ -28,6 +28,7 @@ from megatron_flex.layout import (
 )
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.edit_dispatcher import EditDispatcher
+from megatron_flex.runtime.edit_traits import changes_by_pass
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
@@ -113,7 +114,7 @@ class SitePlanner:
         modules = self._edits.editing.modules
         if edits and (modules or self._edits.compared is not None):
             return True
-        if any(uses_context(e) or hasattr(e, "for_pass") for e in edits):
+        if any(uses_context(e) or changes_by_pass(e) for e in edits):
             return True
         return any(
             h.expected_shape is not None or h.run == "once" or h.on_error == "skip" or h.captures_edited

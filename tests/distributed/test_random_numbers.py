@@ -53,9 +53,12 @@ class Sees:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class noise(mf.edits.noise):
-    """The preset, which runs on shards; appends its result."""
+    """The preset, on the gathered tensor; appends its result."""
 
     seen: Any = None
+
+    def declare(self) -> mf.edits.EditTraits:
+        return mf.edits.EditTraits(unsharded_dims="*", uses_random_numbers=True)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         out = super().edit(inputs, module, modules)

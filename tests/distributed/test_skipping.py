@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_flex.edits import EditTraits
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
@@ -32,7 +33,7 @@ Act = Callable[[Tensor, bool], Any]
 class Edit:
     """Doubles what passes; in the second microbatch does what it is given, on the ranks it is to fail on."""
 
-    pure = False  # not tried at registration
+    edit_traits = EditTraits(pure=False)  # not tried at registration
 
     def __init__(self, act: Act, on: tuple[int, ...]) -> None:
         self.act, self.on, self.microbatch = act, on, 0

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import megatron_flex as mf
@@ -227,35 +225,58 @@ ALL = [
 
 
 @pytest.mark.parametrize("edit", ALL, ids=repr)
-@settings(max_examples=8, deadline=None)
-@given(cut=st.integers(1, 2), seed=st.integers(0, 99))
-def test_what_is_said_to_be_local_and_linear_is(edit: Any, cut: int, seed: int) -> None:
+def test_what_a_preset_declares_holds(edit: Any) -> None:
     dims, module = ("s b nd" if "heads" in repr(edit) else STREAM), Configured(2)
-    x, y = (tensor(3, 4, 6, seed=seed + n).to(torch.float32) for n in (0, 1))
-    bound = edit.for_site(site(dims))
-    names = dims.split()
-    local = names if bound.local == "all" else bound.local
+    x, y = (tensor(3, 4, 6, seed=seed).to(torch.float32) for seed in (0, 1))
+    traits = edit.for_site(site(dims)).edit_traits
     run = partial(apply, edit, dims=dims, module=module)
-    for name in local:
-        at = names.index(name)
-        parts = torch.cat([run(p.contiguous()) for p in x.split([cut, x.shape[at] - cut], at)], at)
-        assert torch.allclose(parts, run(x), atol=1e-6), name
-    if bound.linear:
-        assert torch.allclose(run(2 * x - 3 * y), 2 * run(x) - 3 * run(y), atol=1e-4)
+    mixed = run(2 * x - 3 * y)
+    assert torch.allclose(mixed, 2 * run(x) - 3 * run(y), atol=1e-4) or not traits.linear
+    torch.manual_seed(1)
+    again = edit.for_site(site(dims))(module, 2 * x - 3 * y, None, MODULES)
+    assert torch.equal(mixed, again) or traits.uses_random_numbers
+    if traits.returns_new_tensor:
+        kept = x.clone()
+        assert run(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert torch.equal(x, kept)
 
 
-def test_what_is_local_where() -> None:
-    def where(edit: Any, dims: str = STREAM) -> Any:
-        return edit.for_site(site(dims)).local
+def test_what_a_chain_declares() -> None:
+    together = (edits.scale(2.0) | edits.zero(positions=0)).edit_traits
+    assert (together.linear, together.returns_new_tensor, together.needs_dim_names) == (True, True, True)
+    assert (together.sums, together.changes_by_pass, together.uses_random_numbers) == (False, False, False)
+    one = (edits.scale(2.0) | edits.mean("s") | edits.noise(0.1) | edits.patch([VECTOR])).edit_traits
+    assert (one.sums, one.changes_by_pass, one.uses_random_numbers) == (True, True, True)
+    plain = (edits.scale(2.0) | (lambda m, x, c, t: x)).edit_traits
+    assert (plain.linear, plain.returns_new_tensor, plain.uses_random_numbers) == (False, False, True)
 
-    assert where(edits.scale(2.0)) == "all"
-    assert where(edits.scale(2.0, positions=0)) == ("b", "h")
-    assert where(edits.steer(VECTOR)) == ("s", "b")
-    assert where(edits.mean("s")) == ("b", "h")
-    assert where(edits.ablate_heads(0), SCORES) == ("b", "s", "s")
-    assert where(edits.noise(1.0)) == ()
-    assert where(edits.scale(2.0) | edits.steer(VECTOR) | edits.mean("s")) == ("b",)
-    assert where(edits.scale(2.0) | (lambda m, x, c, t: x)) == ()
+
+def test_a_preset_of_ones_own_declares_its_edit() -> None:
+    with raises(mf.HookError, "undeclared", "declare", "unsharded_dims"):
+
+        class undeclared(edits.scale):
+            def edit(self, inputs: Tensor, module: Any, modules: Any) -> Tensor:
+                return inputs.softmax(-1)
+
+    class silent(edits.Edit):
+        def declare(self) -> edits.EditTraits:
+            return edits.EditTraits(linear=True)
+
+        def edit(self, inputs: Tensor, module: Any, modules: Any) -> Tensor:
+            return inputs
+
+    with raises(mf.HookError, "silent", "unsharded_dims"):
+        mf.HookFunction("x", editing_function=silent())
+    assert edits.EditTraits(unsharded_dims="b h").unsharded_dims == {"b", "h"}
+    with raises(mf.HookError, "unsharded_dims=[3]"):
+        edits.EditTraits(unsharded_dims=[3])  # type: ignore[list-item]
+
+    def wrong(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        return inputs
+
+    wrong.edit_traits = {"linear": True}  # type: ignore[attr-defined]
+    with raises(mf.HookError, "wrong", "dict", "edits.EditTraits"):
+        mf.HookFunction("x", editing_function=wrong)
 
 
 @pytest.mark.parametrize(

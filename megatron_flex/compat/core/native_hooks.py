@@ -21,6 +21,7 @@ from megatron_flex.compat.core.hook_function import HookFunction, SaveContext, S
 from megatron_flex.runtime import HookFunction as NativeHook
 from megatron_flex.runtime import Key, Session
 from megatron_flex.runtime.context.context_scopes import ContextScopes
+from megatron_flex.runtime.edit_traits import EditTraits
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import EditingFunction, HookType
 from megatron_flex.sites import GRADIENT_SUFFIX
@@ -149,8 +150,7 @@ def wrap_editing_function(
             made = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)
         return made if divisor == 1 or not isinstance(made, Tensor) else made * divisor
 
-    vars(edit)["user_functions"] = (function,)
-    vars(edit)["uses_context"] = uses
+    vars(edit)["edit_traits"] = EditTraits(user_functions=(function,), uses_context=uses)
     edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
     with suppress(TypeError, ValueError):  # a built-in function without a signature
         vars(edit)["__signature__"] = inspect.signature(function)

@@ -21,6 +21,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.error_origin import find_user_line
 from megatron_flex.runtime.debug.purity import is_pure
 from megatron_flex.runtime.edit_runner import call_editing_function, seed_generators
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import read_source, unwrap_function, warn_of_mistakes
 from megatron_flex.runtime.hook_registry import HookEntry
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
@@ -142,7 +143,7 @@ def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup
     shape, certain = choose_trial_shape(site, stage)
     if len(shape) != len(site.dims) or not shape or prod(shape) > MAX_TRIAL_ENTRIES:
         return
-    pure = getattr(hook.editing_at(Key(site.name, 0, 0, 0, 0)), "pure", None)
+    pure = traits_of(hook.editing_at(Key(site.name, 0, 0, 0, 0))).pure
     if pure is not None:  # the function declares it, and has seen the site
         if not (pure and certain):
             return

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.runtime.edit_traits import changes_by_pass, traits_of
 from megatron_flex.runtime.function_analysis import (
     METADATA,
     FunctionSource,
@@ -65,14 +66,14 @@ RANDOM_BY_NAME |= {f"{name}_with_indices" for name in RANDOM_BY_NAME}
 def draws_random_numbers(edit: Callable[..., Any]) -> bool:
     """Whether an editing function may draw random numbers.
 
-    Its attribute `uses_random_numbers` decides, if there is one; otherwise its source must prove that it only
+    What it declares decides; otherwise its source must prove that it only
     calls operators of torch that draw none, as torch's tags tell. A function is examined as it is now; later
     changes of what its names refer to are not seen.
     """
-    declared = getattr(edit, "uses_random_numbers", None)
+    declared = traits_of(edit).uses_random_numbers
     if declared is not None:
-        return bool(declared)
-    if hasattr(edit, "for_pass"):  # which may return any function
+        return declared
+    if changes_by_pass(edit):
         return True
     source = read_source(edit)
     if source is None or not is_pure(source):

@@ -281,10 +281,16 @@ def test_presets_say_themselves_what_they_are_and_a_persons_own_are_read() -> No
     assert digest_function(edits.steer(torch.ones(3))) == ((), ())
 
     class Half(edits.Edit):
+        def declare(self) -> edits.EditTraits:
+            return edits.EditTraits(unsharded_dims=())
+
         def edit(self, inputs: Tensor, module: Any, modules: Any) -> Tensor:
             return inputs * 0.5
 
     class Third(edits.Edit):
+        def declare(self) -> edits.EditTraits:
+            return edits.EditTraits(unsharded_dims=())
+
         def edit(self, inputs: Tensor, module: Any, modules: Any) -> Tensor:
             return inputs * 0.3
 

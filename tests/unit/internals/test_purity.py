@@ -68,5 +68,5 @@ def test_an_attribute_decides() -> None:
     def function(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         return noisy(module, inputs, save_ctx, modules)
 
-    function.uses_random_numbers = False  # type: ignore[attr-defined]  # as users declare it
+    function.edit_traits = mf.edits.EditTraits(uses_random_numbers=False)  # type: ignore[attr-defined]
     assert not draws_random_numbers(function)
