@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.megatron_core import MegatronAdapter
-from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
+from megatron_flex.alignment.alignment_result import Alignment
 from megatron_flex.alignment.candidate_run import CandidateRun
 from megatron_flex.alignment.causes import find_causes
 from megatron_flex.alignment.counterparts import Match, family_of
@@ -20,12 +20,12 @@ from megatron_flex.alignment.evidence import Evidence
 from megatron_flex.alignment.reference_run import Captures, ReferenceRun
 from megatron_flex.alignment.routing import Routing
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.alignment.site_rows import Dtypes, make_rows, make_verdict, sum_site
 from megatron_flex.alignment.step_gradients import StepGradients
-from megatron_flex.alignment.tensor_difference import Difference, measure
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
-from megatron_flex.compare.noise_scale import SoftmaxNoise
+from megatron_flex.compare.comparison import Row
+from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import Tolerances, make_precision
 from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
@@ -87,19 +87,19 @@ def align(
     points = {other for match in candidate.matches for other in match.row.other}
     theirs: Captures = {}
     _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
-    judge = _Judge(candidate.matches, tokens, hf_model, config, tolerance, theirs)
+    comparer = _SiteComparer(candidate.matches, tokens, hf_model, config, tolerance, theirs)
     # `roots` is Megatron's adapter's, which was checked above
     with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
-        captures = _run_candidate(candidate, judge, flex, isolate)
+        captures = _run_candidate(candidate, comparer, flex, isolate)
         step = StepGradients(hf_model if first else None, flex, tokens) if gradients else None
 
     def finish() -> Alignment:
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
-        found = judge.alignment(model, candidate.uncompared)
+        found = comparer.alignment(model, candidate.uncompared)
         with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
             if step is None:
                 return found
-            gradients = step.verdicts(judge.tolerances)
+            gradients = step.verdicts(comparer.tolerances)
             return replace(found, gradients=gradients, notes=(*found.notes, *step.notes))
 
     alignment: Alignment = _on_first(flex, finish)
@@ -112,17 +112,19 @@ def align(
     return replace(alignment, causes=tuple(causes))
 
 
-def _run_candidate(candidate: CandidateRun, judge: _Judge, flex: FlexModel, isolate: bool) -> Captures:
+def _run_candidate(
+    candidate: CandidateRun, comparer: _SiteComparer, flex: FlexModel, isolate: bool
+) -> Captures:
     """Run the Megatron model once or twice, and compare; returns the captures of the last run. Collective."""
-    tokens = judge.batch.tokens
+    tokens = comparer.batch.tokens
     captures = candidate.run(tokens)
-    enough = _on_first(flex, lambda: judge.accumulate(captures))
+    enough = _on_first(flex, lambda: comparer.accumulate(captures))
     if enough and not isolate:
         return captures
     captures = {}  # so that a rank holds the captures of one run
-    inputs = candidate.broadcast(_layer_inputs(candidate.matches, judge.theirs))
+    inputs = candidate.broadcast(_layer_inputs(candidate.matches, comparer.theirs))
     captures = candidate.run(tokens, inputs)
-    _on_first(flex, lambda: judge.isolate(captures))
+    _on_first(flex, lambda: comparer.isolate(captures))
     return captures
 
 
@@ -226,55 +228,27 @@ def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     return out
 
 
-def bound_sites(
-    tolerances: Tolerances,
-    differences: Mapping[str, Difference],
-    dtypes: Mapping[str, Sequence[torch.dtype]],
-    layers: Mapping[str, int | None],
-    isolated: bool,
-) -> dict[str, float]:
-    """How far the tensors of each site may differ, with what attention scores before them explain.
-
-    Args:
-        tolerances: from dtype and depth.
-        differences: by site, in the order of execution.
-        dtypes: of both tensors of each site.
-        layers: of the sites; None outside of layers.
-        isolated: whether each layer has its own input, so that nothing carries over to the next one.
-    """
-    out: dict[str, float] = {}
-    softmax, layer = SoftmaxNoise(), None
-    for site, found in differences.items():
-        if isolated and layers[site] != layer:
-            softmax = SoftmaxNoise()
-        item, layer = ComparedTensor(site, VALUE), layers[site]
-        out[site] = tolerances.bound(item, dtypes[site], isolated, softmax.later)
-        if found.error <= out[site]:
-            softmax.observe(item, found.error, abs(found.here - found.there))
-    return out
-
-
 @dataclass
 class _Pass:
     """The differences of one run of the Megatron model.
 
     Attributes:
-        differences: by site.
-        kinds: the shape of each compared pair, and its two dtypes.
+        sums: by site, in the order of execution.
+        shapes: of the compared tensors.
+        dtypes: of both.
         absent: the sites that were not compared, with the reason.
         notes: on tokens that were left out.
-        bounds: the tolerance of each site, as the model runs and with each layer's input given.
     """
 
-    differences: dict[str, Difference] = field(default_factory=dict)
-    kinds: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, torch.dtype]]] = field(default_factory=dict)
+    sums: dict[str, DifferenceSums] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, Dtypes] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    bounds: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass
-class _Judge:
+class _SiteComparer:
     """Compares the captures of both models, on the first rank."""
 
     matches: list[Match]
@@ -303,8 +277,7 @@ class _Judge:
             layer differs by itself: its own error would show beside the small one that enters.
         """
         found = self.accumulated = self._compare(captures, carried=True)
-        bounds = found.bounds[True]
-        return not found.notes and all(d.error <= bounds[s] for s, d in found.differences.items())
+        return not found.notes and not any(row.diverges for row in self._rows(found, True).values())
 
     def isolate(self, captures: Captures) -> None:
         """Compare a run with the layer inputs of Hugging Face."""
@@ -321,16 +294,14 @@ class _Judge:
                     lacks = "Hugging Face" if there is None else "Megatron"
                     out.absent[match.site] = f"{lacks} has no tensor there in this run"
                 continue
-            out.kinds[match.site] = tuple(there.shape), (here.dtype, there.dtype)
+            out.shapes[match.site], out.dtypes[match.site] = tuple(there.shape), (here.dtype, there.dtype)
             pair = compared_pair(match.row, here, there, sizes, self.config)
-            out.differences[match.site] = measure(*routing.select(match, *pair))
-        layers = {match.site: match.layer for match in self.matches}
-        dtypes = {site: kind[1] for site, kind in out.kinds.items()}
-        out.bounds = (
-            bound_sites(self.tolerances, out.differences, dtypes, layers, False),
-            bound_sites(self.tolerances, out.differences, dtypes, layers, True),
-        )
+            out.sums[match.site] = sum_site(*routing.select(match, *pair))
         return out
+
+    def _rows(self, found: _Pass, isolated: bool) -> dict[str, Row]:
+        layers = {match.site: match.layer for match in self.matches}
+        return make_rows(self.tolerances, found.sums, found.dtypes, layers, isolated)
 
     def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
         """The verdicts for all sites.
@@ -340,10 +311,18 @@ class _Judge:
             uncompared: further sites that were not compared, with the reason.
         """
         runs = self.accumulated, self.isolated or self.accumulated
+        accumulated, isolated = self._rows(runs[0], False), self._rows(runs[1], True)
         verdicts = tuple(
-            self._verdict(match, *runs)
+            make_verdict(
+                match.row.points,
+                match.part,
+                runs[0].shapes[s],
+                runs[0].dtypes[s],
+                accumulated[s],
+                isolated[s],
+            )
             for match in self.matches
-            if all(match.site in run.differences for run in runs)
+            if (s := match.site) in accumulated and s in isolated
         )
         return Alignment(
             model,
@@ -351,18 +330,4 @@ class _Judge:
             notes=(*self.batch.notes, *self.accumulated.notes),
             uncompared={**uncompared, **runs[0].absent, **runs[1].absent},
             runs=1 if self.isolated is None else 2,
-        )
-
-    def _verdict(self, match: Match, accumulated: _Pass, isolated: _Pass) -> SiteVerdict:
-        shape, dtypes = accumulated.kinds[match.site]
-        return SiteVerdict(
-            match.site,
-            " + ".join(match.row.other),
-            part_of(match),
-            accumulated.differences[match.site],
-            accumulated.bounds[False][match.site],
-            isolated.differences[match.site],
-            isolated.bounds[True][match.site],
-            shape,
-            (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )

@@ -165,7 +165,7 @@ def _site(
 ) -> str:
     cells = []
     for kind, _, _ in verdicts:
-        error, bound, wrong = site[kind]["error"], site[f"{kind}_tolerance"], _differs(site, kind)
+        error, bound, wrong = site[kind]["error"], site[kind]["tolerance"], _differs(site, kind)
         cells.append(_cell(wrong, f"{float(error):.1e} {'&gt;' if wrong else '≤'} {float(bound):.1e}"))
     points = " + ".join(_shortened(point, there) for point in site["other"].split(" + "))
     details = f'<span class="align-details">{_describe_first(site)}</span>' if is_first else ""
@@ -180,9 +180,10 @@ def _site(
 
 def _describe_first(site: Json) -> str:
     kind = "isolated" if _differs(site, "isolated") else "accumulated"
-    place = ", ".join(map(str, site[kind]["index"]))
-    shape = " × ".join(map(str, site["shape"]))
-    ours, theirs = (float(site[kind][name]) for name in ("here", "there"))
+    worst, shape = site[kind]["worst"], " × ".join(map(str, site["shape"]))
+    if worst is None:
+        return "The first difference."
+    place, ours, theirs = ", ".join(map(str, worst["index"])), float(worst["a"]), float(worst["b"])
     return escape(
         f"The first difference. Hugging Face has {theirs:.6g} ({site['dtypes'][1]}) at [{place}] of {shape}, "
         f"and Megatron {ours:.6g} ({site['dtypes'][0]})."
@@ -208,7 +209,8 @@ def _first(found: Json) -> Json | None:
 
 
 def _differs(site: Json, kind: str) -> bool:
-    return not float(site[kind]["error"]) <= float(site[f"{kind}_tolerance"])
+    row = site[kind]
+    return row is not None and not float(row["error"]) <= float(row["tolerance"])
 
 
 def _common_path(names: Sequence[str]) -> str:

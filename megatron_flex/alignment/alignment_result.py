@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.alignment.alignment_page import write_alignment
-from megatron_flex.alignment.counterparts import Match
-from megatron_flex.alignment.tensor_difference import EQUAL, Difference
 from megatron_flex.compare.compared_result import ComparedResult, TableRow
-
-BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
+from megatron_flex.compare.comparison import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +21,9 @@ class SiteVerdict:
         site: the Megatron site.
         other: the Hugging Face points.
         part: the number of the layer as text, `embedding` or `logits`.
-        accumulated: the difference as the models run.
-        accumulated_tolerance: how far correct models may differ there.
-        isolated: the difference where Megatron's layer got the layer input of Hugging Face; that of the first
-            run where one run was enough.
-        isolated_tolerance: how far correct models may differ there.
+        accumulated: the difference as the models run, and how far correct models may differ; A is Megatron.
+        isolated: likewise where Megatron's layer got the layer input of Hugging Face, of the first run where
+            one run was enough; None for dumps and gradients.
         shape: the shape of the compared tensors.
         dtypes: the dtypes of the Megatron tensor and the Hugging Face tensor.
     """
@@ -36,22 +31,20 @@ class SiteVerdict:
     site: str
     other: str
     part: str
-    accumulated: Difference
-    accumulated_tolerance: float
-    isolated: Difference = EQUAL
-    isolated_tolerance: float = 0.0
+    accumulated: Row
+    isolated: Row | None = None
     shape: tuple[int, ...] = ()
     dtypes: tuple[str, str] = ("", "")
 
     @property
     def diverges(self) -> bool:
         """Whether the models differ there as they run."""
-        return not self.accumulated.error <= self.accumulated_tolerance
+        return self.accumulated.diverges
 
     @property
     def diverges_alone(self) -> bool:
         """Whether they differ there with equal layer inputs."""
-        return not self.isolated.error <= self.isolated_tolerance
+        return self.isolated is not None and self.isolated.diverges
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +147,15 @@ class Alignment(ComparedResult):
             worst = max((s.accumulated.error for s in self.sites), default=0.0)
             yield f"agrees: {len(self.sites)} hook points, greatest error {worst:.1e}"
         else:
-            alone = first.diverges_alone
-            found = first.isolated if alone else first.accumulated
-            bound = first.isolated_tolerance if alone else first.accumulated_tolerance
-            how = "with the layer input of Hugging Face" if alone else "as the models run"
+            row = first.isolated if first.isolated is not None and first.diverges_alone else first.accumulated
+            how = "with the layer input of Hugging Face" if row is first.isolated else "as the models run"
             yield (
-                f"differs: first at {first.site} ({first.other}), {how}: error {found.error:.2e}, "
-                f"tolerance {bound:.1e}"
+                f"differs: first at {first.site} ({first.other}), {how}: error {row.error:.2e}, "
+                f"tolerance {row.tolerance:.1e}"
             )
-            place = ", ".join(map(str, found.index))
-            yield f"at [{place}] Megatron has {found.here:.6g} and Hugging Face {found.there:.6g}"
+            if row.worst is not None:
+                place, a, b = row.worst.place(), row.worst.a, row.worst.b
+                yield f"at {place or '[]'} Megatron has {a:.6g} and Hugging Face {b:.6g}"
             yield from (f"likely cause: {cause}" for cause in self.causes)
             ill = [v.part for v in self.layers if v.isolated]
             if ill:
@@ -223,11 +215,6 @@ class Alignment(ComparedResult):
         return write_alignment(self.to_json(), path)
 
 
-def part_of(match: Match) -> str:
-    """The part of the model that a site is in: the number of the layer, `embedding` or `logits`."""
-    return BEFORE if match.time[0] == 0 else AFTER if match.time[0] == 2 else str(match.layer)
-
-
 def _layer(part: str, sites: Sequence[SiteVerdict]) -> LayerVerdict:
     accumulated = next((s.site for s in sites if s.diverges), "")
     isolated = next((s.site for s in sites if s.diverges_alone), "")
@@ -235,16 +222,11 @@ def _layer(part: str, sites: Sequence[SiteVerdict]) -> LayerVerdict:
         part,
         accumulated,
         isolated,
-        max(_share(s.accumulated.error, s.accumulated_tolerance) for s in sites),
-        max(_share(s.isolated.error, s.isolated_tolerance) for s in sites),
+        max(s.accumulated.excess for s in sites),
+        max((s.isolated.excess for s in sites if s.isolated is not None), default=0.0),
     )
 
 
 def _cells(site: str, share: float) -> tuple[str, str]:
     """The first site that differs, and the greatest error over its tolerance."""
     return site or "agrees", f"{share:.2g}"
-
-
-def _share(error: float, tolerance: float) -> float:
-    """The error as a part of its tolerance; 0 for no error."""
-    return error and (error / tolerance if tolerance else float("inf"))

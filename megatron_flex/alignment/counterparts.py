@@ -47,6 +47,11 @@ class Counterpart:
     norm: str = ""
     optional: bool = False
 
+    @property
+    def points(self) -> str:
+        """The Hugging Face points as text."""
+        return " + ".join(self.other)
+
     def named(self, paths: Mapping[str, str]) -> Counterpart:
         """The row with module paths in place of roles."""
         return replace(
@@ -305,6 +310,11 @@ class Match:
         return self.row.site
 
     @property
+    def part(self) -> str:
+        """The part of the model that it is in: the number of the layer, `embedding` or `logits`."""
+        return BEFORE if self.time[0] == 0 else AFTER if self.time[0] == 2 else str(self.layer)
+
+    @property
     def time(self) -> tuple[int, int, int, int]:
         """A sort key: the order of execution."""
         if self.layer is None:
@@ -313,6 +323,7 @@ class Match:
 
 
 LAST_SITES = ("decoder", "output_layer")
+BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
 
 
 @dataclass(frozen=True)
@@ -511,7 +522,7 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
     """
     family = family_of(model_type)
     if not list(sites):
-        rows = [(r.site, " + ".join(r.other), describe_axes(r)) for r in family.counterparts]
+        rows = [(r.site, r.points, describe_axes(r)) for r in family.counterparts]
         return SiteNames(rows + [(p, "", why) for p, why in WITHOUT_COUNTERPART])
     out = SiteNames()
     for site in sites:
@@ -519,7 +530,7 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
         out.append(
             (site, "", family.reason(site))
             if found is None
-            else (site, " + ".join(found.row.other), describe_axes(found.row))
+            else (site, found.row.points, describe_axes(found.row))
         )
     return out
 

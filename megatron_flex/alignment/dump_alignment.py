@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
+from megatron_flex.alignment.alignment_result import Alignment
 from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
 from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor, take_part
-from megatron_flex.alignment.tensor_difference import EQUAL, measure
+from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
 from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
 from megatron_flex.compare.tolerance import Tolerances, read_precision
 from megatron_flex.dump.reader import OpenDump, open_dump
@@ -111,21 +111,9 @@ class _DumpAlignment:
                 continue
             here, there = found
             dtypes = here.dtype, there.dtype
-            difference = measure(here, there)
-            words = (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch."))
-            verdicts.append(
-                SiteVerdict(
-                    match.site,
-                    " + ".join(match.row.other),
-                    part_of(match),
-                    difference,
-                    tolerances.bound(ComparedTensor(match.site, VALUE), dtypes),
-                    EQUAL,
-                    0.0,
-                    tuple(there.shape),
-                    words,
-                )
-            )
+            item = ComparedTensor(match.site, VALUE)
+            row = hold_to(tolerances.bound(item, dtypes), item, sum_site(here, there))
+            verdicts.append(make_verdict(match.row.points, match.part, there.shape, dtypes, row))
         if not verdicts:
             raise DumpError(
                 f"{self.theirs.path} and {self.ours.path} have no tensor in common: {uncompared}",

@@ -12,7 +12,7 @@ from megatron_flex.alignment.alignment_result import SiteVerdict
 from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.reference_run import Captures
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
-from megatron_flex.alignment.tensor_difference import measure
+from megatron_flex.alignment.site_rows import sum_site
 from megatron_flex.alignment.token_batch import TokenBatch
 
 
@@ -44,7 +44,7 @@ class Evidence:
     sizes: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tolerance = self.first.isolated_tolerance
+        self.tolerance = (self.first.isolated or self.first.accumulated).tolerance
         self.sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
 
     @property
@@ -85,9 +85,7 @@ class Evidence:
 
     def equal(self, a: Tensor | None, b: Tensor | None) -> bool:
         """Whether two tensors are equal up to the tolerance."""
-        return (
-            a is not None and b is not None and a.shape == b.shape and measure(a, b).error <= self.tolerance
-        )
+        return a is not None and b is not None and sum_site(a, b).error <= self.tolerance
 
     def module(self, point: str = "") -> nn.Module | None:
         """The Hugging Face module of a point; of the site's first point if empty."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.alignment.alignment_result import SiteVerdict
-from megatron_flex.alignment.tensor_difference import EQUAL, measure
+from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
 from megatron_flex.alignment.token_batch import TokenBatch
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.compared_dump import PARAMETER_GRADIENT, VALUE, ComparedTensor
@@ -86,12 +86,12 @@ class StepGradients:
         assert self._placed is not None, "the first rank has the model"
         loss, gradients = self._reference()
         ours, theirs = torch.tensor([self._loss]), torch.tensor([loss])
-        out = [self._verdict(LOSS, LOSS, ours, theirs, tolerances, VALUE)]
+        out = [self._verdict(LOSS, ours, theirs, tolerances, VALUE)]
         for name, placed in reversed(list(self._placed.named_parameters())):
             gradient = gradients.get(name)
             there = torch.zeros_like(placed) if gradient is None else gradient
             found = placed.detach().cpu(), there.detach().cpu()
-            out.append(self._verdict(f"{name}.grad", name, *found, tolerances, PARAMETER_GRADIENT))
+            out.append(self._verdict(name, *found, tolerances, PARAMETER_GRADIENT))
         return tuple(out)
 
     def _reference(self) -> tuple[float, dict[str, Tensor]]:
@@ -150,15 +150,11 @@ class StepGradients:
             embedding.padding_idx = token
 
     @staticmethod
-    def _verdict(
-        site: str, other: str, here: Tensor, there: Tensor, tolerances: Tolerances, kind: str
-    ) -> SiteVerdict:
+    def _verdict(name: str, here: Tensor, there: Tensor, tolerances: Tolerances, kind: str) -> SiteVerdict:
         dtypes = here.dtype, there.dtype
-        bound = tolerances.bound(ComparedTensor(site.removesuffix(".grad"), kind), dtypes)
-        words = str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")
-        return SiteVerdict(
-            site, other, PART, measure(here, there), bound, EQUAL, 0.0, tuple(there.shape), words
-        )
+        item = ComparedTensor(name, kind)
+        row = hold_to(tolerances.bound(item, dtypes), item, sum_site(here, there))
+        return make_verdict(name, PART, there.shape, dtypes, row)
 
 
 def _full_loss(flex: FlexModel, part: float | None) -> float:

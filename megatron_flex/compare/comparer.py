@@ -22,7 +22,7 @@ from megatron_flex.compare.compared_dump import (
     align_names,
     open_compared_dump,
 )
-from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
+from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst, make_row
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import (
     explain_divergence,
@@ -420,25 +420,9 @@ class _Comparer:
         tested = tester.test(pairs, both, reference, ties)
         if found.broken and tested.worst.excess <= 1:
             found = found.without_overflows()
-        row = Row(
-            item.name,
-            item.kind,
-            pair.iteration,
-            found.count,
-            found.relative,
-            found.cosine,
-            found.greatest,
-            tested.worst.statistic,
-            tested.worst.bound,
-            found.equal,
-            None if found.equal else _make_worst(pair, found),
-            tested.worst.test,
-            tested.worst.evidence,
-            tested.floor,
-            tested.factor_floor,
-            found.count - found.finite,
-            tested.rerouted,
-        )
+        worst = None if found.equal else _make_worst(pair, found)
+        floors = tested.floor, tested.factor_floor
+        row = make_row(item, found, tested.worst, worst, pair.iteration, floors, tested.rerouted)
         if row.diverges and self.first is None:
             self.first = FirstDivergence(pair, both, tested, ties)
             if row.worst is not None:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow
+from megatron_flex.compare.structural_tests import Outcome
+from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.errors import name_ranks
 from megatron_flex.notebook_html import (
     BAD_COLOUR,
@@ -141,9 +144,54 @@ class Row:
         return not self.error <= self.tolerance
 
     @property
+    def excess(self) -> float:
+        """The error over its tolerance: above 1 is a divergence."""
+        return Outcome(self.test, self.error, self.tolerance).excess
+
+    @property
     def is_evidence(self) -> bool:
         """Whether a pair of finite entries was compared."""
         return self.count > self.not_finite
+
+
+def make_row(
+    item: ComparedTensor,
+    sums: DifferenceSums,
+    outcome: Outcome,
+    worst: Worst | None,
+    iteration: int = 0,
+    floors: tuple[float, float] = (0.0, 0.0),
+    rerouted: int = 0,
+) -> Row:
+    """The row of a tensor.
+
+    Args:
+        item: the tensor.
+        sums: over its entries.
+        outcome: the test that is nearest to its bound, or exceeds it by most.
+        worst: the element with the greatest difference.
+        iteration: the framework's iteration number.
+        floors: the smallest relative difference and the smallest constant factor that would be a divergence.
+        rerouted: entries that were not compared by themselves.
+    """
+    return Row(
+        item.name,
+        item.kind,
+        iteration,
+        sums.count,
+        sums.relative,
+        sums.cosine,
+        sums.greatest,
+        outcome.statistic,
+        outcome.bound,
+        sums.equal,
+        None if sums.equal else worst,
+        outcome.test,
+        outcome.evidence,
+        *floors,
+        sums.count - sums.finite,
+        rerouted,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +384,7 @@ class Comparison(ComparedResult):
             at = list(self.rows).index(first)
             begin = max(0, min(at - most // 3, len(self.rows) - most))
             return list(self.rows[begin : begin + most])
-        worst = sorted(self.rows, key=lambda r: -(r.error / r.tolerance if r.tolerance else r.error))[:most]
+        worst = sorted(self.rows, key=lambda r: -r.excess)[:most]
         return [r for r in self.rows if r in worst]
 
     def summary(self) -> list[str]:
@@ -359,7 +407,7 @@ class Comparison(ComparedResult):
 
     def _describe_agreement(self) -> list[str]:
         tested = [r for r in self.rows if r.is_evidence]
-        worst = max(tested or self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
+        worst = max(tested or self.rows, key=lambda r: r.excess)
         left_out = self._count_left_out()
         tensors = count_words(len(self.rows), "tensor")
         near = f"{worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}"

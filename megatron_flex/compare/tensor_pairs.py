@@ -227,7 +227,12 @@ class DifferenceSums:
 
 
 def sum_tensors(a: Tensor, b: Tensor, most: int = COMPARE_BLOCK) -> DifferenceSums:
-    """Sums over two tensors on the CPU that have the same shape, block by block."""
+    """Sums over two tensors on the CPU that have the same shape, block by block.
+
+    Equal ones are found before sums are computed; only their number of entries is counted.
+    """
+    if a.dtype == b.dtype and torch.equal(a, b) and math.isfinite(float(a.sum())):
+        return DifferenceSums(count=a.numel(), finite=a.numel())
     out = DifferenceSums()
     for block in split_into_blocks(a.shape, most):
         out.add(a[block], b[block], [part.start for part in block])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_flex.alignment import Alignment, LayerVerdict, SiteVerdict
-from megatron_flex.alignment.tensor_difference import Difference
+from megatron_flex.compare import Row, Worst
 from tests.browser.conftest import Open
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
@@ -78,7 +78,8 @@ def test_a_page_of_equal_models_opens_no_part(raw: Open, pages: Path) -> None:
 
 def test_names_with_markup_stay_text(raw: Open, tmp_path: Path) -> None:
     name = "<img src=x onerror=owned()>:output"
-    verdict = SiteVerdict(name, name, "0", Difference(1.0, index=(0,)), 0.1, Difference(1.0), 0.1)
+    row = Row(name, "value", 0, 8, 1.0, 0.0, 1.0, 1.0, 0.1, False, Worst(0, None, None, (0,), 1.0, 2.0))
+    verdict = SiteVerdict(name, name, "0", row, row)
     found: Any = Alignment("<b onload=owned()>", (verdict,), causes=(name,), uncompared={name: name})
     assert isinstance(found.layers[0], LayerVerdict)
     window = raw(found.to_html(tmp_path / "page.html"))

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from megatron_flex.alignment import Alignment, SiteVerdict
-from megatron_flex.alignment.tensor_difference import Difference
+from megatron_flex.compare import Row, Worst
 from tests.support.messages import assert_names
 
 GOOD, BAD = "decoder.layers.0:output", "decoder.layers.1:output"
@@ -30,7 +30,8 @@ class Elements(HTMLParser):
 
 
 def verdict(name: str, layer: str, error: float) -> SiteVerdict:
-    return SiteVerdict(name, name, layer, Difference(error, index=(0,)), 0.1, Difference(error), 0.1)
+    row = Row(name, "value", 0, 8, error, 1.0, error, error, 0.1, False, Worst(0, None, None, (0,), 1.0, 2.0))
+    return SiteVerdict(name, name, layer, row, row)
 
 
 def write(found: Alignment, path: Path) -> Elements:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_flex.alignment.aligner import bound_sites
-from megatron_flex.alignment.tensor_difference import Difference
+from megatron_flex.alignment.site_rows import make_rows
 from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import Precision, Tolerances
 
 LAYER = "decoder.layers.{}.self_attention.core_attention:{}"
@@ -19,18 +19,24 @@ SITES = [
 ]
 
 
+def differing(relative: float, greatest: float = 0.0) -> DifferenceSums:
+    """Sums of 100 entries of 1 with that relative difference."""
+    norm = 100 * relative * relative
+    return DifferenceSums(100, 100, finite=100, squares_a=100, squares=norm, greatest=greatest, peak=1e3)
+
+
 def explained(
     isolated: bool, error: float = 1e-6, probabilities: float = 3e-4, absent: str = ""
 ) -> list[float]:
     """By site of `SITES`, what scores explain besides the tolerance from dtype and depth."""
-    differences = dict.fromkeys(SITES, Difference(0.0))
-    differences |= dict.fromkeys(SCORES, Difference(error, here=100.0, there=100.0 + GAP))
-    differences |= dict.fromkeys(PROBABILITIES, Difference(probabilities))
+    differences = dict.fromkeys(SITES, differing(0.0))
+    differences |= dict.fromkeys(SCORES, differing(error, GAP))
+    differences |= dict.fromkeys(PROBABILITIES, differing(probabilities))
     differences.pop(absent, None)
     layers = {site: int(site.split(".")[2]) if "." in site else None for site in differences}
     tolerances = Tolerances(None, SITES, [Precision(torch.float32, layers=2)] * 2)
-    dtypes = dict.fromkeys(SITES, [torch.float32] * 2)
-    found = bound_sites(tolerances, differences, dtypes, layers, isolated)
+    dtypes = dict.fromkeys(SITES, (torch.float32, torch.float32))
+    found = {s: r.tolerance for s, r in make_rows(tolerances, differences, dtypes, layers, isolated).items()}
     usual = {site: tolerances.bound(ComparedTensor(site, VALUE), dtypes[site], isolated) for site in found}
     return [found[site] - usual[site] if site in found else -1.0 for site in SITES]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flex.alignment import Alignment, SiteVerdict
-from megatron_flex.alignment.tensor_difference import DIFFERENT, Difference
+from megatron_flex.compare import Row, Worst
 from megatron_flex.dump.json_form import format_json
 from tests.support.pages import ROOT
 
@@ -54,12 +54,13 @@ def test_an_alignment_with_a_nan(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_flex.cli.align_command import print_alignment
     from megatron_flex.cli.console_output import make_console, print_json
 
-    bad = Difference(DIFFERENT, DIFFERENT, DIFFERENT, (0, 1), math.nan, 1.0)
-    verdict = SiteVerdict("decoder.layers.0:output", "model.layers.0:output", "0", bad, 1e-5, bad, 1e-5)
+    site, worst = "decoder.layers.0:output", Worst(0, None, None, (0, 1), math.nan, 1.0)
+    bad = Row(site, "value", 0, 8, math.inf, math.nan, math.inf, math.inf, 1e-5, False, worst)
+    verdict = SiteVerdict(site, "model.layers.0:output", "0", bad, bad)
     print_json(Alignment("two models", (verdict,)).to_json())
     found = strict(capsys.readouterr().out)
     assert found["sites"][0]["accumulated"]["error"] == "inf"
-    assert found["sites"][0]["accumulated"]["here"] == "nan"
+    assert found["sites"][0]["accumulated"]["worst"]["a"] == "nan"
     assert found["layers"][0]["isolated_error"] == "inf"
     print_alignment(make_console(), found)
     assert "decoder.layers.0:output" in capsys.readouterr().out

@@ -8,10 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.alignment import tensor_difference
-from megatron_flex.alignment.tensor_difference import DIFFERENT, EQUAL, measure
+from megatron_flex.alignment.site_rows import hold_to, sum_site
+from megatron_flex.compare import Row, tensor_pairs
 from megatron_flex.compare.block_sums import TILE_ENTRIES
+from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
 from megatron_flex.compare.tensor_pairs import sum_tensors
+
+
+def measure(here: Tensor, there: Tensor) -> Row:
+    return hold_to(1.0, ComparedTensor("decoder:output", VALUE), sum_site(here, there))
+
+
+def worst(row: Row) -> tuple[tuple[int, ...], float, float]:
+    assert row.worst is not None
+    return row.worst.index, row.worst.a, row.worst.b
 
 
 def in_double(here: Tensor, there: Tensor) -> tuple[float, float]:
@@ -39,10 +49,8 @@ def test_blocks_give_the_figures_of_the_full_tensor(dtype: torch.dtype, scale: f
         found = measure(a, b)
         relative, peak = in_double(a, b)
         assert found.relative == pytest.approx(relative, rel=1e-4)
-        assert found.peak == pytest.approx(peak, rel=1e-6)
-        assert found.error == max(found.relative, found.peak)
-        assert found.index == place
-        assert (found.here, found.there) == (float(here[place]), float(there[place]))
+        assert found.error == pytest.approx(max(relative, peak), rel=1e-6)
+        assert worst(found) == (place, float(here[place]), float(there[place]))
     assert sum_tensors(here, there, most=1 << 20).worst == place
 
 
@@ -55,27 +63,37 @@ def test_an_entry_that_is_no_number_is_found(bad: float, both: bool) -> None:
     if both:
         there[2, 17] = bad
     found = measure(here, there)
-    assert (found.error, found.index) == (DIFFERENT, (2, 17))
+    assert (found.error, worst(found)[0]) == (math.inf, (2, 17))
+    assert found.diverges
+    assert not found.equal
 
 
 def test_small_cases() -> None:
     assert measure(torch.zeros(4), torch.zeros(4)).error == 0
     assert measure(torch.zeros(0, 3), torch.zeros(0, 3)).error == 0
-    assert measure(torch.zeros(4), torch.zeros(5)).error == DIFFERENT
+    assert measure(torch.zeros(4), torch.zeros(5)).error == math.inf
+    assert measure(torch.zeros(0, 3), torch.zeros(0, 4)).error == math.inf
     assert measure(torch.tensor(1.0), torch.tensor(2.0)).error == 0.5
     found = measure(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 5, 4]))
-    assert (found.error, found.index, found.here, found.there) == (0.25, (2,), 3, 5)
+    assert (found.error, *worst(found)) == (0.25, (2,), 3, 5)
 
 
 def test_equal_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     full = torch.randn(300, 500)
-    monkeypatch.setattr(tensor_difference, "sum_tensors", None)
-    assert measure(full, full.clone()) is EQUAL
+    monkeypatch.setattr(tensor_pairs, "split_into_blocks", None)
+    found = measure(full, full.clone())
+    assert (found.error, found.equal, found.count, found.not_finite, found.worst) == (
+        0,
+        True,
+        150000,
+        0,
+        None,
+    )
     monkeypatch.undo()
     for wrong in (math.inf, math.nan):
         full[7, 3] = wrong
         found = measure(full, full.clone())
-        assert (found.error, found.index) == (math.inf, (7, 3)), wrong
+        assert (found.error, worst(found)[0]) == (math.inf, (7, 3)), wrong
     full[7, 3] = 3e38
     full[7, 4] = 3e38  # the sum is infinite, and no entry is
     assert measure(full, full.clone()).error == 0
