@@ -15,8 +15,9 @@ from rich.console import Console
 from megatron_flex.alignment import Alignment
 from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import NameTable, make_console, print_json
+from megatron_flex.cli.console_output import make_console, print_json
 from megatron_flex.cli.launch_command import torchrun_command
+from megatron_flex.cli.result_output import print_result
 from megatron_flex.compare.compared_result import TableRow
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flag_prefix import flag_prefix
@@ -106,12 +107,5 @@ def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> N
 
 def print_alignment(out: Console, found: dict[str, Any]) -> None:
     """The summary, and below it the two verdicts of each layer where the models differ."""
-    for line in found["summary"]:
-        out.print(line, style="green" if line.startswith("agrees") else None, soft_wrap=True)
-    if found["agrees"]:
-        return
-    out.print()
-    rows = NameTable(*Alignment.HEADS)
-    for row in found["table"]:
-        rows.add_row(*row["cells"], style=TableRow(**row).style)
-    rows.print(out)
+    rows = [] if found["agrees"] else [TableRow(**row) for row in found["table"]]
+    print_result(out, found["summary"], Alignment.HEADS, rows)

@@ -11,23 +11,17 @@ from rich.console import Console
 from megatron_flex.alignment import align_dumps, are_of_both_frameworks
 from megatron_flex.cli.align_command import show_alignment
 from megatron_flex.cli.command_options import IterationsOption, JsonOption
-from megatron_flex.cli.console_output import NameTable, make_console, print_json
+from megatron_flex.cli.console_output import make_console, print_json
+from megatron_flex.cli.result_output import print_result
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
-from megatron_flex.compare.comparison import INCOMPARABLE, INCOMPLETE, INDISTINGUISHABLE
+from megatron_flex.compare.compared_result import MOST_SHOWN
 from megatron_flex.compare.statistics_comparison import find_statistics
 from megatron_flex.errors import FlexError
 from megatron_flex.ranges import parse_spans
 
-MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
-DEFAULT_ROWS = 20  # of the table, where something diverges
-VERDICT_STYLES: dict[str, str] = {
-    "diverges": "bold red",
-    INCOMPLETE: "bold red",
-    INCOMPARABLE: "bold yellow",
-    INDISTINGUISHABLE: "green",
-    "equal": "green",
-}
+MIN_WIDTH_FOR_WORST = 120  # columns of a terminal; with fewer, the table is without the worst elements
+WORST_COLUMNS = 3  # the last ones
 
 ToleranceOption = Annotated[
     list[str] | None,
@@ -160,35 +154,9 @@ def print_comparison(out: Console, found: Comparison, most: int | None = None) -
 
     Without `most` there is a table only where something diverges.
     """
-    for line in found.summary():
-        verdict = line.partition(":")[0]
-        out.print(line, style=VERDICT_STYLES.get(verdict), soft_wrap=True)
-    if most is None and found.first is None:
-        return
-    out.print()
-    most = DEFAULT_ROWS if most is None else most
-    _print_rows(out, found, most)
-    if (hidden := len(found.rows) - len(found.shown(most))) > 0:
+    shown = MOST_SHOWN if most is None else most
+    rows = [] if most is None and found.first is None else found.table_rows(shown)
+    narrow = None if out.width >= MIN_WIDTH_FOR_WORST else -WORST_COLUMNS
+    print_result(out, found.summary(), found.HEADS[:narrow], rows)
+    if rows and (hidden := len(found.rows) - len(rows)):
         out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
-
-
-def _print_rows(out: Console, found: Comparison, most: int) -> None:
-    wide = out.width >= MIN_WIDTH_FOR_WORST
-    worst = ("worst element", ">A", ">B") if wide else ()
-    figures = (">iteration", ">relative", ">tolerance", ">cosine", ">max abs")
-    rows = NameTable("", "site", *figures, *worst, name=1)
-    for row in found.shown(most):
-        first = row is found.first
-        cells = [
-            "→" if first else "",
-            row.name,
-            str(row.iteration),
-            "equal" if row.equal else f"{row.relative:.2e}",
-            f"{row.tolerance:.1e}",
-            f"{row.cosine:.6f}",
-            f"{row.max_abs:.2e}",
-        ]
-        if wide and row.worst is not None:
-            cells += [row.worst.place(), f"{row.worst.a:.6g}", f"{row.worst.b:.6g}"]
-        rows.add_row(*cells, style="bold red" if first else "red" if row.diverges else None)
-    rows.print(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_flex.text_table import format_table
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_SHOWN = 20  # rows of a shortened table
+Tone = Literal["good", "bad", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class TableRow:
     def style(self) -> str | None:
         """For a terminal."""
         return "bold red" if self.is_first else "red" if self.differs else None
+
+    @property
+    def marked(self) -> tuple[str, ...]:
+        """The cells after a mark: an arrow where the two differ first, `!` where they differ."""
+        return ("→" if self.is_first else "!" if self.differs else "", *self.cells)
 
 
 class ComparedResult(ABC):
@@ -87,15 +93,31 @@ class ComparedResult(ABC):
         """
         from rich.table import Table
 
-        table = Table(*(head.removeprefix(">") for head in self.HEADS))
+        table = Table("", *(head.removeprefix(">") for head in self.HEADS))
         for row in self.table_rows(most):
-            table.add_row(*row.cells, style=row.style)
+            table.add_row(*row.marked, style=row.style)
         return table
 
     def __str__(self) -> str:
         rows = self.table_rows() if self.exit_status == 1 else []
-        table = ["", *format_table([row.cells for row in rows], self.HEADS)] if rows else []
+        table = ["", *format_table([row.marked for row in rows], ("", *self.HEADS))] if rows else []
         return "\n".join([*self.summary(), *table])
+
+
+TONES: dict[str, Tone] = {  # of the first word of a line of a summary
+    "equal": "good",
+    "agrees": "good",
+    "not distinguishable from round-off": "good",
+    "diverges": "bad",
+    "differs": "bad",
+    "incomplete": "open",
+    "cannot be compared": "open",
+}
+
+
+def get_tone(line: str) -> Tone | None:
+    """What a line of a summary says by its verdict; None for a line that begins with none."""
+    return TONES.get(line.partition(":")[0])
 
 
 def _to_plain(value: Any) -> Any:

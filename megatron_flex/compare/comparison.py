@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron_flex.compare.compared_dump import ComparedTensor
-from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow
+from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow, Tone, get_tone
 from megatron_flex.compare.structural_tests import Outcome
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.errors import name_ranks
@@ -31,17 +31,6 @@ Verdict = Literal[
 INDISTINGUISHABLE: Verdict = "not distinguishable from round-off"
 INCOMPARABLE: Verdict = "cannot be compared"
 INCOMPLETE: Verdict = "incomplete"
-COMPARISON_HEADS = (
-    "site",
-    "iteration",
-    "relative",
-    "tolerance",
-    "cosine",
-    "max abs",
-    "worst element",
-    "A",
-    "B",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +269,17 @@ class Comparison(ComparedResult):
         ...
     """
 
-    HEADS = COMPARISON_HEADS
+    HEADS = (
+        "site",
+        ">iteration",
+        ">relative",
+        ">tolerance",
+        ">cosine",
+        ">max abs",
+        "worst element",
+        ">A",
+        ">B",
+    )
 
     a: str
     b: str
@@ -523,21 +522,20 @@ class Comparison(ComparedResult):
     def table_rows(self, most: int = MOST_SHOWN) -> list[TableRow]:
         """Return the rows of the table for `shown(most)`."""
         first = self.first
-        return [TableRow(format_row_cells(r), r.diverges, r is first) for r in self.shown(most)]
+        return [TableRow(_format_cells(r), r.diverges, r is first) for r in self.shown(most)]
 
-    def _repr_html_(self) -> str:  # imports this file
-
+    def _repr_html_(self) -> str:
         return render_comparison(self)
 
 
-def format_row_cells(row: Row) -> tuple[str, ...]:
+def _format_cells(row: Row) -> tuple[str, ...]:
     """The cells of a table row, below HEADS."""
     worst = row.worst
     return (
         row.name,
         str(row.iteration),
         "nothing" if not row.is_evidence else "equal" if row.equal else f"{row.relative:.2e}",
-        f"{row.tolerance:.1e}" + (" !" if row.diverges else ""),
+        f"{row.tolerance:.1e}",
         f"{row.cosine:.6f}",
         f"{row.max_abs:.2e}",
         "" if worst is None else worst.place(),
@@ -550,31 +548,22 @@ def _describe_kind(kind: str) -> str:
     return kind.replace("_", " ").replace("parameter gradient", "gradient of a parameter")
 
 
-GOOD = "rgba(42,157,74,.25)"
-VERDICT_COLOURS: dict[str, str] = {
-    "equal": GOOD,
-    INDISTINGUISHABLE: GOOD,
-    "diverges": BAD_COLOUR,
-    INCOMPARABLE: WARN_COLOUR,
-    INCOMPLETE: WARN_COLOUR,
-}
+COLOURS: dict[Tone | None, str] = {"good": "rgba(42,157,74,.25)", "bad": BAD_COLOUR, "open": WARN_COLOUR}
 ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
 
 
 def render_comparison(found: Comparison) -> Markup:
     """The verdict, its basis, and a table with the first divergence marked."""
 
-    first, rows = found.first, found.shown(MAX_TABLE_ROWS)
-    heads = ("", *(h if h in ("site", "worst element") else f">{h}" for h in COMPARISON_HEADS))
-    body = (("→ first" if row is first else "", *format_row_cells(row)) for row in rows)
-    marked = {n: BAD_COLOUR if row is first else WARN_COLOUR for n, row in enumerate(rows) if row.diverges}
+    first, rows = found.first, found.table_rows(MAX_TABLE_ROWS)
+    colours = {n: BAD_COLOUR if row.is_first else WARN_COLOUR for n, row in enumerate(rows) if row.differs}
     left_out = len(found.rows) - len(rows)
     where = "around the first divergence" if first is not None else "nearest to their tolerance"
     notes = [f"{count_words(len(rows), 'row')} {where}, of {len(found.rows):,}"] if left_out else []
     replicas = [str(r) for r in found.replicas]
     return html_fragment(
         f"Comparison · {found.verdict}",
-        *(html_line(text, VERDICT_COLOURS.get(text.partition(":")[0], "")) for text in found.summary()),
+        *(html_line(text, COLOURS.get(get_tone(text), "")) for text in found.summary()),
         html_details(
             count_words(len(replicas), "replica") + " out of step",
             html_lines(replicas, "found.replicas has all"),
@@ -582,5 +571,5 @@ def render_comparison(found: Comparison) -> Markup:
         if len(replicas) > 3
         else Markup(""),
         *(html_line(text) for text in notes),
-        html_table(heads, body, len(found.rows), ROWS_HINT, marked),
+        html_table(("", *found.HEADS), [row.marked for row in rows], len(found.rows), ROWS_HINT, colours),
     )

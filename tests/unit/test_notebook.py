@@ -298,7 +298,7 @@ def test_the_first_divergence_is_marked(tmp_path: Path) -> None:
     found = compared(tmp_path, 1.0)
     told = shown(found)
     assert told.pieces[0] == "Comparison · diverges"
-    assert [r[0] for r in told.rows[1:]] == ["", "→ first"]
+    assert [r[0] for r in told.rows[1:]] == ["", "→"]
     assert told.rows[2][1] == SECOND
     assert told.colours[1] != told.colours[2]
     for words in found.summary():
@@ -317,8 +317,8 @@ def test_a_long_comparison_says_what_it_leaves_out() -> None:
     told = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
     assert "script" not in told.tags
     assert len(told.rows) == MAX_TABLE_ROWS + 1
-    assert [r[1] for r in told.rows if r[0]][1:] or any(r[0] == "→ first" for r in told.rows)
-    assert f"{EVIL}.3000" in [r[1] for r in told.rows if r[0] == "→ first"]
+    assert [r[1] for r in told.rows if r[0]][1:] or any(r[0] == "→" for r in told.rows)
+    assert f"{EVIL}.3000" in [r[1] for r in told.rows if r[0] == "→"]
     assert_names(told.text, MAX_TABLE_ROWS, "5,000")
     assert_names(told.text, f"{5000 - MAX_TABLE_ROWS:,}", "found.rows")
     assert_names(told.summaries, "300")
