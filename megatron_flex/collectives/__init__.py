@@ -1,28 +1,38 @@
 """Collectives: gather and scatter of a Layout over a Mesh. Only this package calls data collectives.
 
-`gather_full` and `scatter_full` are differentiable and conjugate to each other, and so are `gather_rows`
-and `scatter_rows` for experts' rows along a `Route`; between `to_edit_rank` and `from_edit_rank` one rank
-computes for all; `combine_replicas` sums and averages values over replicas; `gather_to_leader` and
-`gather_up_pipeline` bring captures to one rank, and the transports of `open_transports` bring the captures of
-a stage, in shared memory where ranks share a node; a `PipelineRelay` sends values from stage to stage;
-`Agreement` compares the hooks of all ranks.
+`enter` and `exit` take a tensor to editing functions and back, as an `Exchange` says: the full tensor,
+experts' rows along a `Route`, one rank that edits for all; `combine_replicas` sums and averages values over
+replicas; `gather_to_leader` and `gather_up_pipeline` bring captures to one rank, and the transports of
+`open_transports` bring the captures of a stage, in shared memory where ranks share a node; a `PipelineRelay`
+sends values from stage to stage; `Agreement` compares the hooks of all ranks.
 """
 
 from megatron_flex.collectives.assembly_plans import check_shard
+from megatron_flex.collectives.autograd_graph import follow_replaced_gradient, running_transform, weak_hook
 from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
-from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
+from megatron_flex.collectives.exchange import (
+    IDENTITY,
+    Enter,
+    Exchange,
+    OneRank,
+    Substitute,
+    choose_exchange,
+    enter,
+    exit,
+    gather_full,
+    guard_collective,
+    plan_exchange,
+    raise_broken,
+    require_gradient,
+)
+from megatron_flex.collectives.expert_route import Dispatch, Route
 from megatron_flex.collectives.gather_scatter import (
-    FullTensorPlan,
     PlannedCollective,
     assemble_on_all_ranks,
     broadcast_from_first,
-    from_edit_rank,
-    gather_full,
     plan_full_gather,
     plan_result_broadcast,
     replica_mesh,
-    scatter_full,
-    to_edit_rank,
 )
 from megatron_flex.collectives.leader_gather import (
     GatherStep,
@@ -34,7 +44,7 @@ from megatron_flex.collectives.leader_gather import (
     plan_read,
     takes_part,
 )
-from megatron_flex.collectives.local_shard import Shard, ShardSum, join_sum
+from megatron_flex.collectives.local_shard import Shard, ShardExchange, ShardSum, join_sum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
 from megatron_flex.collectives.pipeline_gather import PipelineGather, gather_up_pipeline
@@ -80,6 +90,7 @@ from megatron_flex.collectives.transport import TRANSPORTS, Transport, Transport
 
 __all__ = [
     "EXCHANGE_BYTES",
+    "IDENTITY",
     "SAMPLE_AXES",
     "TRANSPORTS",
     "Agreement",
@@ -87,10 +98,12 @@ __all__ = [
     "CollectiveCall",
     "Dispatch",
     "EditSums",
+    "Enter",
+    "Exchange",
     "FailedElsewhere",
-    "FullTensorPlan",
     "GatherStep",
     "LeaderGather",
+    "OneRank",
     "PendingReduction",
     "PendingShard",
     "PipelineGather",
@@ -98,8 +111,10 @@ __all__ = [
     "PlannedCollective",
     "Route",
     "Shard",
+    "ShardExchange",
     "ShardSum",
     "StageMessage",
+    "Substitute",
     "Timestamp",
     "Transport",
     "TransportBytes",
@@ -118,16 +133,19 @@ __all__ = [
     "buffer_pool",
     "check_shard",
     "checksum",
+    "choose_exchange",
     "combine_replicas",
+    "enter",
     "exchange_tensors",
+    "exit",
     "find_differing_axes",
-    "from_edit_rank",
+    "follow_replaced_gradient",
     "gather_along",
     "gather_full",
     "gather_objects",
-    "gather_rows",
     "gather_to_leader",
     "gather_up_pipeline",
+    "guard_collective",
     "is_leader",
     "is_leader_for",
     "join_flat_parts",
@@ -137,17 +155,19 @@ __all__ = [
     "note_open",
     "open_transports",
     "pack_values",
+    "plan_exchange",
     "plan_full_gather",
     "plan_read",
     "plan_result_broadcast",
+    "raise_broken",
     "replica_mesh",
-    "scatter_full",
-    "scatter_rows",
+    "require_gradient",
+    "running_transform",
     "send_from_stage",
     "store_value",
     "sum_along",
     "sum_over_ranks",
     "takes_part",
-    "to_edit_rank",
     "unpack_values",
+    "weak_hook",
 ]

@@ -9,11 +9,12 @@ edit fails knows the sums of the pass before, and joins those that are left with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_flex.collectives.exchange import run_beside
 from megatron_flex.collectives.rank_agreement import max_over_ranks
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
@@ -110,8 +111,7 @@ class EditSums:
         results, self._results = [r for r in self._results if r.requires_grad], []
         if not results or not torch.is_grad_enabled():
             return local
-        # torch does not type `apply`
-        return cast(Tensor, _Beside.apply(local, *results))  # type: ignore[no-untyped-call]
+        return run_beside(local, *results)
 
     def _join_rest(self, expected: list[SumCall]) -> None:
         for call in expected[len(self._calls) :]:
@@ -122,14 +122,3 @@ class EditSums:
         # A rank that failed goes on: its own error is raised.
         if max_over_ranks([int(failed)], self._over, "the sums of an edit")[0] and not failed:
             raise FailedElsewhere("the edit failed on another rank that holds a shard")
-
-
-class _Beside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, *results: Tensor) -> Tensor:
-        ctx.likes = [(torch.empty_like(r, device="meta"), r.device) for r in results]
-        return local.detach()  # not a view, which could not be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(like, device=device) for like, device in ctx.likes)

@@ -1,7 +1,7 @@
-"""Routes the rows of experts' tensors to the ranks of their tokens ("home"), and back to the experts.
+"""Routes the rows of experts' tensors to the ranks of their tokens, and back to the experts.
 
-A router decides at each call which rank holds which row. At home every rank has the rows of its own tokens,
-sharded like the residual stream, so that an ordinary Layout describes the rest of the way.
+A router decides at each call which rank holds which row. At their tokens every rank has the rows of its own
+tokens, sharded like the residual stream, so that an ordinary Layout describes the rest of the way.
 """
 
 from __future__ import annotations
@@ -9,18 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.gather_scatter import (
-    assemble_on_all_ranks,
-    gather_full,
-    scatter_full,
-    stack_along,
-)
+from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, stack_along
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
     Dim,
@@ -33,63 +27,6 @@ from megatron_flex.layout import (
 )
 from megatron_flex.layout.gradient_layout import find_route_gradient
 from megatron_flex.mesh import Mesh
-
-
-def gather_rows(local: Tensor, route: Route) -> Tensor:
-    """Gather the full tensor of experts on every rank, for the tokens of the rank's own replica.
-
-    Collective over `ep` and `etp`, then over the axes that shard the tokens. Differentiable.
-
-    Args:
-        local: the rows of this rank's experts.
-        route: the route of the rows.
-
-    Returns:
-        `[s, b, slots, ...]`, or `[rows, ...]` of one expert by token.
-    """
-    # torch does not type `apply`
-    home = cast(Tensor, _ToTokens.apply(local, route))  # type: ignore[no-untyped-call]
-    gathered = gather_full(home, route.token_layout, route.mesh)
-    return gathered if route.order is None else gathered[route.order]
-
-
-def scatter_rows(gathered: Tensor, local: Tensor, route: Route) -> Tensor:
-    """Scatter full tensors to the ranks of the experts, the inverse of `gather_rows`. Same collectives.
-
-    Args:
-        gathered: the full tensor of this rank's replica; replicas have different ones.
-        local: the rows before the edit.
-        route: the route of the rows.
-
-    Returns:
-        The rows of this rank's experts.
-    """
-    unsorted = gathered if route.order is None else gathered[route.order.argsort()]
-    home = scatter_full(unsorted, route.token_order_like(local), route.token_layout, route.mesh)
-    # torch does not type `apply`
-    return cast(Tensor, _ToExperts.apply(home, route))  # type: ignore[no-untyped-call]
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.home(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.for_gradient().away(grad), None
-
-
-class _ToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, home: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.away(home)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.for_gradient().home(grad), None
 
 
 @dataclass(eq=False)
@@ -118,8 +55,8 @@ class Route:
     Attributes:
         dispatch: the source ranks of the rows.
         layout: the layout of the tensor over `etp`; its rows, dim 0, are the same on all of `etp`.
-        home_layout: the layout of the tensors at home: `[s, b, slots, ...]`, or `[rows, ...]` of one expert,
-            uneven where the tokens are sharded.
+        token_layout: the layout of the tensors at their tokens: `[s, b, slots, ...]`, or `[rows, ...]` of one
+            expert, uneven where the tokens are sharded.
         expert: if given, the rows are those of this expert alone; ranks without it hold no rows.
     """
 
@@ -157,31 +94,31 @@ class Route:
         positions, _ = assemble_on_all_ranks(own, rows, self.mesh)
         return positions.argsort()
 
-    def token_order_like(self, local: Tensor) -> Tensor:
-        """An empty tensor of the shape that `local` has at home."""
+    def empty_at_tokens(self, local: Tensor) -> Tensor:
+        """An empty tensor of the shape that `local` has at its tokens."""
         one = Layout((Dim("t"), *self.layout.dims[1:]))
         features = padded_shape(one, local.shape, self.mesh.sizes)[1:]
         if self.expert is None:
             return local.new_empty((*self.dispatch.shape, self.dispatch.slots, *features))
         return local.new_empty((int(self.dispatch.chosen[:, self.expert].sum()), *features))
 
-    def home(self, local: Tensor) -> Tensor:
+    def to_tokens(self, local: Tensor) -> Tensor:
         """The rows of this rank's own tokens. Collective over `ep` and `etp`.
 
         Args:
             local: the rows of this rank's experts, in `layout`.
 
         Returns:
-            The local tensor in `home_layout`; zeros in slots without an expert.
+            The local tensor in `token_layout`; zeros in slots without an expert.
         """
         rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
         mine = self._where[self.mesh["etp"].coord]
         rows = self._exchange(rows[mine.to(rows.device)], self._from_ranks(), self._to_ranks())
         return self.dispatch.by_token(rows) if self.expert is None else rows
 
-    def away(self, home: Tensor) -> Tensor:
-        """The rows of this rank's experts, the inverse of `home`. Collective over `ep` and `etp`."""
-        rows = self.dispatch.by_expert(home) if self.expert is None else home
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """The rows of this rank's experts, the inverse of `to_tokens`. Collective over `ep` and `etp`."""
+        rows = self.dispatch.by_expert(rows) if self.expert is None else rows
         rows = self._exchange(rows, self._to_ranks(), self._from_ranks())
         axis, where = self.mesh["etp"], self._where
         if axis.size > 1:

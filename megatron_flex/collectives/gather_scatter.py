@@ -1,16 +1,10 @@
-"""Gather the full tensor on every rank and scatter it again, forward and backward conjugates side by side.
-
-Every rank of the group runs the same edit on the same full tensor. The gradient of the full tensor is
-therefore the same on all ranks, and the backward pass of a gather takes the rank's own shard of the gradient
-instead of a sum.
-"""
+"""Gather the full tensor on every rank, and take the local shard of a full tensor; outside of any graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +23,6 @@ from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
     Layout,
     Lengths,
-    ShardPosition,
     assemble,
     copy_blocks,
     copy_shard,
@@ -38,7 +31,6 @@ from megatron_flex.layout import (
     full_shape,
     uneven_lengths,
 )
-from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
 
 SMALL_BYTES = 1 << 16  # bytes; a smaller buffer is allocated faster than it is found in the pool
@@ -46,74 +38,6 @@ SENT_AS_IS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.floa
 
 # torch's name of the gather of equal shards into one tensor, since 2.13 and before.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-
-def gather_full(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """Gather the full tensor on every rank.
-
-    Collective over the axes that the tensor is sharded or partial over; without such axes nothing is sent.
-    Differentiable: in the backward pass each rank takes its shard, under `conjugate_layout(layout)`, of the
-    full tensor's gradient, which is equal on all ranks.
-
-    Args:
-        local: this rank's tensor, in `layout`.
-        layout: the layout of the shards.
-        mesh: the run's axes.
-
-    Returns:
-        The full tensor, contiguous, in separate memory.
-    """
-    # torch does not type `apply`
-    return cast(Tensor, _Gather.apply(local, layout, mesh))  # type: ignore[no-untyped-call]
-
-
-def scatter_full(full: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """Scatter a full tensor that all ranks hold: each rank takes its own shard.
-
-    The forward pass sends nothing; the backward pass is collective over the axes that shard the gradient.
-
-    Args:
-        full: the full tensor, the same on every rank, of the shape that `gather_full` returned.
-        local: the shard before the edit, for the padding that the layout strips.
-        layout: the layout of the shards.
-        mesh: the run's axes.
-
-    Returns:
-        The local tensor in `layout`, contiguous, in separate memory.
-    """
-    # torch does not type `apply`
-    return cast(Tensor, _Scatter.apply(full, local, layout, mesh))  # type: ignore[no-untyped-call]
-
-
-def to_edit_rank(full: Tensor, holders: Mesh) -> Tensor:
-    """The full tensor, as the input of an edit that only one rank runs.
-
-    The forward pass sends nothing; the backward pass broadcasts that rank's gradient to all ranks that hold
-    the full tensor. Each of these ranks calls `to_edit_rank`, and `from_edit_rank` after it.
-
-    Args:
-        full: the full tensor, the same on all `holders`.
-        holders: the result of `replica_mesh`.
-    """
-    if full.is_floating_point() and torch.is_grad_enabled() and not full.requires_grad:
-        # The edit's result may still require a gradient; then all ranks must run the backward pass.
-        full = full.detach().requires_grad_()
-    # torch does not type `apply`
-    return cast(Tensor, _ToEditRank.apply(full, holders))  # type: ignore[no-untyped-call]
-
-
-def from_edit_rank(made: Tensor, full: Tensor, holders: Mesh) -> Tensor:
-    """Broadcast the result that one rank computed from the full tensor to every rank.
-
-    The forward pass is collective over `holders`; the backward pass sends nothing.
-
-    Args:
-        made: on the edit's rank its result, of the shape and dtype of `full`; elsewhere `full`.
-        full: the result of `to_edit_rank`, whose backward pass runs even if `made` does not depend on it.
-        holders: the result of `replica_mesh`.
-    """
-    # torch does not type `apply`
-    return cast(Tensor, _FromEditRank.apply(made, full, holders))  # type: ignore[no-untyped-call]
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -137,123 +61,7 @@ def replica_mesh(layout: Layout, mesh: Mesh) -> Mesh:
     return Mesh((*data, mesh["cp"], mesh["tp"]))
 
 
-class _ToEditRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, holders: Mesh) -> Tensor:
-        ctx.holders = holders
-        return full.detach()  # not a view, which could not be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return broadcast_from_first(grad.clone(memory_format=torch.contiguous_format), ctx.holders), None
-
-
-class _FromEditRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, full: Tensor, holders: Mesh) -> Tensor:
-        return broadcast_from_first(made.detach().clone(memory_format=torch.contiguous_format), holders)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.zeros_like(grad), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, local.shape
-        full, ctx.lengths = assemble_on_all_ranks(local, layout, mesh)
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Like every gradient it may share memory with others: a receiver must not write to a gradient.
-        layout = conjugate_layout(ctx.layout)
-        return _take_local_shard(grad, layout, ctx.mesh, ctx.shape, ctx.lengths, alias=True), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-        ctx.layout, ctx.mesh = layout, mesh
-        shapes = _gather_shapes(local, layout, mesh)
-        lengths = uneven_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
-        return _take_local_shard(full, layout, mesh, local.shape, lengths, local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        mesh: Mesh = ctx.mesh
-        # The full tensor's gradient is assembled even where the edit's result needs none: if each rank
-        # decided by itself, a rank whose edit failed would wait for the others forever.
-        full, lengths = assemble_on_all_ranks(grad, conjugate_layout(ctx.layout), mesh, alias=True)
-        passed = None
-        if any(d.keep is not None for d in ctx.layout.dims):  # the padding bypasses the full tensor
-            nothing = full.new_zeros(1).expand(full.shape)
-            passed = extract(ctx.layout, nothing, mesh.coords, mesh.sizes, grad, lengths)
-        return full, passed, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class FullTensorPlan:
-    """The gather of the full tensor from equal shards of one shape, the scatter, and their gradients.
-
-    Its methods do what `gather_full` and `scatter_full` do, and their backward passes, without looking
-    anything up and without an autograd graph.
-
-    Attributes:
-        assembly: of the full tensor.
-        position: of this rank's shard in the full tensor.
-        gradient_assembly: of the full tensor's gradient.
-        gradient_position: of this rank's shard in the full tensor's gradient.
-        mesh: the run's axes.
-    """
-
-    assembly: AssemblyPlan
-    position: ShardPosition
-    gradient_assembly: AssemblyPlan
-    gradient_position: ShardPosition
-    mesh: Mesh
-
-    @classmethod
-    def of(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> FullTensorPlan | None:
-        """The plan for local tensors of this shape; None where shards may differ in length, or have padding.
-
-        No communication.
-
-        Raises:
-            LayoutError: the shape does not fit the layout.
-        """
-        if has_uneven_shards(layout, mesh) or any(d.keep is not None for d in layout.dims):
-            return None
-        conjugate = conjugate_layout(layout)
-        assembly = assembly_plan(layout, mesh, shape)
-        full = torch.Size(assembly.full_size)
-        return cls(
-            assembly,
-            find_shard_position(layout, mesh, full, shape),
-            assembly_plan(conjugate, mesh, shape),
-            find_shard_position(conjugate, mesh, full, shape),
-            mesh,
-        )
-
-    def gather(self, local: Tensor) -> Tensor:
-        """The full tensor in separate memory. Collective, as `gather_full`."""
-        return _assemble_equal(self.assembly, local.detach(), alias=False)
-
-    def scatter(self, full: Tensor) -> Tensor:
-        """This rank's shard of the full tensor, contiguous and in separate memory."""
-        return copy_shard(self.position, full)
-
-    def scatter_gradient(self, grad: Tensor) -> Tensor:
-        """This rank's shard of the full tensor's gradient, which may share memory with the gradient."""
-        return copy_shard(self.gradient_position, grad, alias=True)
-
-    def gather_gradient(self, grad: Tensor) -> Tensor:
-        """The full tensor's gradient, which may share memory with `grad`. Collective."""
-        return _assemble_equal(self.gradient_assembly, grad, alias=True)
-
-
-def _take_local_shard(
+def take_local_shard(
     full: Tensor,
     layout: Layout,
     mesh: Mesh,
@@ -284,12 +92,15 @@ def assemble_on_all_ranks(
         mesh: the run's axes.
         alias: whether the result may share memory with `local`, where `local` is the full tensor.
     """
-    if has_uneven_shards(layout, mesh):
-        return _assemble_uneven(local, layout, mesh, alias)
-    return _assemble_equal(assembly_plan(layout, mesh, local.shape), local.detach(), alias), {}
+    local = local.detach()
+    if not has_uneven_shards(layout, mesh):
+        return assemble_equal(assembly_plan(layout, mesh, local.shape), local, alias), {}
+    shapes = gather_shapes(local, layout, mesh)
+    full = assemble_uneven(local, layout, mesh, shapes)
+    return full, uneven_lengths(Layout(layout.dims), shapes, mesh.sizes)
 
 
-def _assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor:
+def assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor:
     """The full tensor from shards of one shape, not in a graph; `alias` as in `assemble_on_all_ranks`."""
     if recipe.sums:
         tensor = _sum_over_axes(tensor, recipe.sums)
@@ -338,19 +149,21 @@ def _copy_unless_owned(full: Tensor, tensor: Tensor, alias: bool, ours: bool) ->
     return full if given else full.clone(memory_format=torch.contiguous_format)
 
 
-def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
-    """`assemble_on_all_ranks` for shards that may differ in length."""
+def assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    """The full tensor from shards of these shapes, those of all ranks; collective as `assemble_on_all_ranks`.
+
+    The tensors are not in a graph.
+    """
     sizes = mesh.sizes
-    shapes = _gather_shapes(local, layout, mesh)
     lengths = uneven_lengths(Layout(layout.dims), shapes, sizes)
-    (sums, axes), tensor = split_sum_and_gather_axes(layout, mesh), local.detach()
+    (sums, axes), tensor = split_sum_and_gather_axes(layout, mesh), local
     if sums:
         tensor = _sum_over_axes(tensor, sums)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
     full = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
     if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
         _gather_into(full, tensor, axes)
-        return full, lengths
+        return full
     count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
     flat = as_bytes(tensor)
     if flat.nbytes < width:
@@ -364,7 +177,7 @@ def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> 
     ]
     assemble(rest, shards, sizes, out=full)
     buffer_pool.give_back(stacked)
-    return full, lengths
+    return full
 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
@@ -390,7 +203,7 @@ def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def _gather_shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
+def gather_shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
     """The shapes of all shards if they may be uneven, otherwise none. Collective only if they may be."""
     if not has_uneven_shards(layout, mesh):
         return []

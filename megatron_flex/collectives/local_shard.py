@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.edit_sums import EditSums
+from megatron_flex.collectives.exchange import enter
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape
 from megatron_flex.mesh import Axis, Mesh
@@ -121,8 +122,7 @@ class Shard:
         axes, running = [self.mesh[c.axis] for c in cuts], EditSums.running
         if running is not None:
             running.begin(axes)
-        # torch does not annotate Function.apply
-        total = cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
+        total = enter(tensor, PartialSum(axes, *self._first(cuts)))
         if running is not None:
             running.note(tensor, total, axes)
         return total
@@ -179,23 +179,104 @@ class Shard:
         return extract(Layout(tuple(dims)), constant, self.mesh.coords, self.mesh.sizes, shape)
 
 
+class ShardExchange:
+    """This rank's shard as the tensor that local edits see: nothing is sent.
+
+    Args:
+        shard: the shard.
+        layout: its layout, with the order of the local dims.
+        padded: whether some entries of the ranks are padding, which the full tensor lacks.
+        copies: whether an edit may change its input in place, or keep a reference to its result.
+
+    Attributes:
+        plain: whether edits see the local tensor itself.
+    """
+
+    joint_entrance = joint_exit = False
+
+    def __init__(self, shard: Shard, layout: Layout, padded: bool, copies: bool) -> None:
+        self._shard, self._padded, self._copies = shard, padded, copies
+        self._order = layout.permute
+        order = self._order
+        self._inverse = None if order is None else [order.index(i) for i in range(len(order))]
+        self._real: dict[torch.device, Tensor] = {}
+        self.plain = not padded and not copies and self._order is None
+
+    def enter(self, local: Tensor) -> Tensor:
+        """The shard: dims in the order of the full tensor, zeros for padding."""
+        part = self._in_order(local)
+        if self._padded:
+            return torch.where(self._mask(local.device), part, 0).contiguous()
+        return part.clone(memory_format=torch.contiguous_format) if self._copies else part
+
+    def exit(self, edited: Tensor, local: Tensor) -> Tensor:
+        """The tensor that replaces the local tensor: contiguous, and shared with no other code."""
+        if edited is local:  # every edit has failed
+            return local
+        shared = self._copies
+        if self._padded:
+            edited, shared = torch.where(self._mask(local.device), edited, self._in_order(local)), False
+        elif not shared:
+            shared = edited._is_view()
+        out = self._in_local_order(edited)
+        return out.clone(memory_format=torch.contiguous_format) if shared or not out.is_contiguous() else out
+
+    def enter_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of the local tensor."""
+        return self._in_local_order(torch.where(self._mask(grad.device), grad, 0) if self._padded else grad)
+
+    def exit_gradient(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the edited shard, and that of its padding."""
+        part = self._in_order(grad)
+        if not self._padded:
+            return part, None
+        real = self._mask(grad.device)
+        return torch.where(real, part, 0), self._in_local_order(torch.where(real, 0, part))
+
+    def _in_order(self, local: Tensor) -> Tensor:
+        return local if self._order is None else local.permute(self._order)
+
+    def _in_local_order(self, part: Tensor) -> Tensor:
+        return part if self._inverse is None else part.permute(self._inverse)
+
+    def _mask(self, device: torch.device) -> Tensor:
+        """A boolean mask, broadcastable to the shard, of the entries that are not padding."""
+        if device not in self._real:
+            shard = self._shard
+            shape = [n if d.keep else 1 for n, d in zip(shard.full_size, shard.layout.dims, strict=True)]
+            with torch.inference_mode(False):
+                self._real[device] = shard.part(torch.ones(shape, dtype=torch.bool, device=device))
+        return self._real[device]
+
+
 def join_sum(zeros: Tensor, axes: list[Axis]) -> Tensor:
     """A sum to which this rank contributes zeros, forward and backward, as its edit failed."""
-    # torch does not annotate Function.apply
-    return cast(Tensor, _PartialSum.apply(zeros, axes, False, False))  # type: ignore[no-untyped-call]
+    return enter(zeros, PartialSum(axes, False, False))
 
 
-class _PartialSum(torch.autograd.Function):
+class PartialSum:
     """Sums over ranks. `counts`: this rank's partial sum is included; `keeps`: this rank keeps the sum."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
-        ctx.axes, ctx.counts, ctx.keeps = axes, counts, keeps
-        return _reduce_partial_sums(tensor, axes, counts, keeps)
+    joint_entrance, joint_exit = True, False
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_partial_sums(grad, ctx.axes, ctx.keeps, ctx.counts), None, None, None
+    def __init__(self, axes: list[Axis], counts: bool, keeps: bool) -> None:
+        self._axes, self._counts, self._keeps = axes, counts, keeps
+
+    def enter(self, local: Tensor) -> Tensor:
+        """The sum. Collective over the axes."""
+        return _reduce_partial_sums(local, self._axes, self._counts, self._keeps)
+
+    def enter_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of this rank's partial sum. Collective over the axes."""
+        return _reduce_partial_sums(grad, self._axes, self._keeps, self._counts)
+
+    def exit(self, edited: Tensor, local: Tensor) -> Tensor:
+        """A sum stays with the edit."""
+        return edited
+
+    def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
+        """As above."""
+        return grad, None
 
 
 class _LowRankUpdate(torch.autograd.Function):

@@ -145,7 +145,7 @@ class SessionEstimate:
         """The effect of these hooks at the site, all on the tensor or all on its gradient."""
         session = self.session
         edits = {h: e for h in hooks if (e := h.editing_of(site.name)) is not None}
-        trains = bool(session.edit_runner.modules)
+        trains = bool(session.editing.modules)
         why = explain_gather(edits, held.layout, held.shape, self.mesh, trains) if edits else ""
         kept, gathered = set(), False
         for hook in hooks:

@@ -301,7 +301,7 @@ class FlexModel(nn.Module):
             ...     flex.save_ctx.run.norm.shape
             torch.Size([])
         """
-        return self.session.edit_runner.save_ctx
+        return self.session.editing.save_ctx
 
     def restore(self) -> Model:
         """Remove all hooks and patches from the model. Every rank calls it.

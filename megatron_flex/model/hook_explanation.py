@@ -100,7 +100,7 @@ class HookExplanation:
             for h in session.registry.at(site.name) or [hook]
             if h.backward == hook.backward and (e := h.editing_of(site.name)) is not None
         }
-        return explain_gather(edits, layout, shape, session.mesh, bool(session.edit_runner.modules))
+        return explain_gather(edits, layout, shape, session.mesh, bool(session.editing.modules))
 
     def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
         tracer = self._session.tracer

@@ -118,7 +118,7 @@ class HookRegistration:
         session = self._session
         session.check_open()
         own = session.taps.own
-        found = session.dry_run.all(session.registry.active, own, session.edit_runner.modules)
+        found = session.dry_run.all(session.registry.active, own, session.editing.modules)
         bad = [f for f, certain in found if certain]
         if bad:
             raise HookError("; ".join(f.text for f in bad), site=bad[0].site)

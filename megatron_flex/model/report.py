@@ -208,7 +208,7 @@ class Report:
 
 def _recorded_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
-    own, fired = session.taps.own, session.edit_runner.fired
+    own, fired = session.taps.own, session.editing.fired
     here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
     return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
 

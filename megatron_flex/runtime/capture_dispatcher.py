@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route
+from megatron_flex.collectives import Route, gather_full
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.edit_runner import EditRunner
-from megatron_flex.runtime.hook_collectives import gather_at_site
+from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.hooks import HookFunction, TensorSink
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.selection import SelectionPlan, plan_selection
@@ -24,6 +23,7 @@ from megatron_flex.runtime.selection.reduce import Results
 from megatron_flex.sites import DimNames, Site
 
 SEQUENCE = "sequence"  # before the number of a packed sequence, in the name of its capture
+Saved = Sequence[tuple[HookFunction, str]]  # hooks that capture, with the suffix of the capture's name
 MAX_SELECTION_PLANS = 4096  # bounds the cache of selections; sequences of ever new lengths make new ones
 
 
@@ -31,7 +31,12 @@ class CaptureDispatcher:
     """Records what hooks capture, and feeds the sinks of a session."""
 
     def __init__(
-        self, clock: Clock, recorder: Recorder, editing: EditRunner, mesh: Mesh, gather_data_parallel: bool
+        self,
+        clock: Clock,
+        recorder: Recorder,
+        editing: EditEnvironment,
+        mesh: Mesh,
+        gather_data_parallel: bool,
     ) -> None:
         self.clock, self.recorder, self.editing, self.mesh = clock, recorder, editing, mesh
         self._over_data = gather_data_parallel
@@ -48,68 +53,36 @@ class CaptureDispatcher:
         if isinstance(heads, int):
             self._heads[site.name] = heads
 
-    def capture(
+    def capture_expected(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> None:
-        """Capture a local tensor for these hooks; it is sent at the end of the step."""
-        self.editing.fired.update(hooks)
-        if not any(h.expected_shape for h in hooks):
-            pass
-        elif route is None and not any(d.uneven for d in layout.dims):
-            self.editing.check_shapes(hooks, key, full_shape(layout, local.shape, self.mesh.sizes))
-        else:  # no rank knows it: inspect the tensor
-            full = gather_at_site(local, layout, route, self.mesh)
-            self.editing.check_shapes(hooks, key, full.shape)
-            self.keep_full(hooks, key, full, layout)
-            return
-        self.keep_shard(hooks, key, local, layout, route)
-
-    def keep_shard(
-        self,
-        hooks: Sequence[HookFunction],
-        key: Key,
-        local: Tensor,
-        layout: Layout,
-        route: Route | None = None,
-    ) -> None:
-        """Store the selected part of this rank's shard, to be sent later."""
-        gathered: Tensor | None = None
-        for hook in _list_distinct(hooks):
-            name = make_capture_key(key, hook)
-            if hook.wanted is not None and route is None:
-                self._keep_selected_shard(hook, name, local, layout)
-            elif hook.wanted is not None:
-                gathered = gather_at_site(local, layout, route, self.mesh) if gathered is None else gathered
-                self._keep_selected_full(hook, name, gathered, layout)
-            elif route is None:
-                self.recorder.shard(name, local, layout)
-            else:
-                self.recorder.rows(name, local, route)
+        """Capture a local tensor for hooks of which some expect a shape of the full tensor."""
+        if route is None and not any(d.uneven for d in layout.dims):
+            shape: Sequence[int] = full_shape(layout, local.shape, self.mesh.sizes)
+        else:  # no rank knows it: gather the tensor
+            shape = gather_full(local.detach(), layout, self.mesh, route).shape
+        self.editing.check_shapes(hooks, key, shape)
+        self.keep(self.list_distinct(hooks), key, local, layout, route)
 
     @staticmethod
-    def list_distinct(hooks: Sequence[HookFunction]) -> list[tuple[HookFunction, str]]:
+    def list_distinct(hooks: Sequence[HookFunction]) -> Saved:
         """The hooks that capture something different each, with the suffix of the capture's name."""
-        return [(h, f".{h.keep_as}" if h.keep_as else "") for h in _list_distinct(hooks)]
+        suffixes = {h.keep_as: h for h in reversed(hooks) if h.save}  # of equal ones the first
+        return [(h, f".{h.keep_as}" if h.keep_as else "") for h in hooks if suffixes.get(h.keep_as) is h]
 
-    def keep_distinct(
-        self, saved: Sequence[tuple[HookFunction, str]], key: Key, local: Tensor, layout: Layout
-    ) -> None:
+    def keep(self, saved: Saved, key: Key, local: Tensor, layout: Layout, route: Route | None = None) -> None:
         """Store what each hook of `list_distinct` captures of this rank's shard, to be sent later."""
+        gathered: Tensor | None = None
         for hook, suffix in saved:
             name = key._replace(site=key.site + suffix) if suffix else key
             if hook.wanted is None:
-                self.recorder.shard(name, local, layout)
-            else:
+                self.recorder.shard(name, local, layout, route)
+            elif route is None:
                 self._keep_selected_shard(hook, name, local, layout)
-
-    def keep_full(self, hooks: Sequence[HookFunction], key: Key, full: Tensor, layout: Layout) -> None:
-        """Store the selected part of a full tensor, in `layout`, that every rank holds."""
-        for hook in _list_distinct(hooks):
-            name = make_capture_key(key, hook)
-            if hook.wanted is None:
-                self.recorder.record_full(name, full, layout)
             else:
-                self._keep_selected_full(hook, name, full, layout)
+                if gathered is None:
+                    gathered = gather_full(local.detach(), layout, self.mesh, route)
+                self._keep_selected_full(hook, name, gathered, layout)
 
     def _keep_selected_shard(self, hook: HookFunction, key: Key, local: Tensor, layout: Layout) -> None:
         """Store the part of this rank's shard that a hook selects."""
@@ -119,9 +92,10 @@ class CaptureDispatcher:
                 continue
             small = plan.local(local)
             if not plan.everywhere:
-                self.recorder.shard(name, small, plan.layout, plan.finish if plan.finishes else None)
+                finish = plan.finish if plan.finishes else None
+                self.recorder.shard(name, small, plan.layout, finish=finish)
                 continue
-            gathered = gather_at_site(small, plan.layout, None, self.mesh)
+            gathered = gather_full(small.detach(), plan.layout, self.mesh)
             found = self.editing.guard(hook, key, partial(plan.finish, gathered))
             for ending, tensor in (found or {}).items():
                 self.recorder.record_full(name._replace(site=name.site + ending), tensor, layout)
@@ -221,20 +195,6 @@ class CaptureDispatcher:
 def _select_full(plan: SelectionPlan, full: Tensor) -> Results:
     """What a plan selects of a full tensor."""
     return plan.finish(plan.local(full))
-
-
-def make_capture_key(key: Key, hook: HookFunction) -> Key:
-    """The key under which a hook captures a tensor."""
-    return key._replace(site=f"{key.site}.{hook.keep_as}") if hook.keep_as else key
-
-
-def _list_distinct(hooks: Sequence[HookFunction]) -> Iterator[HookFunction]:
-    """Yield the first of the hooks that capture the same."""
-    seen = set()
-    for hook in hooks:
-        if hook.save and hook.keep_as not in seen:
-            seen.add(hook.keep_as)
-            yield hook
 
 
 def _feed_sink(

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
+from megatron_flex.collectives import running_transform
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import HookFunction
 
 SHARDING_AXES = ("tp", "cp", "pp")
-
-
-# The innermost transform of `torch.func` that runs (grad, jacrev, jvp, vmap), or None: one call, in C.
-running_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def check_transform(hooks: Iterable[HookFunction], mesh: Mesh, trains: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import Route
+from megatron_flex.collectives import Enter, Route, follow_replaced_gradient, weak_hook
 from megatron_flex.layout import Layout
 from megatron_flex.layout.gradient_layout import (
     PARTS_DIFFER,
@@ -21,13 +21,13 @@ from megatron_flex.layout.gradient_layout import (
     find_activation_gradient,
     find_parameter_gradient,
 )
-from megatron_flex.runtime.autograd_graph import follow_replaced_gradient, weak_hook
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.edit_dispatcher import EditDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, explain_unhookable
 from megatron_flex.runtime.layout_inference import LayoutInference
+from megatron_flex.runtime.pass_builder import PassBuilder
+from megatron_flex.runtime.site_pass import Pass
 from megatron_flex.runtime.site_rejection import (
     SiteRejection,
     raise_no_gradient_layout,
@@ -35,6 +35,7 @@ from megatron_flex.runtime.site_rejection import (
 )
 from megatron_flex.sites import GRADIENT_SUFFIX, Site
 
+MAX_PASSES = 4096  # that are remembered, of all gradients
 NO_LAYOUT = (PARTS_DIFFER, USES_DIFFER)  # reasons for which no layout describes a gradient
 
 
@@ -49,26 +50,47 @@ class GradientDispatcher:
         self,
         registry: HookRegistry,
         captures: CaptureDispatcher,
-        edits: EditDispatcher,
+        passes: PassBuilder,
         inference: LayoutInference,
         rejection: SiteRejection,
         backward_seen: Callable[[], None],
     ) -> None:
-        self.registry, self.captures, self.edits, self.inference = registry, captures, edits, inference
+        self.registry, self.captures, self.passes, self.inference = registry, captures, passes, inference
         self.clock, self.editing = captures.clock, captures.editing
         self._rejection, self._backward_seen = rejection, backward_seen
+        self._revision = -1
+        self._known: dict[Any, Pass] = {}
 
     def attach(
         self,
         site: Site,
         later: list[HookFunction],
-        key: Key,
-        out: Tensor,
         own: Layout,
         layout: Layout,
+        key: Key,
+        out: Tensor,
         route: Route | None,
     ) -> Tensor:
-        """Attach the hooks on a tensor's gradient to the edited tensor, and return that tensor."""
+        """Attach the hooks on a tensor's gradient to the edited tensor, and return that tensor.
+
+        An error is recorded: the edited tensor continues, as other ranks wait for its backward pass.
+        """
+        try:
+            return self._attach(site, later, own, layout, key, out, route)
+        except Exception as error:  # recorded, as above
+            self.editing.caught(site.name, error)
+            return out
+
+    def _attach(
+        self,
+        site: Site,
+        later: list[HookFunction],
+        own: Layout,
+        layout: Layout,
+        key: Key,
+        out: Tensor,
+        route: Route | None,
+    ) -> Tensor:
         module = getattr(site.tap, "module", None)
         if site.propagated and self.editing.modules and out.requires_grad:
             find = find_activation_gradient(site.tap, layout)
@@ -92,12 +114,10 @@ class GradientDispatcher:
             )
             seen_as = site.name, find, dumped, owner, seen, back, compare
             backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *seen_as)
-            # Attach to a separate tensor: a tensor that is used elsewhere too (the residual beside a norm's
-            # input)
-            # also receives a gradient from there, and a view that is masked in place loses its hooks. (torch
-            # does
-            # not type `apply`.)
-            out = cast(Tensor, _GradientBranch.apply(out, backward))  # type: ignore[no-untyped-call]
+            # A node of its own: a tensor that is used elsewhere too (the residual beside a norm's input) also
+            # receives a gradient from there, and a view that is masked in place loses its hooks.
+            # torch does not type `apply`.
+            out = cast(Tensor, Enter.apply(out, GradientHooks(backward)))  # type: ignore[no-untyped-call]
         return out
 
     def _make_graph_hook(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Any:
@@ -214,30 +234,64 @@ class GradientDispatcher:
         factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
         local = grad if factor == 1.0 else _divide_by_factor(grad, factor)
         edited = None
-        if any(h.editing_function for h in hooks):
-            edited = self.edits.edit(hooks, key, module, local, layout, route, any(h.save for h in hooks))
-            edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
-        elif hooks:
-            self.captures.capture(hooks, key, local, layout, route)
+        if hooks:
+            out = self._find_pass(hooks, layout, module, key, local, route)(local, key, False, route)
+            if any(h.editing_function for h in hooks):
+                edited = out if factor == 1.0 else (out * factor).to(grad.dtype)
         self._backward_seen()
         return edited
 
+    def _find_pass(
+        self,
+        hooks: list[HookFunction],
+        layout: Layout,
+        module: Any,
+        key: Key,
+        local: Tensor,
+        route: Route | None,
+    ) -> Pass:
+        """The pass of a gradient, made for the first one of its layout and shape."""
+        if self._revision != self.registry.revision:
+            self._known, self._revision = {}, self.registry.revision
+        shape = local.shape if route is None else (route.token_layout, local.shape[1:])
+        at = key.site, layout, shape, local.dtype, local.device
+        found = self._known.get(at)
+        if found is None:
+            found, lasting = self.passes.make(key.site, hooks, module, local, layout, route, backward=True)
+            if lasting:
+                if len(self._known) >= MAX_PASSES:
+                    self._known.clear()
+                self._known[at] = found
+        return found
 
-class _GradientBranch(torch.autograd.Function):
-    """The same tensor as a separate node of the autograd graph, with its own gradient; nothing is copied.
 
-    `run` is called with that gradient, zeros if there is none, and returns another gradient or None.
+class GradientHooks:
+    """An exchange that leaves a tensor as it is, and calls `run` with its gradient.
+
+    `run` is given zeros if there is no gradient, and returns another gradient or None.
     """
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor | None]) -> Tensor:
-        ctx.run = run
-        return tensor.detach()  # not a view, which could not be edited in place
+    joint_entrance, joint_exit = True, False
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        other = ctx.run(grad)
-        return grad if other is None else other, None
+    def __init__(self, run: Callable[[Tensor], Tensor | None]) -> None:
+        self._run = run
+
+    def enter(self, local: Tensor) -> Tensor:
+        """The tensor."""
+        return local
+
+    def exit(self, edited: Tensor, local: Tensor) -> Tensor:
+        """Nothing edits the tensor here."""
+        return edited
+
+    def enter_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient after its hooks."""
+        edited = self._run(grad)
+        return grad if edited is None else edited
+
+    def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
+        """As above."""
+        return grad, None
 
 
 def _divide_by_factor(grad: Tensor, factor: float) -> Tensor:

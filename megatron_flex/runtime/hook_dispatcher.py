@@ -1,8 +1,4 @@
-"""The target of a tap: dispatches one local tensor to the hooks at its site.
-
-Hooks that only capture copy the tensor to the recorder. Edits run on the shard, or between a gather and a
-scatter. Hooks on the gradient are attached to the result.
-"""
+"""The target of a tap: finds the pass of a local tensor at its site, and runs it."""
 
 from __future__ import annotations
 
@@ -11,34 +7,48 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_flex.collectives import Route
-from megatron_flex.layout import Layout, PackedSequences, name_batch_first, shard_over_data, without_data_axis
+from megatron_flex.layout import (
+    TENSOR_AXIS,
+    Layout,
+    PackedSequences,
+    infer_layout,
+    name_batch_first,
+    shard_over_data,
+    without_data_axis,
+)
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
-from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.edit_dispatcher import EditDispatcher
-from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.hooks import HookFunction, explain_unhookable, name_dims_at
+from megatron_flex.runtime.hooks import explain_unhookable
 from megatron_flex.runtime.layout_inference import LayoutInference
+from megatron_flex.runtime.pass_builder import PassBuilder, PassTracer
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.site_plan import SitePlan, SitePlanner
+from megatron_flex.runtime.site_pass import Pass, Record
 from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_no_layout
-from megatron_flex.sites import Site
+from megatron_flex.sites import DimNames, Site
+
+MAX_PASSES = 1024  # that a site remembers; sequences of ever new lengths make new ones
+# The number of the backward pass that runs, -1 if none does. A forward pass inside one is recomputation.
+_running_backward = torch._C._current_graph_task_id
 
 
 class HookDispatcher:
-    """Dispatches the tensors of a site to captures, edits and gradient hooks.
+    """What the sites of a session have in common.
 
     Attributes:
         captures: records captures and feeds sinks.
-        edits: runs edits.
-        gradients: the same for the backward pass.
+        passes: makes what happens at a site.
+        gradients: dispatches gradients.
         inference: infers the layouts that no framework declares.
+        over_data: whether captures and edits concatenate the samples of all data parallel ranks.
+        alone: whether there is one tensor parallel rank.
     """
 
     def __init__(
@@ -46,92 +56,28 @@ class HookDispatcher:
         registry: HookRegistry,
         clock: Clock,
         recorder: Recorder,
-        editing: EditRunner,
+        editing: EditEnvironment,
         mesh: Mesh,
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
         peers: Callable[[], Mesh],
     ) -> None:
         self.registry, self.clock, self.editing, self.mesh = registry, clock, editing, mesh
-        self._over_data = gather_data_parallel
+        self.over_data, self.alone = gather_data_parallel, mesh[TENSOR_AXIS].size == 1
         self.inference = LayoutInference(registry, editing, mesh)
         self.captures = CaptureDispatcher(clock, recorder, editing, mesh, gather_data_parallel)
-        self.edits = EditDispatcher(
+        self.passes = PassBuilder(
             self.captures, editing, mesh, gather_data_parallel, backward_seen, lambda: registry.version, peers
         )
-        self._rejection = SiteRejection(editing)
+        self.rejection = SiteRejection(editing)
         self.gradients = GradientDispatcher(
-            registry, self.captures, self.edits, self.inference, self._rejection, backward_seen
+            registry, self.captures, self.passes, self.inference, self.rejection, backward_seen
         )
-        self._planner = SitePlanner(registry, self.captures, self.edits, self.gradients, gather_data_parallel)
 
-    def plan(self, site: Site) -> SitePlan:
-        """The plan of a site for the hooks that are active now."""
-        return self._planner.make(site, partial(self._dispatch, site, layout=None, route=None))
-
-    def plan_generally(self, traced: bool) -> None:
-        """Note that each call of a hook is printed, or no longer."""
-        self._planner.traced = traced
+    def trace(self, tracer: PassTracer | None) -> None:
+        """Print each pass by a tracer, or no longer."""
+        self.passes.tracer = tracer
         self.registry.note_change()
-
-    def dispatch(
-        self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
-    ) -> Tensor:
-        """Dispatch a local tensor to the hooks at its site; if that raises, return the tensor unedited."""
-        try:
-            if self.clock.packs and (pack := self.clock.pack) is not None:
-                layout, route = _describe_packed(pack, site, layout, route)
-            return self._dispatch(site, local, layout, route)
-        except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self.editing.caught(site.name, error)
-            return local
-
-    def _dispatch(self, site: Site, local: Tensor, layout: Layout | None, route: Route | None) -> Tensor:
-        hooks, later = self.registry.standing(site.name)
-        why = explain_unhookable(local)
-        if why and (not local.is_meta or any(h.save or h.tensor_sink is not None for h in (*hooks, *later))):
-            self._rejection.omit_hooks(site.name, why, [*hooks, *later])
-            return local
-        acting = bool(later) or any(h.editing_function for h in hooks)
-        key = self.clock.key(site.name, local if acting else None)
-        if layout is None:
-            found = self.inference.layout(site, key, local) if site.inferred else site.layout
-            if found is None:
-                return local
-            layout = found
-        elif site.propagated and route is None:
-            self.editing.apart(site.name, self.inference.note_layout, site.name, layout, local)
-        names = name_dims_at(site, local, (*hooks, *later))
-        own = name_batch_first(layout, names) if site.inferred and not route else layout
-        if self._over_data and not route:
-            own = without_data_axis(own)  # the layout on each data parallel rank, which dumps record
-        if not self.clock.replaying():
-            self.captures.feed_sinks(hooks, key, local, own, route)
-        if self._over_data and not route:
-            layout = shard_over_data(own)
-        module = getattr(site.tap, "module", None)
-        out = self._run_hooks(module, hooks, key, local, layout, route)
-        try:
-            return self.gradients.attach(site, later, key, out, own, layout, route)
-        except Exception as error:  # keep the edited tensor: other ranks wait for its backward pass
-            self.editing.caught(site.name, error)
-            return out
-
-    def _run_hooks(
-        self,
-        module: Any,
-        hooks: list[HookFunction],
-        key: Key,
-        local: Tensor,
-        layout: Layout,
-        route: Route | None,
-    ) -> Tensor:
-        record = any(h.save for h in hooks) and not self.clock.replaying()
-        if not any(h.editing_function for h in hooks):
-            if record:
-                self.captures.capture(hooks, key, local, layout, route)
-            return local
-        return self.edits.edit(hooks, key, module, local, layout, route, record)
 
     def report_absent(self, site: Site, count: int) -> None:
         """Record that a call had only `count` tensors, and not the tensor of the site."""
@@ -144,17 +90,14 @@ class HookDispatcher:
         for hook in self.registry.at(site.name):
             self.editing.guard(hook, self.clock.key(site.name), partial(raise_absent, site, count))
 
-    def dispatch_unknown(self, site: Site, local: Tensor, why: str) -> Tensor:
-        """Dispatch a tensor for which no rule has a layout: only a hook's expected shape can supply one."""
-        if self.registry.expected(site.name) is not None:
-            return self.dispatch(site, local)
+    def explain_unknown(self, site: Site, why: str) -> None:
+        """Record that no rule has a layout for the tensor of a site."""
         self.editing.apart(site.name, self._reject_unknown, site, why)
-        return local
 
     def _reject_unknown(self, site: Site, why: str) -> None:
         for hook in self.registry.at(site.name):
             key = self.clock.key(site.name)
-            self._rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
+            self.rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
 
 
 def _describe_packed(
@@ -173,34 +116,145 @@ def _describe_packed(
     return pack.layout_of(site.layout if layout is None else layout), route
 
 
-NO_PLAN = SitePlan(-1, None)
-
-
 class SiteDispatch:
-    """The callback of a site's tap: executes the plan of the site."""
+    """The callback of a site's tap."""
 
     def __init__(self, dispatcher: HookDispatcher, site: Site) -> None:
-        self._dispatcher, self._site, self._registry = dispatcher, site, dispatcher.registry
+        self._dispatcher, self._site, self._name = dispatcher, site, site.name
+        self._registry, self._clock, self._editing = dispatcher.registry, dispatcher.clock, dispatcher.editing
         self._packs = dispatcher.clock.packs  # the clock's own dict: a pass that asks the clock costs a call
-        self._plan = NO_PLAN
+        self._module = getattr(site.tap, "module", None)
+        self._revision = -1
+        self._passes: dict[Any, Pass] = {}
         dispatcher.captures.note_heads(site)
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Route | None = None) -> Tensor:
-        """Dispatch a tensor to the hooks of the site; return the edited tensor."""
+        """Run the pass of a tensor through the site; if that raises, return the tensor unedited.
+
+        Args:
+            local: this rank's tensor.
+            layout: its layout, where that is another one in each call.
+            route: the route of expert rows.
+        """
         try:
-            plan = self._plan
-            if plan.revision != self._registry.revision:
-                plan = self._plan = self._dispatcher.plan(self._site)
-            if plan.run is not None and layout is None and route is None and not self._packs:
-                return plan.run(local)
+            if self._revision != self._registry.revision:
+                self._renew()
+            if not self._direct or layout is not None or route is not None or self._packs or local.is_nested:
+                return self._run_varying(local, layout, route)
+            found = self._passes.get((local.shape, local.dtype, local.device, local.layout))
+            if found is None:
+                if why := self._explain_unhookable(local):
+                    return self._omit(local, why)
+                found = self._make_direct(local)
+            replay = _running_backward() != -1
+            if replay and not self._acts:
+                return local
+            return found(local, self._clock.key(self._name, local if self._acts else None, replay), replay)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self._dispatcher.editing.caught(self._site.name, error)
+            self._editing.caught(self._name, error)
             return local
-        return self._dispatcher.dispatch(self._site, local, layout, route)
+
+    def _renew(self) -> None:
+        """Adopt the active hooks."""
+        site, dispatcher = self._site, self._dispatcher
+        self._hooks, self._later = hooks, later = self._registry.standing(self._name)
+        self._needing = [h for h in (*hooks, *later) if h.needs_dim_names and site.dim_names is not None]
+        self._sinks = [h for h in hooks if h.tensor_sink is not None]
+        self._acts = bool(later) or any(h.editing_function for h in hooks)
+        inferred = site.inferred and (not dispatcher.alone or bool(self._needing))
+        self._direct = not site.propagated and not inferred
+        self._passes = {}
+        self._revision = self._registry.revision
+
+    def _make_direct(self, local: Tensor) -> Pass:
+        site = self._site
+        layout = infer_layout(local.shape, None, 1) if site.inferred else site.layout
+        at = local.shape, local.dtype, local.device, local.layout
+        return self._make(at, local, layout, None, ())
+
+    def _run_varying(self, local: Tensor, layout: Layout | None, route: Route | None) -> Tensor:
+        """Run the pass of a tensor whose layout, or the names of whose dims, are another one in each call."""
+        site, dispatcher = self._site, self._dispatcher
+        if why := self._explain_unhookable(local):
+            return self._omit(local, why)
+        if self._packs and (pack := self._clock.pack) is not None:
+            layout, route = _describe_packed(pack, site, layout, route)
+        replay = _running_backward() != -1
+        key = self._clock.key(self._name, local if self._acts else None, replay)
+        if layout is None:
+            layout = dispatcher.inference.layout(site, key, local) if site.inferred else site.layout
+            if layout is None:
+                return local
+        elif site.propagated and route is None:
+            note = dispatcher.inference.note_layout
+            self._editing.apart(self._name, note, self._name, layout, local)
+        known = self._name_dims(local)
+        shape = local.shape if route is None else (route.token_layout, local.shape[1:])  # rows come and go
+        at = layout, known, shape, local.dtype, local.device, local.layout
+        found = self._passes.get(at) or self._make(at, local, layout, route, known.names if known else ())
+        return found(local, key, replay, route)
+
+    def _name_dims(self, local: Tensor) -> DimNames | None:
+        """Bind hooks to the names of the dims of the tensor; None where no hook needs them.
+
+        Raises:
+            HookError: a dim that a hook needs is unknown.
+        """
+        if not self._needing or self._site.dim_names is None:
+            return None
+        known = self._site.dim_names.find(local)
+        for hook in self._needing:
+            hook.name_dims(self._site, known)
+        return known
+
+    def _make(
+        self, at: Any, local: Tensor, layout: Layout, route: Route | None, names: tuple[str, ...]
+    ) -> Pass:
+        """Make the pass of a tensor, and remember it for those like it."""
+        site, dispatcher = self._site, self._dispatcher
+        own = name_batch_first(layout, names) if site.inferred and route is None else layout
+        layout = own
+        if dispatcher.over_data and route is None:
+            own = without_data_axis(own)  # the layout on each data parallel rank, which dumps record
+            layout = shard_over_data(own)
+        gradients, captures = dispatcher.gradients, dispatcher.captures
+        attach = None
+        if self._later or (site.propagated and self._editing.modules):
+            attach = partial(gradients.attach, site, self._later, own, layout)
+        sinks: tuple[Record, ...] = ()
+        if self._sinks:
+            sinks = ((partial(captures.feed_sinks, self._sinks), own),)
+        made, lasting = dispatcher.passes.make(
+            self._name, self._hooks, self._module, local, layout, route, sinks, attach
+        )
+        if lasting:
+            if len(self._passes) >= MAX_PASSES:
+                self._passes.clear()
+            self._passes[at] = made
+        return made
+
+    def _explain_unhookable(self, local: Tensor) -> str:
+        """Why no hook at the site can have the tensor; empty if they can."""
+        why = explain_unhookable(local)
+        if why and local.is_meta and not any(h.save or h.tensor_sink for h in (*self._hooks, *self._later)):
+            return ""  # an edit alone may get a tensor without values
+        return why
+
+    def _omit(self, local: Tensor, why: str) -> Tensor:
+        self._dispatcher.rejection.omit_hooks(self._name, why, [*self._hooks, *self._later])
+        return local
 
     def unknown(self, local: Tensor, why: str) -> Tensor:
-        """Dispatch a tensor whose layout no rule knows; `why`: the reason."""
-        return self._dispatcher.dispatch_unknown(self._site, local, why)
+        """Dispatch a tensor for which no rule has a layout: only a hook's expected shape can supply one.
+
+        Args:
+            local: this rank's tensor.
+            why: the reason.
+        """
+        if self._registry.expected(self._name) is not None:
+            return self(local)
+        self._dispatcher.explain_unknown(self._site, why)
+        return local
 
     def absent(self, count: int) -> None:
         """Record that the call had only `count` tensors, and not the tensor of the site."""

@@ -20,7 +20,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.layout import TENSOR_AXIS, Layout, infer_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.sites import Site
 
@@ -104,7 +104,7 @@ class LayoutInference:
     the step.
     """
 
-    def __init__(self, registry: HookRegistry, editing: EditRunner, mesh: Mesh) -> None:
+    def __init__(self, registry: HookRegistry, editing: EditEnvironment, mesh: Mesh) -> None:
         self._registry, self._editing = registry, editing
         self._tp = Mesh((mesh[TENSOR_AXIS],))
         self._size = mesh[TENSOR_AXIS].size

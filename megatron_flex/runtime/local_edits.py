@@ -1,20 +1,18 @@
 """Edits that run on a rank's shard and communicate nothing: whether they can, decided once for each site.
 
-All edits at a site must be local, or the full tensor is gathered for all of them. The decision depends only
-on
-hooks, layout and mesh, so that all ranks decide alike.
+All edits at a site must be local, or the full tensor is gathered for all of them. The decision depends on
+hooks, layout and mesh alone, so that all ranks decide alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from megatron_flex.collectives import EditSums, Route, Shard, is_leader_for, join_sum, replica_mesh
+from megatron_flex.collectives import EditSums, Route, Shard, ShardExchange, join_sum
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, count_parts, padded_shape, smallest_part
 from megatron_flex.layout.gradient_layout import conjugate_layout
@@ -34,7 +32,7 @@ def on_shard(edit: EditingFunction, shard: Shard) -> EditingFunction | None:
     return None if bind is None else cast(EditingFunction | None, bind(shard))
 
 
-@dataclass
+@dataclass(frozen=True)
 class LocalEditPlan:
     """How the edits at a site run on a rank's shard.
 
@@ -42,27 +40,19 @@ class LocalEditPlan:
         shard: the shard.
         edits: the functions to run on the shard, by hook; without hooks that only capture.
         given: the hooks' own editing functions that these were made from.
-        returns_new_tensor: whether none of them changes its input in place, or keeps a reference to its
-            result.
+        exchange: the shard as the edits see it.
         layout: the layout of the local tensor.
-        padded: whether some entries of the ranks are padding, which the full tensor lacks.
         alone: whether each rank holds the full tensor and its full gradient.
-        holders: the axes of the ranks that hold shards of the same full tensor.
-        leads: whether this rank counts for all of them.
         sums: the sums over ranks of the edits that may have some.
     """
 
     shard: Shard
     edits: dict[HookFunction, EditingFunction]
     given: dict[HookFunction, EditingFunction]
-    returns_new_tensor: bool
+    exchange: ShardExchange
     layout: Layout
-    padded: bool
     alone: bool
-    holders: Mesh
-    leads: bool
     sums: dict[HookFunction, EditSums]
-    _real: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def at(self, hook: HookFunction, key: Key) -> EditingFunction:
         """The function that a hook runs in one pass.
@@ -81,39 +71,6 @@ class LocalEditPlan:
             )
         return bound
 
-    def real(self, device: torch.device) -> Tensor:
-        """A boolean mask, broadcastable to the shard, of the entries that are not padding."""
-        if device not in self._real:
-            shape = [
-                n if d.keep else 1 for n, d in zip(self.shard.full_size, self.shard.layout.dims, strict=True)
-            ]
-            with torch.inference_mode(False):
-                self._real[device] = self.shard.part(torch.ones(shape, dtype=torch.bool, device=device))
-        return self._real[device]
-
-    def into(self, local: Tensor) -> Tensor:
-        """The input of editing functions: dims in the order of the full tensor, zeros for padding."""
-        order = self.layout.permute
-        part = local if order is None else local.permute(order)
-        if self.padded:
-            return torch.where(self.real(local.device), part, 0).contiguous()
-        return part if self.returns_new_tensor else part.clone(memory_format=torch.contiguous_format)
-
-    def outof(self, made: Tensor, local: Tensor) -> Tensor:
-        """The tensor that replaces the local tensor: contiguous, and shared with no other code."""
-        order = self.layout.permute
-        out, ours = made, False
-        if self.padded:
-            part = local if order is None else local.permute(order)
-            out, ours = torch.where(self.real(local.device), made, part), True
-        if order is not None:
-            out = out.permute([order.index(i) for i in range(len(order))])
-        if out is local:  # every edit has failed
-            return local
-        if not out.is_contiguous() or (not ours and (not self.returns_new_tensor or out._is_view())):
-            out = out.clone(memory_format=torch.contiguous_format)
-        return out
-
 
 class LocalEditPlanner:
     """Decides how edits run, and caches the decision.
@@ -130,7 +87,7 @@ class LocalEditPlanner:
         self._plans_state: tuple[int, bool] | None = None
 
     def find_plan(
-        self, hooks: Sequence[HookFunction], site: str, local: Tensor, layout: Layout, route: Route | None
+        self, hooks: Sequence[HookFunction], site: str, shape: torch.Size, layout: Layout, route: Route | None
     ) -> LocalEditPlan | None:
         """Return the plan by which these hooks edit this rank's shard at a site; None: gather the full
         tensor.
@@ -142,13 +99,13 @@ class LocalEditPlanner:
             self._known.clear()
             self._plans_state = state
         edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
-        place = (site, local.shape)
+        place = (site, shape)
         known = self._known.get(place)
         if known is not None:
             before, where, way = known
             if (where is layout or where == layout) and before == edits:
                 return cast(LocalEditPlan | None, way)
-        way, _ = plan_local_edits(edits, layout, tuple(local.shape), self._mesh, state[1])
+        way, _ = plan_local_edits(edits, layout, tuple(shape), self._mesh, state[1])
         self._known[place] = edits, layout, way
         return way
 
@@ -191,11 +148,11 @@ def plan_local_edits(
         if bound is None:
             return None, _explain_edit(name, edit, shard, layout, mesh)
         found[hook] = bound
-    fresh = all(traits_of(e).returns_new_tensor for e in found.values())
-    holders, first = replica_mesh(layout, mesh), is_leader_for(layout, mesh)
+    copies = not all(traits_of(e).returns_new_tensor for e in found.values())
     over = Mesh(tuple(shard.axes(range(len(shard.full_size)))))
     sums = {h: EditSums(over, join_sum) for h, e in found.items() if over.axes and traits_of(e).sums}
-    return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first, sums), ""
+    exchange = ShardExchange(shard, layout, padded, copies)
+    return LocalEditPlan(shard, found, edits, exchange, layout, alone, sums), ""
 
 
 def explain_gather(

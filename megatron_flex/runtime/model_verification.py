@@ -25,8 +25,8 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_environment import call_editing_function, find_replica_axis, seed_generators
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
-from megatron_flex.runtime.edit_runner import call_editing_function, find_replica_axis, seed_generators
 from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
 from megatron_flex.runtime.gradient_norm import GradientNorms
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
@@ -166,12 +166,12 @@ class LocalEditCheck:
     def __init__(self, firing: HookDispatcher) -> None:
         self._firing = firing
         self.found: list[Finding] = []
-        firing.edits.compared = self.compare
+        firing.passes.compared = self.compare
         firing.registry.note_change()
 
     def stop(self) -> None:
         """Stop comparing edits."""
-        self._firing.edits.compared = None
+        self._firing.passes.compared = None
         self._firing.registry.note_change()
 
     def compare(

@@ -44,19 +44,28 @@ class Recorder:
             self._prepared = True
             self._transports = open_transports(self.mesh, self._watch, setup=True)
 
-    def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
+    def shard(
+        self,
+        key: Key,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None = None,
+        finish: Finish | None = None,
+    ) -> None:
         """Record a copy of a local tensor: frameworks overwrite many tensors in place.
 
-        With `finish` the result of `finish(full tensor)` is captured; `finish` runs only on the rank that
-        receives
-        captures, and must not raise.
+        Rows of experts are first returned to the order of their tokens. With `finish` the result of
+        `finish(full tensor)` is captured; `finish` runs only on the rank that receives captures, and must not
+        raise.
 
         Raises:
             LayoutError: the tensor does not fit its layout. Other ranks may send theirs within the step, so
-                zeros of
-                the last valid shape at this site are recorded instead.
+                zeros of the last valid shape at this site are recorded instead.
         """
         local = local.detach()
+        if route is not None:
+            self._submit(key, local, route.token_layout, route)
+            return
         if finish is not None:
             self._finishes[key] = finish
         try:
@@ -71,10 +80,6 @@ class Recorder:
                 self._submit(key, local.new_zeros(last), layout, None)
             raise
         self._last[key.site] = local.shape
-
-    def rows(self, key: Key, local: Tensor, route: Route) -> None:
-        """Record rows of experts, which are first returned to the order of their tokens."""
-        self._submit(key, local.detach(), route.token_layout, route)
 
     def _submit(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
         for transport in self._transports:

@@ -13,10 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import max_over_ranks
+from megatron_flex.collectives import guard_collective, max_over_ranks, require_gradient
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.autograd_graph import connect_output
-from megatron_flex.runtime.hook_collectives import guard_collective
 
 STAGE_AXES = ("dp", "cp", "tp")  # ranks along these make the same passes of a site
 
@@ -66,7 +64,7 @@ class ResultGradients:
             return made
         if self._complete():  # the other ranks do the same
             self._connected.add(place)
-        return connect_output(made, torch.empty(0, requires_grad=True), False)
+        return require_gradient(made)
 
     def _agree(self, place: tuple[str, bool], made: Tensor, mesh: Mesh) -> bool:
         """Whether some rank's result needs a gradient; remembered if an edit succeeded on some rank."""

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite, Undo
 from megatron_flex.adapters.module_walk import shared_walk
-from megatron_flex.collectives import Agreement, agreement_seconds, gather_objects, is_leader, note_open
+from megatron_flex.collectives import (
+    Agreement,
+    agreement_seconds,
+    gather_objects,
+    is_leader,
+    note_open,
+    running_transform,
+)
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, HookError, error_attributes
 from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
@@ -25,10 +32,10 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
+from megatron_flex.runtime.edit_environment import BACKWARD_PASS, FORWARD_PASS, EditEnvironment
 from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, global_rank, raise_on_all_ranks
-from megatron_flex.runtime.edit_runner import BACKWARD_PASS, FORWARD_PASS, EditRunner
 from megatron_flex.runtime.full_parameters import ParameterIndex
-from megatron_flex.runtime.function_transforms import check_transform, running_transform
+from megatron_flex.runtime.function_transforms import check_transform
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
@@ -92,9 +99,9 @@ class Session:
         self.trainable = TrainableModules(
             adapter, self.clock, meeting, gather_data_parallel, self._await_backward
         )
-        self.edit_runner = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
-        self.context_relay, self._skips = self.edit_runner.passing, self.edit_runner.skipping
-        common = self.clock, self._recorder, self.edit_runner, self.mesh, gather_data_parallel
+        self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
+        self.context_relay, self._skips = self.editing.passing, self.editing.skipping
+        common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
         self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward, self._find_peers)
         self.taps = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
@@ -375,7 +382,7 @@ class Session:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.forward(microbatch, chunk)
         if self.registry.active:
-            self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_begins)
+            self.editing.apart(FORWARD_PASS, self.context_relay.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
@@ -383,19 +390,19 @@ class Session:
         if tokens is not None:
             self.clock.count(tokens)
         if self.registry.active:
-            self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_ends)
+            self.editing.apart(FORWARD_PASS, self.context_relay.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """Note that a microbatch's backward pass begins."""
         self.clock.backward(output)
         if self.registry.active:
-            self.edit_runner.apart(BACKWARD_PASS, self.context_relay.backward_begins)
+            self.editing.apart(BACKWARD_PASS, self.context_relay.backward_begins)
 
     def backward_ends(self) -> None:
         """Note that the backward pass ends."""
         if self.registry.active:
-            self.edit_runner.apart(BACKWARD_PASS, self.context_relay.backward_ends)
+            self.editing.apart(BACKWARD_PASS, self.context_relay.backward_ends)
 
     def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
@@ -409,7 +416,7 @@ class Session:
 
     def report_error(self, why: str) -> None:
         """Record that an edit returned something that the schedule cannot use."""
-        self.edit_runner.failure = self.edit_runner.failure or StepFailure(why, HookError(why))
+        self.editing.failure = self.editing.failure or StepFailure(why, HookError(why))
 
     def hooked(self) -> bool:
         """Whether any hook is active."""
@@ -465,7 +472,7 @@ class Session:
         self.sinks.begins(1, self._replica(), called=True)
         self.trainable.begins(None)
         self.context_relay.begin()
-        self.edit_runner.scopes.begin()
+        self.editing.scopes.begin()
         self._in_call = True
 
     def _check_transform(self) -> None:
@@ -476,7 +483,7 @@ class Session:
         """End a call of the model outside a schedule; its backward pass may follow."""
         if self._in_schedule:
             if self.registry.active:
-                self.edit_runner.apart(FORWARD_PASS, self.context_relay.forward_ends)
+                self.editing.apart(FORWARD_PASS, self.context_relay.forward_ends)
             self._recorder.gather_if_large()
             return
         self._in_call = False
@@ -498,7 +505,7 @@ class Session:
             self.taps.update_taps()
         compared = self.agreement.compare_hooks(apart, self.verification.on, self._prepare)
         if compared:
-            self.dispatcher.edits.gradients.clear()
+            self.dispatcher.passes.gradients.clear()
         return compared
 
     def _prepare(self, plan: ContextPlan) -> None:
@@ -548,12 +555,12 @@ class Session:
             raise make_verify_error(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
-        failure, self.edit_runner.failure = self.edit_runner.failure, None
+        failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
-        if self.dispatcher.edits.stand_ins.step_ends(failed):
+        if self.dispatcher.passes.stand_ins.step_ends(failed):
             self.registry.note_change()
-        self.dispatcher.edits.gradients.step_ends(mesh)
+        self.dispatcher.passes.gradients.step_ends(mesh)
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
             self.dispatcher.inference.forget()
@@ -587,7 +594,7 @@ class Session:
             if wrong == NOT_COLLECTED:
                 self._recorder.fall_back()
             raise_on_all_ranks(failure, mesh, hooks)
-        self.dispatcher.edits.gradients.confirm()
+        self.dispatcher.passes.gradients.confirm()
         if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader
             self._recorder.forget()
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_flex.errors import AbsentError, HookError
 from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.hooks import HookFunction, warn_unhookable
 from megatron_flex.sites import Site
 
@@ -15,7 +15,7 @@ from megatron_flex.sites import Site
 class SiteRejection:
     """Handles hooks at a site whose tensor is not available."""
 
-    def __init__(self, editing: EditRunner) -> None:
+    def __init__(self, editing: EditEnvironment) -> None:
         self.editing = editing
         self._obstacles: set[str] = set()  # sites with tensors that cannot be hooked
 

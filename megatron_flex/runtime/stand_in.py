@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import check_shard, max_over_ranks, replica_mesh
+from megatron_flex.collectives import check_shard, guard_collective, max_over_ranks, replica_mesh
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.layout import Layout
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.hook_collectives import guard_collective
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import explain_gather
 
@@ -85,11 +83,6 @@ class StandIns:
             self._remember(site, local.shape, layout)
             return local, False
         return (self._zeros(site, local), True) if site in self._last else (None, False)
-
-    def fits(self, site: str, shape: torch.Size, layout: Layout) -> bool:
-        """Whether tensors of this shape are known to fit their layout."""
-        known = self._fit.get((site, shape))
-        return known is not None and (known is layout or known == layout)
 
     def step_ends(self, failed: bool) -> bool:
         """End a step; if it `failed`, other ranks may not have, and its new sites are compared again.
@@ -158,28 +151,6 @@ class StandIns:
         alike = len(last) == local.ndim
         shape = [local.shape[i] if alike and i in varies else n for i, n in enumerate(last)]
         return local.detach().new_zeros(shape).requires_grad_(local.requires_grad)
-
-
-def beside(local: Tensor, out: Tensor) -> Tensor:
-    """Return a tensor unedited; the backward pass also runs the graph of the tensor that replaced it, on
-    zeros.
-    """
-    if not (out.requires_grad and torch.is_grad_enabled()):
-        return local
-    # torch does not type `apply`
-    return cast(Tensor, _Beside.apply(local, out))  # type: ignore[no-untyped-call]
-
-
-class _Beside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, out: Tensor) -> Tensor:
-        ctx.like = torch.empty_like(out, device="meta"), out.device
-        return local.detach()  # not a view, which could not be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        like, device = ctx.like
-        return grad, torch.zeros_like(like, device=device)
 
 
 def _describe_wrong_blocks(local: Tensor, layout: Layout, mesh: Mesh) -> FlexError | None:

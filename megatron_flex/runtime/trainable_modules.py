@@ -25,9 +25,9 @@ from megatron_flex.collectives import (
     find_differing_axes,
     max_over_ranks,
     sum_over_ranks,
+    weak_hook,
 )
 from megatron_flex.errors import HookError
-from megatron_flex.runtime.autograd_graph import weak_hook
 from megatron_flex.runtime.clock import Clock
 
 OUTSIDE_SCHEDULE = (

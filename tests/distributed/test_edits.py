@@ -220,7 +220,7 @@ def sharded(case: Case, state: dict[str, Tensor], names: list[str], run_on: str)
         site, make, _ = presets()[name]
         hook = mf.HookFunction(site, editing_function=make(), save=False, run=run_on)
         with mf.attach(chunks, [hook]) as flex:
-            flex.session.edit_runner.modules.update(modules())
+            flex.session.editing.modules.update(modules())
             mesh = flex.session.mesh
             answer |= {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": dp}
             answer["edited"][name] = gpt.step(case, chunks, dp), matrix._gradients(flex, chunks)

@@ -238,9 +238,9 @@ class ProcessGroupTransport:
         order = sorted(todo, key=lambda p: p.route is not None) if any(p.route for p in todo) else todo
         for pending in order:
             if pending.route is not None and pending.tensor is not None:
-                home = pending.route.home(pending.tensor)
-                pending.plan = self._plan(pending.layout, home.shape)
-                pending.tensor = self._copy(home, pending.plan) if pending.plan.needed else None
+                rows = pending.route.to_tokens(pending.tensor)
+                pending.plan = self._plan(pending.layout, rows.shape)
+                pending.tensor = self._copy(rows, pending.plan) if pending.plan.needed else None
         self._sent = _InFlight(todo, order, self._buffers.take(), self._begin(order))
         return arrived
 

@@ -144,7 +144,7 @@ def wrap_editing_function(
         shown = inputs if divisor == 1 else inputs / divisor
         key = session.record_inner_tensor(label, shown, replays=not backward)
         replaying = not backward and session.clock.replaying()
-        scopes, with_stages = session.edit_runner.scopes, session.context_relay.joins_stages
+        scopes, with_stages = session.editing.scopes, session.context_relay.joins_stages
         share = share_between_stages(state.save_ctx, scopes) if uses and with_stages else nullcontext()
         with rewind.replay(key) if replaying else rewind.first(key.step, key), share:
             made = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)

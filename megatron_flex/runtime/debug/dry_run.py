@@ -20,7 +20,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.error_origin import find_user_line
 from megatron_flex.runtime.debug.purity import is_pure
-from megatron_flex.runtime.edit_runner import call_editing_function, seed_generators
+from megatron_flex.runtime.edit_environment import call_editing_function, seed_generators
 from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import read_source, unwrap_function, warn_of_mistakes
 from megatron_flex.runtime.hook_registry import HookEntry

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.collectives import CollectiveCall, Route, Timestamp, meter
+from megatron_flex.collectives import CollectiveCall, Exchange, Route, ShardExchange, Timestamp, meter
 from megatron_flex.layout import Layout
-from megatron_flex.runtime.autograd_graph import weak_hook
-from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.edit_debugger import to_stderr
-from megatron_flex.runtime.hook_collectives import gather_at_site, scatter_at_site
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
-from megatron_flex.runtime.local_edits import LocalEditPlan
 
 
 @dataclass
@@ -75,7 +71,7 @@ def _format_key(key: Key) -> str:
 
 
 class Tracer:
-    """Replaces `EditDispatcher.edit` and `CaptureDispatcher.capture` of a session until `stop()`.
+    """Prints each pass of a session until `stop()`.
 
     Attributes:
         last: the last call at each site.
@@ -85,115 +81,98 @@ class Tracer:
         self.firing, self.write = firing, write or to_stderr
         self.last: dict[str, HookCallTrace] = {}
         self._open: HookCallTrace | None = None  # the call whose backward pass is running
-        vars(firing.edits).update(edit=self.edit)
-        vars(firing.captures).update(capture=self.capture)
-        firing.plan_generally(True)
+        firing.trace(self)
 
     def stop(self) -> None:
-        """Restore the replaced methods."""
-        self._close()
-        vars(self.firing.edits).pop("edit", None)
-        vars(self.firing.captures).pop("capture", None)
-        self.firing.plan_generally(False)
+        """Print nothing any more."""
+        self.close()
+        self.firing.trace(None)
 
-    def capture(
-        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
-    ) -> None:
-        """As `CaptureDispatcher.capture`, and print the call."""
-        self._close()
-        words = (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
-        self.last[key.site] = seen = HookCallTrace(key, words, tuple(local.shape), out=tuple(local.shape))
-        CaptureDispatcher.capture(self.firing.captures, hooks, key, local, layout, route)
+    def note(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
+        """Print a pass that captures."""
+        self.close()
+        shape = tuple(local.shape)
+        self.last[key.site] = seen = HookCallTrace(key, self._describe(layout, route), shape, out=shape)
         self.write(seen.describe())
 
-    def edit(
-        self,
-        hooks: list[HookFunction],
-        key: Key,
-        module: Any,
-        local: Tensor,
-        layout: Layout,
-        route: Route | None,
-        record: bool,
-    ) -> Tensor:
-        """As `EditDispatcher.edit`, and print the call."""
-        self._close()
-        firing = self.firing
-        words = (route.token_layout if route else layout).describe(firing.mesh.sizes)
+    def follow(
+        self, hooks: Sequence[HookFunction], layout: Layout, exchange: Exchange, key: Key, route: Route | None
+    ) -> Exchange:
+        """The exchange of one pass that edits, printed as it is used."""
+        self.close()
         edits = " | ".join(describe_edit(h.editing_function) for h in hooks if h.editing_function is not None)
-        seen = HookCallTrace(key, words, tuple(local.shape), edits=edits)
-        plan = firing.edits.planner.find_plan(hooks, key.site, local, layout, route)
-        if plan is not None:
-            return self._on_part(seen, hooks, key, module, local, plan, record)
-        meter.sink = seen.moves.append
-        try:
-            full = gather_at_site(local, layout, route, firing.mesh)
-            seen.full_size = tuple(full.shape)
-            if record:
-                firing.captures.keep_full(hooks, key, full, layout)
-            before, start = len(seen.moves), Timestamp(full)
-            made = firing.edits.edit_full(hooks, key, module, full, layout, record)
-            seen.seconds = Timestamp(made).since(start) - sum(m.seconds for m in seen.moves[before:])
-            out = scatter_at_site(made, local, layout, route, firing.mesh)
-        finally:
-            meter.sink = None
-        seen.out = tuple(out.shape)
-        self.last[key.site] = seen
+        here = isinstance(exchange, ShardExchange)
+        return TracedExchange(
+            self, HookCallTrace(key, self._describe(layout, route), (), edits=edits, here=here), exchange
+        )
+
+    def _describe(self, layout: Layout, route: Route | None) -> str:
+        return (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
+
+    def finish(self, seen: HookCallTrace) -> None:
+        """Print a call whose forward pass has ended."""
+        self.last[seen.key.site] = seen
         self.write(seen.describe())
-        self._follow(seen, out)
-        if full.grad_fn is not None:
-            _find_first_node(full.grad_fn).register_hook(weak_hook(self._close))
-        return out
 
-    def _on_part(
-        self,
-        seen: HookCallTrace,
-        hooks: list[HookFunction],
-        key: Key,
-        module: Any,
-        local: Tensor,
-        plan: LocalEditPlan,
-        record: bool,
-    ) -> Tensor:
-        seen.here, start = True, Timestamp(local)
-        meter.sink = seen.moves.append
-        try:
-            out = self.firing.edits.edit_shard(hooks, key, module, local, plan, record)
-            seen.seconds = Timestamp(out).since(start) - sum(m.seconds for m in seen.moves)
-        finally:
-            meter.sink = None
-        seen.out = tuple(out.shape)
-        self.last[key.site] = seen
-        self.write(seen.describe())
-        if out is not local:
-            self._follow(seen, out)
-            if local.grad_fn is not None:
-                local.grad_fn.register_prehook(weak_hook(self._close))
-        return out
-
-    def _follow(self, seen: HookCallTrace, out: Tensor) -> None:
-        """Count the collectives of the backward pass, which begins at the node that made the result."""
-        first = out.grad_fn
-        if first is None:
-            return
-
-        first.register_prehook(weak_hook(self._begin, seen))
-
-    def _begin(self, seen: HookCallTrace, _: Any) -> None:
-        self._close()
+    def begin_backward(self, seen: HookCallTrace) -> None:
+        """Count collectives as those of a call's backward pass, until it ends."""
+        self.close()
         self._open = seen
         meter.sink = seen.back.append
 
-    def _close(self, *_: Any) -> None:
+    def close(self) -> None:
+        """End the backward pass of a call."""
         if self._open is not None:
             seen, self._open, meter.sink = self._open, None, None
             self.write(seen.describe_back())
 
 
-def _find_first_node(node: Any) -> Any:
-    """The first of the nodes that made a full tensor: that of returning expert rows, if there is one."""
-    for _ in range(2):
-        before = node.next_functions[0][0] if node.next_functions else None
-        if type(before).__name__ in ("_GatherBackward", "_ToTokensBackward"):
-            node = before
-    return node
+class TracedExchange:
+    """The exchange of one pass, with the collectives and the time of what happens between its ends.
+
+    The graph keeps it until the backward pass: it refers to the tracer weakly, and so not to the session.
+    """
+
+    def __init__(self, tracer: Tracer, seen: HookCallTrace, inner: Exchange) -> None:
+        self._tracer, self._seen, self._inner = weakref.ref(tracer), seen, inner
+        self.joint_entrance, self.joint_exit = inner.joint_entrance, inner.joint_exit
+
+    def enter(self, local: Tensor) -> Tensor:
+        """As the exchange."""
+        seen = self._seen
+        seen.local = tuple(local.shape)
+        meter.sink = seen.moves.append
+        full = self._inner.enter(local)
+        seen.full_size = None if seen.here else tuple(full.shape)
+        self._before, self._start = len(seen.moves), Timestamp(full)
+        return full
+
+    def exit(self, edited: Tensor, local: Tensor) -> Tensor:
+        """As the exchange; prints the forward pass."""
+        seen = self._seen
+        try:
+            inside = sum(m.seconds for m in seen.moves[self._before :])
+            seen.seconds = Timestamp(edited).since(self._start) - inside
+            out = self._inner.exit(edited, local)
+        finally:
+            meter.sink = None
+        seen.out = tuple(out.shape)
+        tracer = self._tracer()
+        if tracer is not None:
+            tracer.finish(seen)
+        return out
+
+    def exit_gradient(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As the exchange; the backward pass of the edit begins."""
+        tracer = self._tracer()
+        if tracer is not None:
+            tracer.begin_backward(self._seen)
+        return self._inner.exit_gradient(grad)
+
+    def enter_gradient(self, grad: Tensor) -> Tensor:
+        """As the exchange; prints the backward pass."""
+        local = self._inner.enter_gradient(grad)
+        tracer = self._tracer()
+        if tracer is not None:
+            tracer.close()
+        return local

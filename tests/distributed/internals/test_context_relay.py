@@ -129,7 +129,7 @@ def traffic(case: Case) -> dict[str, Any]:
                 gpt.step(case, chunks, 0, forward_only=way == "evaluation")
                 open_group = flex.session.context_relay._relay._group is not None
                 left = (
-                    len(flex.session.edit_runner.scopes.micros),
+                    len(flex.session.editing.scopes.micros),
                     len(flex.session.context_relay._relay._posted),
                 )
             out[f"{name}, {way}"] = list(sent), open_group, left
@@ -216,7 +216,7 @@ def breaks_down(case: Case) -> Any:
             said = str(error)
         sender.send_forward = original
         handle.remove()
-        left = len(flex.session.edit_runner.scopes.micros), len(flex.session.context_relay._relay._posted)
+        left = len(flex.session.editing.scopes.micros), len(flex.session.context_relay._relay._posted)
         return said, left, gpt.step(case, chunks, 0) == before
 
 

@@ -42,12 +42,12 @@ KEEPS = {
         "weak_hook.<locals>.call",
     ),
     *(
-        "EditRunner.apart",
-        "EditRunner.caught",
-        "EditRunner.guard",
-        "EditRunner._failed",
-        "EditRunner._describe_failure",
-        "EditRunner.note",
+        "EditEnvironment.apart",
+        "EditEnvironment.caught",
+        "EditEnvironment.guard",
+        "EditEnvironment._failed",
+        "EditEnvironment._describe_failure",
+        "EditEnvironment.note",
     ),
     *("EditDispatcher._report_backward", "Session._await_backward", "EditDispatcher.edit_full"),
     # It raises in a backward pass of an editing function's own, which keeps it.

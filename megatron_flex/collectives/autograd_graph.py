@@ -1,4 +1,4 @@
-"""Nodes and hooks in the autograd graph: weak hooks, and the connection of an edit's output to its input.
+"""Hooks of the autograd graph, and gradients that are missing in a backward pass.
 
 A tensor keeps its graph alive, a graph keeps its hooks alive, and Python's garbage collector does not
 traverse a graph. Megatron's token dispatcher keeps a tensor with its graph between steps: a hook there that
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.runtime.function_transforms import running_transform
+# The innermost transform of `torch.func` that runs (grad, jacrev, jvp, vmap), or None: one call, in C.
+running_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -42,67 +43,14 @@ def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return call
 
 
-def enter_edit(tensor: Tensor) -> Tensor:
-    """Return the input of an edit: the tensor with its own node in the graph, which always propagates a
-    gradient, zeros if there is no other.
+def follow_zeros(node: Any, zeros: Tensor) -> Tensor | None:
+    """Follow the zeros that a node returns without a gradient of its own.
 
-    The result shares the tensor's memory. Without gradients it is the tensor itself, as in a transform of
-    `torch.func`, where no other rank waits for the backward pass.
+    Parameters that receive no other gradient have none afterwards.
+
+    Returns:
+        What the node returns: None if the next node gets its zeros from another one.
     """
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    if running_transform() is not None:  # a torch.autograd.Function would need a rule for each transform
-        return tensor
-    # torch does not type `apply`
-    return cast(Tensor, _EditEntrance.apply(tensor))  # type: ignore[no-untyped-call]
-
-
-def connect_output(made: Tensor, entrance: Tensor, sure: bool) -> Tensor:
-    """Connect an edit's result to its input, so that the backward pass always continues there.
-
-    Args:
-        made: the result of the edit.
-        entrance: the result of `enter_edit`.
-        sure: whether `made` depends on `entrance` whenever it requires a gradient.
-    """
-    needed = entrance.requires_grad and torch.is_grad_enabled()
-    if made is entrance or not needed or (sure and made.requires_grad) or running_transform() is not None:
-        return made
-    # torch does not type `apply`
-    return cast(Tensor, _EditExit.apply(made, entrance))  # type: ignore[no-untyped-call]
-
-
-class _EditEntrance(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.like = tensor.shape, tensor.dtype, tensor.device
-        return tensor.detach()  # not a view, which could not be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return make_zero_gradient(ctx, *ctx.like) if grad is None else grad
-
-
-class _EditExit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, entrance: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return made.detach()  # not a view, as above
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return (grad if ctx.needs_input_grad[0] else None), None
-
-
-def make_zero_gradient(
-    node: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """Zeros that a node propagates without a gradient; parameters that get no other have none afterwards.
-
-    None if the next node gets its zeros from another one.
-    """
-    zeros = torch.zeros(shape, dtype=dtype, device=device)
     return _missing_gradients().begin(node, zeros)
 
 

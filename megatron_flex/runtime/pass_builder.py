@@ -1,0 +1,256 @@
+"""Makes the passes of a session: decides where edits run, and composes what their hooks ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_flex.collectives import (
+    IDENTITY,
+    Exchange,
+    Route,
+    is_leader_for,
+    plan_exchange,
+    replica_mesh,
+    weak_hook,
+)
+from megatron_flex.errors import HookError
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_environment import EditEnvironment, find_replica_axis
+from megatron_flex.runtime.edit_steps import PlannedEdit, compose_step
+from megatron_flex.runtime.function_analysis import uses_context
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
+from megatron_flex.runtime.result_gradients import ResultGradients
+from megatron_flex.runtime.site_pass import Attach, Pass, PassEdits, Record, Take
+from megatron_flex.runtime.stand_in import StandIns
+from megatron_flex.sites import EDITED_SUFFIX
+
+Compare = Callable[[list[HookFunction], Key, Any, Tensor, LocalEditPlan, Tensor], None]
+
+
+class PassTracer(Protocol):
+    """Prints each pass."""
+
+    def note(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
+        """Print a pass that captures."""
+
+    def follow(
+        self, hooks: Sequence[HookFunction], layout: Layout, exchange: Exchange, key: Key, route: Route | None
+    ) -> Exchange:
+        """The exchange of one pass that edits, printed as it is used."""
+
+
+class PassBuilder:
+    """Makes passes of activations and of gradients.
+
+    Attributes:
+        planner: decides which edits run on shards.
+        stand_ins: zeros in place of local tensors that do not fit their layout.
+        gradients: agreement on whether results need a gradient.
+        compared: the comparison that `verify()` makes of each local edit; None otherwise.
+        tracer: prints each pass, while it is set.
+    """
+
+    def __init__(
+        self,
+        captures: CaptureDispatcher,
+        editing: EditEnvironment,
+        mesh: Mesh,
+        gather_data_parallel: bool,
+        backward_seen: Callable[[], None],
+        version: Callable[[], int],
+        peers: Callable[[], Mesh],
+    ) -> None:
+        self.captures, self.editing, self.mesh = captures, editing, mesh
+        self._over_data, self._backward_seen = gather_data_parallel, backward_seen
+
+        def trains() -> bool:
+            return bool(editing.modules)
+
+        self.planner = LocalEditPlanner(mesh, trains, version)
+        self.stand_ins = StandIns(mesh, trains, editing.caught)
+        self.gradients = ResultGradients(peers, lambda: editing.complete)
+        self.compared: Compare | None = None
+        self.tracer: PassTracer | None = None
+
+    def make(
+        self,
+        name: str,
+        hooks: list[HookFunction],
+        module: Any,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
+        sinks: tuple[Record, ...] = (),
+        attach: Attach | None = None,
+        backward: bool = False,
+    ) -> tuple[Pass, bool]:
+        """The pass of tensors like `local`, and whether it holds for later tensors of the same shape.
+
+        Collective over the ranks that hold the tensor, in the first pass of a site with edits.
+
+        Args:
+            name: the site, or the name of its gradient.
+            hooks: the hooks there, on the tensor or on its gradient.
+            module: the module at the site.
+            local: this rank's tensor.
+            layout: its layout.
+            route: the route of expert rows.
+            sinks: the sinks that take the local tensor.
+            attach: attaches the hooks on the gradient.
+            backward: whether the tensor is a gradient.
+        """
+        if not any(h.editing_function for h in hooks):
+            records = (*sinks, *self._list_captures(hooks, layout))
+            return Pass(hooks, records, None, attach, self.editing, self.gradients), True
+        substitute: Tensor | None = None
+        if route is None:
+            taking, other = self.stand_ins.of(name, local, layout, hooks)
+            if taking is None:  # on all ranks alike
+                idle = PassEdits(name, (self._mark_incomplete,), layout, self.mesh, IDENTITY)
+                return Pass(hooks, sinks, idle, attach, self.editing, self.gradients), False
+            substitute = taking if other else None
+        saved = self.captures.list_distinct(hooks)
+        keep = partial(self.editing.apart, name, self.captures.keep, saved)
+        records = (*sinks, *([(keep, layout)] if saved else []))
+        edits = self._plan_edits(name, hooks, module, local, layout, route, substitute, backward)
+        return Pass(hooks, records, edits, attach, self.editing, self.gradients), substitute is None
+
+    def _list_captures(self, hooks: list[HookFunction], layout: Layout) -> tuple[Record, ...]:
+        """What captures the tensors of hooks of which none edits."""
+        captures, saved = self.captures, self.captures.list_distinct(hooks)
+        if any(h.expected_shape for h in hooks):
+            take: Take = partial(captures.capture_expected, hooks)
+        elif [(h.wanted, suffix) for h, suffix in saved] == [(None, "")]:
+            take = captures.recorder.shard  # one hook, under the name of the site
+        else:
+            take = partial(captures.keep, saved)
+        traced = [] if self.tracer is None else [(self.tracer.note, layout)]
+        return ((take, layout), *traced) if saved else ()
+
+    def _plan_edits(
+        self,
+        name: str,
+        hooks: list[HookFunction],
+        module: Any,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
+        substitute: Tensor | None,
+        backward: bool,
+    ) -> PassEdits:
+        shape = local.shape if substitute is None else substitute.shape
+        editing = self.editing
+        plan = self.planner.find_plan(hooks, name, shape, layout, route)
+        planned = self._list_edits(name, hooks, module, layout, plan)
+        steps = tuple(compose_step(edit, editing) for edit in planned)
+        if plan is not None:
+            exchange: Any = plan.exchange
+        else:
+            exchange = None if route is not None else plan_exchange(layout, self.mesh, shape)
+        return PassEdits(
+            name,
+            steps,
+            layout,
+            self.mesh,
+            exchange,
+            substitute,
+            [h for h in hooks if h.expected_shape is not None],
+            None if plan is None else plan.shard.full_size,
+            None if self.tracer is None else partial(self.tracer.follow, hooks, layout),
+            self._anchor(planned) if any(uses_context(e.function) for e in planned) else None,
+            self._watch(name, hooks, layout) if plan is None and editing.modules and not backward else None,
+            self._list_after(hooks, module, layout, plan, backward),
+        )
+
+    def _list_edits(
+        self, name: str, hooks: list[HookFunction], module: Any, layout: Layout, plan: LocalEditPlan | None
+    ) -> list[PlannedEdit]:
+        """The edits of hooks: on shards by a plan, otherwise on the full tensor."""
+        holders, leads = replica_mesh(layout, self.mesh), is_leader_for(layout, self.mesh)
+        replicas = find_replica_axis(layout, self.mesh)
+        out = []
+        for index, hook in enumerate(hooks):
+            given = hook.editing_of(name)
+            function = given if plan is None else plan.edits.get(hook)
+            if given is None or function is None:
+                continue
+            at = hook.editing_at if plan is None else partial(plan.at, hook)
+            find: Any = at if hasattr(given, "for_pass") else None
+            sums = None if plan is None else plan.sums.get(hook)
+            out.append(PlannedEdit(hook, index, function, find, module, sums, holders, leads, replicas))
+        return out
+
+    def _anchor(self, edits: Sequence[PlannedEdit]) -> Callable[[Tensor], Tensor]:
+        """What connects the values that edits have saved to the tensor that continues in the model."""
+        editing, holders, leads = self.editing, edits[0].holders, edits[0].leads
+        hooks = {edit.hook for edit in edits}
+
+        def anchor(edited: Tensor) -> Tensor:
+            saving = any(h.run != "once" for h in editing.passing.plan.hooks & hooks)
+            return editing.scopes.anchor_gradients(edited, holders, leads, saving)
+
+        return anchor
+
+    def _watch(self, name: str, hooks: list[HookFunction], layout: Layout) -> Callable[[Key, Tensor], None]:
+        """What tells the session of the backward pass through trainable modules."""
+        editing = self.editing
+        apart = self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1
+
+        def watch(key: Key, edited: Tensor) -> None:
+            if apart:
+                editing.guard(hooks[0], key, partial(_raise_no_batch_dim, name))
+            # Outside a schedule all ranks must know of this backward pass, even if one rank edits for all.
+            edited.register_hook(weak_hook(self._report_backward))  # never raises
+
+        return watch
+
+    def _report_backward(self, _: Tensor) -> None:
+        self._backward_seen()
+
+    def _list_after(
+        self,
+        hooks: list[HookFunction],
+        module: Any,
+        layout: Layout,
+        plan: LocalEditPlan | None,
+        backward: bool,
+    ) -> tuple[Callable[[Key, Tensor, Tensor, Route | None], None], ...]:
+        """What takes the edited local tensor: the comparison of `verify()`, and captures."""
+        out: list[Callable[[Key, Tensor, Tensor, Route | None], None]] = []
+        editing, captures = self.editing, self.captures
+        kept = [h for h in hooks if h.captures_edited and not backward]
+        saved = captures.list_distinct(kept)
+        if plan is not None and self.compared is not None:
+            compared = self.compared
+
+            def compare(key: Key, local: Tensor, edited: Tensor, route: Route | None) -> None:
+                editing.apart(key.site, compared, hooks, key, module, local, plan, edited)
+
+            out.append(compare)
+        if saved:
+
+            def capture(key: Key, local: Tensor, edited: Tensor, route: Route | None) -> None:
+                after = key._replace(site=key.site + EDITED_SUFFIX)
+                editing.apart(key.site, captures.keep, saved, after, edited, layout, route)
+
+            out.append(capture)
+        return tuple(out)
+
+    def _mark_incomplete(self, tensor: Tensor, key: Key, replay: bool) -> Tensor:
+        self.editing.complete = False
+        return tensor
+
+
+def _raise_no_batch_dim(site: str) -> None:
+    raise HookError(
+        f"{site} has no batch dim along which data parallel ranks could be concatenated, so gradients of "
+        "trainable modules would be of another scale there; attach without gather_data_parallel"
+    )
