@@ -204,7 +204,7 @@ class ShardExchange:
 
     def enter(self, local: Tensor) -> Tensor:
         """The shard: dims in the order of the full tensor, zeros for padding."""
-        part = self._in_order(local)
+        part = local if self._order is None else local.permute(self._order)
         if self._padded:
             return torch.where(self._mask(local.device), part, 0).contiguous()
         return part.clone(memory_format=torch.contiguous_format) if self._copies else part
@@ -213,31 +213,28 @@ class ShardExchange:
         """The tensor that replaces the local tensor: contiguous, and shared with no other code."""
         if edited is local:  # every edit has failed
             return local
-        shared = self._copies
+        shared = self._copies or edited._is_view()
         if self._padded:
-            edited, shared = torch.where(self._mask(local.device), edited, self._in_order(local)), False
-        elif not shared:
-            shared = edited._is_view()
-        out = self._in_local_order(edited)
+            part = local if self._order is None else local.permute(self._order)
+            edited, shared = torch.where(self._mask(local.device), edited, part), False
+        out = edited if self._inverse is None else edited.permute(self._inverse)
         return out.clone(memory_format=torch.contiguous_format) if shared or not out.is_contiguous() else out
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
         """The gradient of the local tensor."""
-        return self._in_local_order(torch.where(self._mask(grad.device), grad, 0) if self._padded else grad)
+        part = torch.where(self._mask(grad.device), grad, 0) if self._padded else grad
+        return part if self._inverse is None else part.permute(self._inverse)
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradient of the edited shard, and that of its padding."""
-        part = self._in_order(grad)
+        part = grad if self._order is None else grad.permute(self._order)
         if not self._padded:
             return part, None
         real = self._mask(grad.device)
-        return torch.where(real, part, 0), self._in_local_order(torch.where(real, 0, part))
-
-    def _in_order(self, local: Tensor) -> Tensor:
-        return local if self._order is None else local.permute(self._order)
-
-    def _in_local_order(self, part: Tensor) -> Tensor:
-        return part if self._inverse is None else part.permute(self._inverse)
+        padding = torch.where(real, 0, part)
+        return torch.where(real, part, 0), (
+            padding if self._inverse is None else padding.permute(self._inverse)
+        )
 
     def _mask(self, device: torch.device) -> Tensor:
         """A boolean mask, broadcastable to the shard, of the entries that are not padding."""

@@ -110,6 +110,9 @@ class PassBuilder:
         if not any(h.editing_function for h in hooks):
             records = (*sinks, *self._list_captures(hooks, layout))
             return Pass(hooks, records, None, attach, self.editing, self.gradients), True
+        # What fails beside an edit must not keep this rank from the collectives of the edit.
+        apart = self.editing.apart
+        sinks = tuple((partial(apart, name, take), at) for take, at in sinks)
         substitute: Tensor | None = None
         if route is None:
             taking, other = self.stand_ins.of(name, local, layout, hooks)
@@ -118,7 +121,7 @@ class PassBuilder:
                 return Pass(hooks, sinks, idle, attach, self.editing, self.gradients), False
             substitute = taking if other else None
         saved = self.captures.list_distinct(hooks)
-        keep = partial(self.editing.apart, name, self.captures.keep, saved)
+        keep = partial(apart, name, self.captures.keep, saved)
         records = (*sinks, *([(keep, layout)] if saved else []))
         edits = self._plan_edits(name, hooks, module, local, layout, route, substitute, backward)
         return Pass(hooks, records, edits, attach, self.editing, self.gradients), substitute is None

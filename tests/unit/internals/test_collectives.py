@@ -12,14 +12,15 @@ from torch import Tensor
 from megatron_flex.collectives import (
     PendingShard,
     PipelineGather,
-    gather_full,
+    choose_exchange,
+    enter,
+    exit,
     gather_objects,
     gather_to_leader,
     gather_up_pipeline,
     is_leader,
     max_over_ranks,
     plan_read,
-    scatter_full,
     takes_part,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
@@ -99,8 +100,9 @@ def one_edit(layout: Layout, mesh: Mesh) -> dict[str, Tensor]:
     padded = [n if d.keep is None else n // mesh["tp"].size for n, d in zip(SHAPE, layout.dims, strict=True)]
     shape = padded if any(d.keep for d in layout.dims) else None
     local = extract(layout, whole, mesh.coords, mesh.sizes, shape).requires_grad_()
-    gathered = gather_full(local, layout, mesh)
-    back = scatter_full(edit(gathered, weight), local, layout, mesh)
+    exchange = choose_exchange(layout, mesh, local)
+    gathered = enter(local, exchange)
+    back = exit(edit(gathered, weight), gathered, local, exchange)
     back.backward(extract(layout.gradient(), out, mesh.coords, mesh.sizes, shape))
     assert local.grad is not None
     assert weight.grad is not None
@@ -144,8 +146,9 @@ def uneven() -> Any:
     local = (
         torch.arange(rank * 2 * 3, dtype=torch.float64).reshape(rank * 2, 3) + 100 * rank
     ).requires_grad_()
-    whole = gather_full(local, layout, mesh)
-    back = scatter_full(whole * torch.arange(len(whole)).unsqueeze(1), local, layout, mesh)
+    exchange = choose_exchange(layout, mesh, local)
+    whole = enter(local, exchange)
+    back = exit(whole * torch.arange(len(whole)).unsqueeze(1), whole, local, exchange)
     back.backward(torch.ones_like(back))
     read = gather_to_leader([PendingShard(layout, [local.detach()])], mesh, 1 << 20)
     return whole.detach(), back.detach(), local.grad, read[0], local.detach()

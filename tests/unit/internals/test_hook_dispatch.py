@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
-from megatron_flex.runtime.edit_dispatcher import EditDispatcher
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
+from megatron_flex.runtime.pass_builder import PassBuilder
 
 OURS = str(Path(mf.__file__).parent)
 
@@ -82,14 +82,14 @@ def test_calls_of_a_pass(name: str, counted: dict[str, int]) -> None:
 
 
 def test_each_dispatcher_has_one_responsibility() -> None:
-    kinds = (CaptureDispatcher, EditDispatcher, GradientDispatcher, HookDispatcher)
+    kinds = (CaptureDispatcher, PassBuilder, GradientDispatcher, HookDispatcher)
     assert [kind.__bases__ for kind in kinds] == [(object,)] * 4
     with mf.FlexModel(nn.Linear(2, 2)) as flex:
         dispatcher = flex.session.dispatcher
-        parts = dispatcher.captures, dispatcher.edits, dispatcher.gradients
-        assert [type(p) for p in parts] == [CaptureDispatcher, EditDispatcher, GradientDispatcher]
-        assert dispatcher.gradients.captures is dispatcher.edits.captures is dispatcher.captures
-        assert dispatcher.gradients.edits is dispatcher.edits
+        parts = dispatcher.captures, dispatcher.passes, dispatcher.gradients
+        assert [type(p) for p in parts] == [CaptureDispatcher, PassBuilder, GradientDispatcher]
+        assert dispatcher.gradients.captures is dispatcher.passes.captures is dispatcher.captures
+        assert dispatcher.gradients.passes is dispatcher.passes
 
 
 if __name__ == "__main__":

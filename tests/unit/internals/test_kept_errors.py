@@ -36,7 +36,7 @@ ENTRIES = {"SiteDispatch.__call__", "GradientDispatcher.dispatch_parameter", "we
 KEEPS = {
     *(
         "SiteDispatch.__call__",
-        "HookDispatcher.dispatch",
+        "GradientDispatcher.attach",
         "GradientDispatcher._run_guarded",
         "GradientDispatcher.dispatch_parameter",
         "weak_hook.<locals>.call",
@@ -45,21 +45,16 @@ KEEPS = {
         "EditEnvironment.apart",
         "EditEnvironment.caught",
         "EditEnvironment.guard",
-        "EditEnvironment._failed",
-        "EditEnvironment._describe_failure",
+        "EditEnvironment.failed",
+        "EditEnvironment.describe_failure",
         "EditEnvironment.note",
     ),
-    *("EditDispatcher._report_backward", "Session._await_backward", "EditDispatcher.edit_full"),
+    *("PassBuilder._report_backward", "Session._await_backward"),
     # It raises in a backward pass of an editing function's own, which keeps it.
     "TrainableModules._contained",
 }
-MEETS = {
-    "gather_at_site",
-    "scatter_at_site",
-    "gather_planned",
-    "scatter_planned",
-}  # other ranks are in the collective: raised at once
-INSIDE = {"gather_full", "scatter_full"}  # what these call
+MEETS = {"enter", "exit", "_choose_exchange"}  # other ranks are in the collective: raised at once
+INSIDE = {"FullTensor.enter", "FullTensor.exit"}  # what these call
 
 
 def doubled(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
@@ -112,7 +107,7 @@ class Injected(RuntimeError):
 
 
 def planned_hooks() -> list[Any]:
-    """What sites with plans execute: reads, selections, edits of shards and of full tensors, gradients."""
+    """What later passes of sites execute: reads, selections, edits, gradients."""
     import megatron_flex as mf
 
     at = "decoder.layers.0"
@@ -205,7 +200,9 @@ def injected(planned: bool) -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="names functions by co_qualname")
-@pytest.mark.parametrize(("planned", "functions"), [(False, 60), (True, 25)], ids=["general", "planned"])
+@pytest.mark.parametrize(
+    ("planned", "functions"), [(False, 60), (True, 25)], ids=["first pass", "later pass"]
+)
 def test_every_function_in_a_pass_may_raise(planned: bool, functions: int) -> None:
     (found,) = run(1, injected, planned, timeout=280)
     assert len(set(found["tried"])) > functions
@@ -261,7 +258,7 @@ def kinds() -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]]:
     from megatron_flex.layout import Dim, Layout
     from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
     from megatron_flex.runtime.recorder import Recorder
-    from megatron_flex.runtime.site_plan import SiteRead
+    from megatron_flex.runtime.site_pass import Pass
 
     here, back, flat = (
         {"module_name": LAYER},
@@ -271,7 +268,7 @@ def kinds() -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]]:
     patched = {"ranks": [3]}
     return {
         "a rule of a stage": ([here], {"layout": flat, "ranks": [2, 3]}, "has 3 dims"),
-        "a rule of a stage, for a hook that no plan runs": (
+        "a rule of a stage, where a shape is expected": (
             [{**here, "expected_shape": (None, None, None)}],
             {"layout": flat, "ranks": [2, 3]},
             "has 3 dims",
@@ -285,7 +282,7 @@ def kinds() -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]]:
         "a rule backward": ([back], {"layout": flat, **patched}, "has 3 dims"),
         "recording": ([here], {"owner": Recorder, "name": "shard", **patched}, "on purpose"),
         "a gradient": ([back], {"owner": GradientDispatcher, "name": "run_hooks", **patched}, "on purpose"),
-        "a site's plan": ([here], {"owner": SiteRead, "name": "__call__", **patched}, "on purpose"),
+        "a pass": ([here], {"owner": Pass, "name": "__call__", **patched}, "on purpose"),
         "an edit": ([{**here, "editing_function": on_three}], {}, "on purpose"),
         "an edit of the leader": (
             [{**here, "module_name": f"{LAYER}:input", "editing_function": reads_missing, "run": "once"}],

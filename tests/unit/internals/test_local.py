@@ -13,10 +13,9 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex import edits
-from megatron_flex.collectives import Shard
+from megatron_flex.collectives import Shard, enter, exit
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.runtime.autograd_graph import connect_output, enter_edit
 from megatron_flex.runtime.debug.purity import is_pure
 from megatron_flex.runtime.function_analysis import read_source
 from megatron_flex.runtime.local_edits import LocalEditPlan, plan_local_edits
@@ -67,7 +66,7 @@ def on_parts(layout: Layout, whole: Tensor, local: tuple[int, ...], edit: Any) -
             continue
         before = part.clone()
         torch.manual_seed(3)
-        made = way.outof(way.edits[hook](None, way.into(part), None, None), part)
+        made = way.exchange.exit(way.edits[hook](None, way.exchange.enter(part), None, None), part)
         assert torch.equal(part, before), "the framework's tensor is as it was"
         assert made.is_contiguous()
         assert made.shape == part.shape
@@ -275,8 +274,9 @@ def test_what_does_not_depend_on_the_tensor_goes_on_in_its_place() -> None:
     way, _ = plan_local_edits({hook: edits.zero()}, layout, (2, 3), Mesh(), False)
     assert way is not None
     leaf = torch.ones(2, 3, requires_grad=True)
-    local = enter_edit(leaf * 1)
-    out = way.outof(connect_output(torch.zeros_like(way.into(local)), local, sure=True), local)
+    local = leaf * 1
+    entrance = enter(local, way.exchange)
+    out = exit(torch.zeros_like(entrance), entrance, local, way.exchange)
     assert out.requires_grad
     assert not out._is_view()
     out.sum().backward()

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import Dispatch, Route
-from megatron_flex.collectives.expert_route import gather_rows, scatter_rows
+from megatron_flex.collectives import Dispatch, Route, choose_exchange, enter, exit
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
@@ -30,7 +29,7 @@ def value(token: int, expert: int) -> list[float]:
 
 
 def whole(expert: int | None) -> Tensor:
-    """What `gather_rows` is to give: by token, and for each by expert; of one expert by token."""
+    """What the entrance is to give: by token, and for each by expert; of one expert by token."""
     picked = chosen()
     if expert is not None:
         return torch.tensor([value(t, expert) for t in range(TOKENS) if picked[t, expert]])
@@ -65,8 +64,9 @@ def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
     local = (share * rows).requires_grad_()
     route = Route(dispatch, layout, home, expert)
 
-    got = gather_rows(local, route)
-    passed = scatter_rows(got * 3, local, route)
+    exchange = choose_exchange(home, mesh, local, route)
+    got = enter(local, exchange)
+    passed = exit(got * 3, got, local, exchange)
     weight = torch.arange(got.numel()).view(got.shape).float()
     (got * weight).sum().backward()
     want = whole(expert)

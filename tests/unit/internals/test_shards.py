@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex import edits
+from megatron_flex.collectives import enter, exit
 from megatron_flex.layout import Cut, Layout
 from megatron_flex.runtime.local_edits import plan_local_edits
 from tests.support import shards
@@ -84,7 +85,8 @@ def on_ranks(cp: int) -> Any:
                 out[name, way] = None
                 continue
             with counting() as forward:
-                back = here.outof(act(here.edits[hook], here.into(local)), local)
+                entrance = enter(local, here.exchange)
+                back = exit(act(here.edits[hook], entrance), entrance, local, here.exchange)
             grad = shards.shard(layout.gradient(), shards.whole(layout, 1), mesh, 0.0)
             with counting() as backward:
                 back.backward(grad)
