@@ -30,7 +30,7 @@ from megatron_flex.runtime.hooks import explain_unhookable
 from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.pass_builder import PassBuilder, PassTracer
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.site_pass import Pass, Record
+from megatron_flex.runtime.site_pass import Pass, Record, Take
 from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_no_layout
 from megatron_flex.sites import DimNames, Site
 
@@ -49,6 +49,7 @@ class HookDispatcher:
         inference: infers the layouts that no framework declares.
         over_data: whether captures and edits concatenate the samples of all data parallel ranks.
         alone: whether there is one tensor parallel rank.
+        observer: takes all local tensors, with their layouts on each data parallel rank, while it is set.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HookDispatcher:
     ) -> None:
         self.registry, self.clock, self.editing, self.mesh = registry, clock, editing, mesh
         self.over_data, self.alone = gather_data_parallel, mesh[TENSOR_AXIS].size == 1
+        self.observer: Take | None = None
         self.inference = LayoutInference(registry, editing, mesh)
         self.captures = CaptureDispatcher(clock, recorder, editing, mesh, gather_data_parallel)
         self.passes = PassBuilder(
@@ -77,6 +79,11 @@ class HookDispatcher:
     def trace(self, tracer: PassTracer | None) -> None:
         """Print each pass by a tracer, or no longer."""
         self.passes.tracer = tracer
+        self.registry.note_change()
+
+    def observe(self, observer: Take | None) -> None:
+        """Let an observer take all local tensors at sites with taps, or no longer."""
+        self.observer = observer
         self.registry.note_change()
 
     def report_absent(self, site: Site, count: int) -> None:
@@ -224,6 +231,8 @@ class SiteDispatch:
         sinks: tuple[Record, ...] = ()
         if self._sinks:
             sinks = ((partial(captures.feed_sinks, self._sinks), own),)
+        if dispatcher.observer is not None:
+            sinks = (*sinks, (partial(self._editing.apart, self._name, dispatcher.observer), own))
         made, lasting = dispatcher.passes.make(
             self._name, self._hooks, self._module, local, layout, route, sinks, attach
         )
@@ -241,7 +250,8 @@ class SiteDispatch:
         return why
 
     def _omit(self, local: Tensor, why: str) -> Tensor:
-        self._dispatcher.rejection.omit_hooks(self._name, why, [*self._hooks, *self._later])
+        if self._hooks or self._later:
+            self._dispatcher.rejection.omit_hooks(self._name, why, [*self._hooks, *self._later])
         return local
 
     def unknown(self, local: Tensor, why: str) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters import Undo
 from megatron_flex.collectives import Route, checksum, find_differing_axes, gather_full, gather_objects
 from megatron_flex.errors import LayoutError, VerifyError, describe_error
 from megatron_flex.layout import Coords, Layout, Sizes, full_shape
@@ -32,6 +31,7 @@ from megatron_flex.runtime.gradient_norm import GradientNorms
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
 from megatron_flex.runtime.local_edits import LocalEditPlan
+from megatron_flex.runtime.session_taps import SessionTaps
 from megatron_flex.sites import Site
 
 COPY_AXES = ("tp", "cp", "dp", "pp", "etp", "edp")
@@ -273,11 +273,16 @@ class VerificationRequest:
         self._norms: GradientNorms | None = None
 
     def begin(
-        self, sites: Iterable[Site], parameter_index: ParameterIndex, firing: HookDispatcher, steps: int
+        self,
+        sites: Iterable[Site],
+        parameter_index: ParameterIndex,
+        firing: HookDispatcher,
+        taps: SessionTaps,
+        steps: int,
     ) -> None:
         """Verify all sites during the next steps. Every rank makes the same call."""
         self.stop()
-        self._verifier = SiteVerifier(sites, parameter_index, firing, steps)
+        self._verifier = SiteVerifier(sites, parameter_index, firing, taps, steps)
         self._norms = GradientNorms(parameter_index, steps)
 
     @property
@@ -330,26 +335,28 @@ class SiteVerifier:
     """Observes all sites of this rank during some steps, and the edits that run on shards."""
 
     def __init__(
-        self, sites: Iterable[Site], parameter_index: ParameterIndex, firing: HookDispatcher, steps: int
+        self,
+        sites: Iterable[Site],
+        parameter_index: ParameterIndex,
+        firing: HookDispatcher,
+        taps: SessionTaps,
+        steps: int,
     ) -> None:
-        clock = firing.clock
         self._comparing = LocalEditCheck(firing)
-        self.parameter_index, self.clock, self.left = parameter_index, clock, steps
+        self.parameter_index, self.left, self._firing, self._taps = parameter_index, steps, firing, taps
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[SiteObservation] = []
         self._before: list[Finding] = []  # findings at the beginning of the step
         self._calls: Counter[tuple[str, int]] = Counter()
         self._last: dict[str, weakref.ref[Tensor]] = {}
-        taps = ((s, s.tap) for s in self._sites.values())
-        self._editing = firing.editing
-        self._taps: list[Undo] = [tap.install(partial(self._fire, site)) for site, tap in taps if tap]
+        firing.observe(self._see)
+        taps.observe(self._sites)
 
     def stop(self) -> None:
         """Remove the taps."""
-        for undo in self._taps:
-            undo()
-        self._taps.clear()
+        self._firing.observe(None)
+        self._taps.observe(())
         self._comparing.stop()
         self._forget()
 
@@ -387,22 +394,16 @@ class SiteVerifier:
         self._calls.clear()
         self._last.clear()
 
-    def _fire(
-        self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
-    ) -> Tensor:
-        self._editing.apart(site.name, self._see, site, local, layout, route)
-        return local
-
-    def _see(self, site: Site, local: Tensor, layout: Layout | None, route: Route | None) -> None:
-        if self.clock.replaying():
+    def _see(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
+        if key.site not in self._sites:
             return
-        layout = route.layout if route else layout or site.layout
-        place = site.name, self.clock.microbatch
+        layout = route.layout if route else layout
+        place = key.site, key.microbatch
         call = self._calls[place]
         self._calls[place] += 1
-        last = self._last.get(site.name)
+        last = self._last.get(key.site)
         again = call > 0 and last is not None and last() is local
-        self._last[site.name] = weakref.ref(local)
+        self._last[key.site] = weakref.ref(local)
         seen = SiteObservation(*place, call, layout, tuple(local.shape), again=again, rows=route is not None)
         if find_replicated_axes(layout, self.parameter_index.mesh.sizes):
             value = local.detach()

@@ -264,7 +264,7 @@ class Session:
     def verify(self, steps: int) -> None:
         """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
-        self.verification.begin(self._plain, self.parameter_index, self.dispatcher, steps)
+        self.verification.begin(self._plain, self.parameter_index, self.dispatcher, self.taps, steps)
         self.agreement.compare_again()
 
     def compare_norms(self) -> None:

@@ -45,6 +45,7 @@ class SessionTaps:
         self._named: dict[str, Undo] = {}  # where hooks need the names of dims
         self._tapped: dict[nn.Module, list[Site]] = {}  # for each module, in the order of the data flow
         self._hooks_due: set[HookFunction] = set()
+        self._observed: set[str] = set()  # sites without hooks whose tensors are observed
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -53,7 +54,7 @@ class SessionTaps:
 
     def update_taps(self) -> None:
         """Install taps where active hooks need them, and remove all others."""
-        for name in [n for n in self._taps if not self.registry.at(n)]:
+        for name in [n for n in self._taps if not self.registry.at(n) and n not in self._observed]:
             self._taps.pop(name)()
         for name in [n for n in self._named if not any(h.needs_dim_names for h in self.registry.at(n))]:
             self._named.pop(name)()
@@ -64,6 +65,16 @@ class SessionTaps:
         }
         for entry in self.registry.active:
             self.tap(entry)
+        for name in self._observed:
+            if name not in self._taps:
+                self._install(self.own[name])
+
+    def observe(self, names: Iterable[str]) -> None:
+        """Install taps at these sites too, where the dispatcher's observer sees all tensors; none: remove
+        them.
+        """
+        self._observed = {name for name in names if self.own[name].tap is not None}
+        self.update_taps()
 
     def tap(self, entry: HookEntry) -> None:
         """Install the taps of an active hook."""
