@@ -353,7 +353,7 @@ class _Watch:
         edits = [h for h in self.hooks[site] if h.edit]
         for hook in (h for h in edits if not h.backward):
             tensor = edit_table.TABLE[hook.edit].formula(tensor)
-        if not tensor.requires_grad:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
 
         def back(grad: Tensor) -> Tensor:
@@ -628,7 +628,7 @@ def _statistics(draw: Draw, truth: dict[str, Any], answers: list[dict[str, Any]]
         rows = {r.site: r for r in answers[0]["rows"][number]}
         have = {"values": step["values"], "gradients": step["gradients"]}
         real = draw.vocabulary - draw.padding if draw.padding else None
-        want = measuring.expected(have, rows, total, real)
+        want = measuring.expected(have, rows, total, real, bool(draw.capacity))
         names = [*draw.statistics, *(f"{s}.grad" for s in draw.statistics if s in step["gradients"])]
         for name in names:
             numbers = measuring.numbers(want[name]) if name in want else None
