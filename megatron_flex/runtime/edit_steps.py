@@ -31,6 +31,7 @@ from megatron_flex.runtime.edit_environment import (
     seed_generators,
 )
 from megatron_flex.runtime.edit_failures import SkipEdit
+from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 
@@ -67,7 +68,7 @@ class PlannedEdit:
     @property
     def returns_new_tensor(self) -> bool:
         """Whether the function changes nothing in place, and keeps no reference to its result."""
-        return bool(getattr(self.function, "returns_new_tensor", False))
+        return traits_of(self.function).returns_new_tensor
 
 
 def compose_step(edit: PlannedEdit, editing: EditEnvironment) -> Step:

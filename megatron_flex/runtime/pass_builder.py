@@ -24,6 +24,7 @@ from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_environment import EditEnvironment, find_replica_axis
 from megatron_flex.runtime.edit_steps import PlannedEdit, compose_step
+from megatron_flex.runtime.edit_traits import changes_by_pass
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
@@ -186,7 +187,7 @@ class PassBuilder:
             if given is None or function is None:
                 continue
             at = hook.editing_at if plan is None else partial(plan.at, hook)
-            find: Any = at if hasattr(given, "for_pass") else None
+            find: Any = at if changes_by_pass(given) else None
             sums = None if plan is None else plan.sums.get(hook)
             out.append(PlannedEdit(hook, index, function, find, module, sums, holders, leads, replicas))
         return out
