@@ -224,6 +224,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
 
 
+def list_some(items: Sequence[object], most: int = 5) -> str:
+    """Return the first items as text, and the number of the others."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
 def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """Return `"; nearest: a, b"` for the names closest to `name`, or an empty string.
 

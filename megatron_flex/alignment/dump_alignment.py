@@ -17,8 +17,9 @@ from megatron_flex.alignment.alignment_result import Alignment
 from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
 from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor, take_part
 from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tolerance import Tolerances, read_precision
+from megatron_flex.dump import VALUE
 from megatron_flex.dump.reader import OpenDump, open_dump
 from megatron_flex.errors import DumpError, FlexError
 

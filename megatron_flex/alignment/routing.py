@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.reference_run import Captures
 from megatron_flex.alignment.token_batch import TokenBatch
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.routing_ties import find_ties
 from megatron_flex.compare.tolerance import Tolerances
+from megatron_flex.dump import VALUE
 
 NEAR_TIE = 4.0  # times the tolerance of the router's logits: experts this close may be exchanged by round-off
 ROUTER_MAP = ".mlp.router:map"

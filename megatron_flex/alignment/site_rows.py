@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_flex.alignment.alignment_result import SiteVerdict
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.comparison import Row, Worst, make_row
 from megatron_flex.compare.noise_scale import SoftmaxNoise
 from megatron_flex.compare.table_of_tests import Bounds, Conditions, run_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums, locate_entry, sum_tensors
 from megatron_flex.compare.tolerance import Tolerances
+from megatron_flex.dump import VALUE
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 

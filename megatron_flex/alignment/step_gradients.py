@@ -14,10 +14,11 @@ from megatron_flex.alignment.alignment_result import SiteVerdict
 from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
 from megatron_flex.alignment.token_batch import TokenBatch
 from megatron_flex.collectives import gather_objects
-from megatron_flex.compare.compared_dump import PARAMETER_GRADIENT, VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tolerance import Tolerances
 from megatron_flex.conversion import place_full_tensors
 from megatron_flex.conversion.architectures import OUTPUT_WEIGHT, WORD_EMBEDDINGS
+from megatron_flex.dump import PARAMETER_GRADIENT, VALUE
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime.full_parameters import (

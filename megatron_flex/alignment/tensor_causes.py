@@ -15,11 +15,11 @@ from megatron_flex.compare.error_patterns import (
     MOST_MATCHED_COLUMNS,
     MOST_MATCHED_ROWS,
     fit_common_vector,
+    list_entries,
     match_rows,
 )
 from megatron_flex.compare.tensor_pairs import sum_tensors
 
-MOST_LISTED = 8
 TOKEN_AXES = ("b", "s", "t")
 AXIS_WORDS = {
     "n": "attention heads",
@@ -28,11 +28,6 @@ AXIS_WORDS = {
     "e": "experts",
     "v": "tokens of the vocabulary",
 }
-
-
-def _list(numbers: list[int]) -> str:
-    more = ", ..." if len(numbers) > MOST_LISTED else ""
-    return ", ".join(map(str, numbers[:MOST_LISTED])) + more
 
 
 def match_columns(here: Tensor, there: Tensor, tolerance: float) -> list[int] | None:
@@ -69,7 +64,7 @@ def other_order(e: Evidence) -> str:
         if order is not None:
             return (
                 f"the {AXIS_WORDS.get(axis, f'entries of {axis}')} are in another order in Megatron: "
-                f"{_list(order)}"
+                f"{list_entries(order)}"
             )
     return ""
 
@@ -216,7 +211,7 @@ def shifted_vocabulary(e: Evidence) -> str:
         )
     moved = ids[nearest != ids].tolist()
     return (
-        f"the rows of the vocabulary are in another order; tokens {_list(moved)} have the rows of "
+        f"the rows of the vocabulary are in another order; tokens {list_entries(moved)} have the rows of "
         "other tokens"
         if moved
         else ""

@@ -21,15 +21,6 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 SAMPLE_AXIS, TOKEN_AXIS, MICROBATCH_AXIS = "sample", "token", "microbatch"
-__all__ = [
-    "GRADIENT",
-    "PARAMETER",
-    "PARAMETER_GRADIENT",
-    "VALUE",
-    "ComparedDump",
-    "ComparedTensor",
-    "open_compared_dump",
-]
 
 
 @dataclass(frozen=True, slots=True)

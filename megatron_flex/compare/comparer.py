@@ -8,15 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from os import PathLike
 from typing import Any
 
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import (
-    PARAMETER,
     SAMPLE_AXIS,
     TOKEN_AXIS,
-    VALUE,
     ComparedDump,
     ComparedTensor,
     align_names,
@@ -24,11 +21,7 @@ from megatron_flex.compare.compared_dump import (
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst, make_row
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
-from megatron_flex.compare.error_patterns import (
-    explain_divergence,
-    find_dim_shares,
-    find_holders,
-)
+from megatron_flex.compare.error_patterns import explain_divergence
 from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
 from megatron_flex.compare.noise_scale import SCORES
 from megatron_flex.compare.overflow import suggest_remedy
@@ -42,6 +35,7 @@ from megatron_flex.compare.routing_ties import (
     get_logits_item,
     get_router_item,
 )
+from megatron_flex.compare.shards import find_dim_shares, find_holders
 from megatron_flex.compare.statistics_comparison import (
     StatisticsFiles,
     StatisticsOfDump,
@@ -61,9 +55,9 @@ from megatron_flex.compare.tensor_pairs import (
 from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
 from megatron_flex.compare.tolerance import Tolerances, parse_layer_number, read_precision
 from megatron_flex.compare.torch_threads import one_torch_thread
-from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
-from megatron_flex.errors import DumpError, FlexError, suggest_nearest
+from megatron_flex.errors import DumpError, FlexError, list_some, suggest_nearest
 from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
 from megatron_flex.ranges import Span, check_nonnegative, normalize_spans, select_present
@@ -112,7 +106,6 @@ def _read_replica_checksums(source: ComparedDump, iteration: int) -> ReplicaChec
 
 
 ProgressFunction = Callable[[int, int, str], None]  # number done, total, and the next item
-PathOrText = str | PathLike[str]
 
 
 def compare(
@@ -312,7 +305,7 @@ class _Comparer:
             aligned = self.align(numbered, len(iterations) * len(items), iteration, report, skipped)
             for pairs, both in sum_in_order(aligned, self.most):
                 rows.append(self.row(pairs, both, tester))
-        self.missing += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
+        self.missing += [f"not compared: {list_some(names)}: {why}" for why, names in skipped.items()]
         return rows
 
     def align(
@@ -353,19 +346,19 @@ class _Comparer:
             alone = [i for i in mine if i not in others]
             self.alone.append(alone)
             if alone:
-                self.missing.append(f"only in {name}: {_format_some([i.name for i in alone])}")
+                self.missing.append(f"only in {name}: {list_some([i.name for i in alone])}")
             left_out = (self.a if name == "A" else self.b).left_out
             if left_out:
                 self.notes.append(
-                    f"of {name} left out, as a GPTModel has no such site: {_format_some(left_out)}"
+                    f"of {name} left out, as a GPTModel has no such site: {list_some(left_out)}"
                 )
         if not common:
             names = [i.name for i in two]
             close = suggest_nearest(one[0].name, names) if one and names else ""
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no site in common: "
-                f"{_format_some([i.name for i in one])} "
-                f"and {_format_some(names)}{close}"
+                f"{list_some([i.name for i in one])} "
+                f"and {list_some(names)}{close}"
             )
         return common
 
@@ -375,15 +368,15 @@ class _Comparer:
         if not one & two:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no iteration in common: "
-                f"{_format_some(sorted(one))} and "
-                f"{_format_some(sorted(two))}"
+                f"{list_some(sorted(one))} and "
+                f"{list_some(sorted(two))}"
             )
         if self.only is not None:
             both = f"both {self.a.path} and {self.b.path}"
             return select_present(self.only, sorted(one & two), both, DumpError)
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
-                self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")
+                self.missing.append(f"iterations only in {name}: {list_some(sorted(mine - others))}")
         return sorted(one & two)
 
     def pairs(self, item: ComparedTensor, iteration: int) -> list[TensorPair] | str:
@@ -497,9 +490,7 @@ class _Comparer:
         pair, found = self.first.pair, self.first.both.sums
         for side in (self.a, self.b):
             side.use_run_of(next(r.iteration for r in rows if r.diverges))
-        shares = find_dim_shares(self.a, pair)
-        for place, more in find_dim_shares(self.b, pair).items():
-            shares.setdefault(place, []).extend(more)
+        shares = find_dim_shares((self.a, self.b), pair)
         axes = {**self.a.axis_sizes, **self.b.axis_sizes}
         profile, tested = self.first.both.profile, self.first.tested
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
@@ -540,9 +531,9 @@ class _Comparer:
         ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
         own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
         if own:
-            yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
+            yield f"parameters of it differ as well: {list_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
-            yield f"parameters differ as well: {_format_some(ill)}"
+            yield f"parameters differ as well: {list_some(ill)}"
         within = (i.site for side in (self.a, self.b) for i in side.items() if i.kind == pair.item.kind)
         if LAYER_ALONE.search(module) and not any(site.startswith(f"{module}.") for site in within):
             yield f"only the layer as a whole was dumped; with '{module}**' its parts are too"
@@ -586,8 +577,3 @@ def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:
         rest,
         *found.values,
     )
-
-
-def _format_some(names: list[Any], most: int = 5) -> str:
-    text = ", ".join(map(str, names[:most]))
-    return text + (f" and {len(names) - most} more" if len(names) > most else "")

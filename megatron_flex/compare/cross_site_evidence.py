@@ -12,19 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    SAMPLE_AXIS,
-    TOKEN_AXIS,
-    VALUE,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
 from megatron_flex.compare.hint import ComparedRuns, Hint
 from megatron_flex.compare.rotation import find_rotation
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair, align_arrays, sum_differences
 from megatron_flex.compare.tolerance import FP32_ROUNDOFF
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
 NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
 MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with

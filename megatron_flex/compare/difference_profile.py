@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_flex.compare.block_sums import GRID_DTYPES, BlockSums, find_on_grid
 
-MICROBATCH = "microbatch"
 SMALL_ROW = 0.25  # of the norm of an average row
 GRID_CONTRAST = 0.01  # fractions on a grid that differ by less are not resolved by dim
 

@@ -7,71 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
-from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
 from megatron_flex.compare.hint import Hint
 from megatron_flex.compare.rank_factors import find_rank_factors
+from megatron_flex.compare.shards import DimShares
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
-from megatron_flex.errors import LayoutError
-from megatron_flex.layout import Dim, Layout, Sizes, spans
+from megatron_flex.errors import list_some
 
 MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 4096, 512  # at most this many are matched against each other
+list_entries = partial(list_some, most=8)
 FEWEST_ROWS = 3  # of a difference that may be one vector
-MOST_LISTED = 8  # entries listed in a sentence
 FACTOR_SHARE = 0.3  # of the difference's energy
 ERASED = 1e-6  # of the difference's energy, that may be elsewhere than at zeros
 FACTOR_COSINE = 0.7  # of the two: half of the difference of unrelated tensors is along each of them
 NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
 RIGHT_CONTRAST = 1000.0  # of the median over the energy of an entry that has round-off only
 ROW_MARGIN = 8.0  # of the distance of matching rows over the relative noise
-
-
-@dataclass(frozen=True, slots=True)
-class DimShares:
-    """The shards of a dim along one axis, in one of the two runs.
-
-    Attributes:
-        run: `A` or `B`.
-        axis: the mesh axis.
-        size: its size.
-        parts: for each coordinate, its entries of the dim.
-    """
-
-    run: str
-    axis: str
-    size: int
-    parts: tuple[tuple[int, ...], ...]
-
-
-def compute_shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[DimShares]:
-    """The shards of a dim: one item for each axis that shards it, over all coordinates of the others."""
-    live = [c.axis for c in dim.cuts if sizes.get(c.axis, 1) > 1 and not c.partial]
-    if dim.uneven:
-        return []
-    out = []
-    for axis in live:
-        held: list[tuple[int, ...]] = []
-        for coord in range(sizes[axis]):
-            own_entries: set[int] = set()
-            for others in _list_coordinates({a: sizes[a] for a in live if a != axis}):
-                for start, stop in spans(dim, length, {**others, axis: coord}, sizes):
-                    own_entries |= set(range(start, stop))
-            held.append(tuple(sorted(own_entries)))
-        out.append(DimShares(run, axis, sizes[axis], tuple(held)))
-    return out
-
-
-def _list_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    out: list[dict[str, int]] = [{}]
-    for axis, size in sizes.items():
-        out = [{**o, axis: c} for o in out for c in range(size)]
-    return out
 
 
 def find_wrong(energy: Tensor) -> Tensor:
@@ -100,7 +58,7 @@ def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequen
         if 0 < len(ill) < share.size:
             out.append(
                 f"all of the error is in what {share.axis} rank{'s' if len(ill) > 1 else ''} "
-                f"{_format_list(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
+                f"{list_entries(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
             )
         edges = {i for part in share.parts for i in part if not {i - 1, i + 1} <= set(part)}
         edges -= {0, last}
@@ -114,7 +72,7 @@ def find_wrong_entries(name: str, energy: Tensor, numbers: Sequence[int]) -> str
     wrong = [int(i) for i in find_wrong(energy)]
     if not 0 < len(wrong) < len(energy):
         return ""
-    return f"{len(wrong)} of {len(energy)} {name} differ: {_format_list([numbers[i] for i in wrong])}"
+    return f"{len(wrong)} of {len(energy)} {name} differ: {list_entries([numbers[i] for i in wrong])}"
 
 
 CONSTANT_FACTOR = "B is A times a constant factor"  # the beginning of that pattern
@@ -252,7 +210,7 @@ def find_permutation(
     pairs = _compress_moves([(numbers[int(i)], numbers[int(p)]) for i, p in zip(wrong, place, strict=True)])
     kept = set(range(len(left))) - {int(i) for i in wrong}
     again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
-    found = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_format_list(pairs)}"
+    found = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {list_entries(pairs)}"
     shift = find_shift(name, ", ".join(pairs)) if len(wrong) > 2 and name == "tokens" else ""
     return f"{found}; {shift}" if shift else found
 
@@ -296,105 +254,6 @@ def make_contiguous_order(size: int, zigzag: bool) -> Callable[[int], list[int]]
         return out
 
     return order
-
-
-def _format_list(items: Sequence[object]) -> str:
-    text = ", ".join(map(str, items[:MOST_LISTED]))
-    return text + (f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else "")
-
-
-LAYOUT_DIM_NAMES = {SAMPLE_AXIS: "b", TOKEN_AXIS: "s"}
-
-
-def match_dims(layout: Layout, dims: Sequence[str]) -> dict[int, Dim]:
-    """The layout's dim for each dim of an array, where the layout has one."""
-    order = layout.permute or tuple(range(len(layout.dims)))
-    left = [layout.dims[i] for i in order]
-    out: dict[int, Dim] = {}
-    for place, name in enumerate(dims):
-        if name in LAYOUT_DIM_NAMES:
-            match = next((d for d in left if d.name == LAYOUT_DIM_NAMES[name]), None)
-            if match is not None:
-                out[place] = match
-                left.remove(match)
-    rest = [p for p, name in enumerate(dims) if name not in LAYOUT_DIM_NAMES]
-    if len(rest) == len(left):
-        out.update(zip(rest, left, strict=True))
-    return out
-
-
-def find_dim_shares(source: ComparedDump, pair: TensorPair) -> dict[int, list[DimShares]]:
-    """The shards of the dims of a tensor, by the index of the dim."""
-    layout = source.layout(pair.item)
-    out: dict[int, list[DimShares]] = {}
-    for place, dim in match_dims(layout, pair.dims).items() if layout is not None else ():
-        if pair.packed and pair.dims[place] in (SAMPLE_AXIS, TOKEN_AXIS):
-            continue  # the manifest's layout is of rows that are not packed
-        if pair.dims[place] == SAMPLE_AXIS:
-            found = _find_sample_shares(source, pair, pair.numbers[place])
-        else:
-            found = _find_axis_shares(source, dim, _get_full_length(pair, place))
-        if found:
-            out[place] = found
-    return out
-
-
-def _find_axis_shares(source: ComparedDump, dim: Dim, length: int) -> list[DimShares]:
-    if dim.keep is not None:
-        return []  # its length with padding is not known here
-    try:
-        return compute_shares(source.label, dim, length, source.sizes)
-    except LayoutError:
-        return []
-
-
-def _find_sample_shares(source: ComparedDump, pair: TensorPair, numbers: Sequence[int]) -> list[DimShares]:
-    replicas = source.map_samples_to_replicas(pair.item, pair.iteration)
-    if not replicas:
-        return []
-    size = source.sizes["dp"]
-    parts = tuple(tuple(n for n in numbers if replicas.get(n) == r) for r in range(size))
-    return [DimShares(source.label, "dp", size, parts)]
-
-
-def _get_full_length(pair: TensorPair, place: int) -> int:
-    """The length of a full dim; a lower bound if only some tokens were dumped."""
-    return max(pair.numbers[place], default=-1) + 1
-
-
-def find_holders(source: ComparedDump, pair: TensorPair, at: Sequence[int]) -> tuple[str, ...]:
-    """The ranks that held an entry, with their coordinates.
-
-    Args:
-        source: the dump.
-        pair: the compared part of the tensor.
-        at: the entry's index in the compared part.
-    """
-    layout, stage = source.layout(pair.item), source.stage(pair.item)
-    if layout is None:
-        return ()
-    other = (SAMPLE_AXIS, TOKEN_AXIS) if pair.packed else (SAMPLE_AXIS,)
-    cut = {p: d for p, d in match_dims(layout, pair.dims).items() if pair.dims[p] not in other}
-    numbers = [known[i] for known, i in zip(pair.numbers, at, strict=True)]
-    samples = [n for n, d in zip(numbers, pair.dims, strict=True) if d == SAMPLE_AXIS and not pair.packed]
-    replica = source.map_samples_to_replicas(pair.item, pair.iteration).get(samples[0]) if samples else None
-    out = []
-    for rank, coords in source.ranks:
-        if stage not in (None, coords.get("pp", 0)) or replica not in (None, coords.get("dp", 0)):
-            continue
-        if all(_is_holder(source, d, _get_full_length(pair, p), coords, numbers[p]) for p, d in cut.items()):
-            live = ", ".join(f"{a} {c}" for a, c in coords.items() if a in source.axis_sizes)
-            out.append(f"rank {rank}" + (f" ({live})" if live else ""))
-    return tuple(out)
-
-
-def _is_holder(source: ComparedDump, dim: Dim, length: int, coords: Mapping[str, int], number: int) -> bool:
-    if dim.uneven or dim.keep is not None or not dim.cuts:
-        return True
-    try:
-        return any(a <= number < b for a, b in spans(dim, length, coords, source.sizes))
-    except LayoutError:
-        return True
 
 
 ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens", "n": "heads", "g": "groups of heads"}

@@ -9,15 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    VALUE,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.tolerance import parse_layer_number
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
 STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_flex.compare.compared_dump import GRADIENT, PARAMETER_GRADIENT, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.comparison import Row
 from megatron_flex.compare.tensor_pairs import DifferenceSums
+from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 
 GRADIENT_KINDS = (GRADIENT, PARAMETER_GRADIENT)
 MOST_EDGE = 0.5  # of the range, in which a finite entry is one that round-off may make infinite

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
+from megatron_flex.compare.shards import DimShares
 from megatron_flex.compare.tensor_pairs import TensorPair
-
-if TYPE_CHECKING:
-    from megatron_flex.compare.error_patterns import DimShares
 
 REST = 1e-4  # of the difference's energy, that the factors may leave
 UNLIKE = 1e-3  # of two factors that are not the same

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_flex.compare.compared_dump import GRADIENT, VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.hint import ComparedRuns, Hint
 from megatron_flex.compare.routing_ties import ROUTER, RoutingTies
 from megatron_flex.compare.tensor_pairs import TensorPair, align_arrays
+from megatron_flex.dump import GRADIENT, VALUE
 
 CHOICE_FIELDS = (  # of the configuration, by which experts are chosen
     "moe_router_topk",

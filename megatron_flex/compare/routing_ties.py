@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare.block_sums import COMPARE_BLOCK, split_into_blocks
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    SAMPLE_AXIS,
-    TOKEN_AXIS,
-    VALUE,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
 from megatron_flex.compare.tolerance import get_unit_roundoff, parse_layer_number
+from megatron_flex.dump import GRADIENT, VALUE
 
 ROUTER = re.compile(r"(.*\brouter):(probs|map)")
 # Scores s in A and t in B, of experts i and j of which A chose i and B chose j: s_i >= s_j and t_j >= t_i, so

@@ -16,14 +16,7 @@ from typing import Protocol
 import torch
 
 from megatron_flex.compare.block_sums import split_into_blocks
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    VALUE,
-    ComparedDump,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import ComparedDump, ComparedTensor
 from megatron_flex.compare.comparison import Comparison, Row
 from megatron_flex.compare.overflow import GRADIENT_KINDS, suggest_remedy
 from megatron_flex.compare.structural_tests import Outcome
@@ -35,7 +28,8 @@ from megatron_flex.compare.tolerance import (
     get_unit_roundoff,
     read_precision,
 )
-from megatron_flex.errors import DumpError
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
+from megatron_flex.errors import DumpError, list_some
 from megatron_flex.gpt_names import GptNames
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
@@ -253,30 +247,26 @@ class StatisticsTester:
     ) -> Iterator[Outcome]:
         norms = a.norm or 0.0, b.norm or 0.0
         ratio = norms[1] / norms[0] if norms[0] else (1.0 if not norms[1] else math.inf)
-        yield _outcome("norm of statistics", abs(ratio - 1), bound, f"the norm of B is {ratio:.6g} times A's")
+        yield Outcome("norm of statistics", abs(ratio - 1), bound, f"the norm of B is {ratio:.6g} times A's")
         scale = max(a.rms or 0.0, b.rms or 0.0)
         if scale:
             shift = ((b.mean or 0.0) - (a.mean or 0.0)) / scale
-            yield _outcome("mean", abs(shift), bound, f"the mean of B is {shift:+.3g} rms from A's")
+            yield Outcome("mean", abs(shift), bound, f"the mean of B is {shift:+.3g} rms from A's")
             spread = abs((b.std or 0.0) - (a.std or 0.0)) / scale
-            yield _outcome("std", spread, bound, f"std is {a.std:.6g} in A and {b.std:.6g} in B")
+            yield Outcome("std", spread, bound, f"std is {a.std:.6g} in A and {b.std:.6g} in B")
         peak = max(a.absmax or 0.0, b.absmax or 0.0)
         if peak:
             gap = abs((b.absmax or 0.0) - (a.absmax or 0.0)) / peak
-            yield _outcome("absmax", gap, derived, f"absmax is {a.absmax:.6g} in A and {b.absmax:.6g} in B")
+            yield Outcome("absmax", gap, derived, f"absmax is {a.absmax:.6g} in A and {b.absmax:.6g} in B")
         zeros = abs((b.zeros or 0.0) - (a.zeros or 0.0))
         text = f"{a.zeros or 0.0:.1%} of A and {b.zeros or 0.0:.1%} of B are zero"
-        yield _outcome("zeros", zeros, ZERO_SHARE, text)
+        yield Outcome("zeros", zeros, ZERO_SHARE, text)
         broken = abs(a.nans - b.nans) + abs(a.infinities - b.infinities)
-        yield _outcome("NaN", float(broken), 0.0, f"{b.nans + b.infinities} entries of B are NaN or infinite")
+        yield Outcome("NaN", float(broken), 0.0, f"{b.nans + b.infinities} entries of B are NaN or infinite")
         if a.histogram and b.histogram:
             moved = _compare_histograms(a, b)
             most = max(HISTOGRAM_SHARE * derived, ZERO_SHARE)
-            yield _outcome("histogram", moved, most, f"{moved:.1%} of the entries have another magnitude")
-
-
-def _outcome(test: str, statistic: float, bound: float, text: str) -> Outcome:
-    return Outcome(test, statistic, bound, text if not statistic <= bound else "")
+            yield Outcome("histogram", moved, most, f"{moved:.1%} of the entries have another magnitude")
 
 
 def _compare_histograms(a: TensorStatistics, b: TensorStatistics) -> float:
@@ -356,12 +346,9 @@ def _list_missing(a: StatisticsSide, b: StatisticsSide) -> list[str]:
     out = []
     for one, other in ((a, b), (b, a)):
         names = [n for n in one.names if n not in set(other.names)]
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            out.append(f"only in {one.label}: {', '.join(names[:5])}{more}")
+        out += [f"only in {one.label}: {list_some(names)}"] * bool(names)
         numbers = sorted(set(one.iterations) - set(other.iterations))
-        if numbers:
-            out.append(f"iterations only in {one.label}: {', '.join(map(str, numbers[:5]))}")
+        out += [f"iterations only in {one.label}: {list_some(numbers)}"] * bool(numbers)
     return out
 
 

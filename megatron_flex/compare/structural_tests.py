@@ -9,7 +9,7 @@ terms that this sum counts twice, which makes it larger).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,10 @@ class Outcome:
     bound: float
     evidence: str = ""
     axis: str = ""
+
+    def __post_init__(self) -> None:
+        if self.statistic <= self.bound:
+            object.__setattr__(self, "evidence", "")
 
     @property
     def excess(self) -> float:
@@ -135,7 +139,7 @@ def check_factor(
         return None
     bound = max(bound_factor(profile, factor, error, unit, deviations), least)
     wide = f"{1 + factor:.6g} +- {error:.2g}"
-    text = f"B is A times {wide}, pooled over {profile.count:,} entries" if abs(factor) > bound else ""
+    text = f"B is A times {wide}, pooled over {profile.count:,} entries"
     return Outcome("factor", abs(factor), bound, text)
 
 
@@ -194,15 +198,8 @@ def check_blocks(
         if not single and len(block.entries) < FEWEST_BLOCK_ENTRIES:
             continue
         contrast, bound = measure_block(profile, block, unit, least)
-        found = Outcome(
-            "block",
-            contrast,
-            bound,
-            f"the difference is {contrast:.1f} times as large in {block.text} as elsewhere"
-            if contrast > bound
-            else "",
-            block.axis,
-        )
+        text = f"the difference is {contrast:.1f} times as large in {block.text} as elsewhere"
+        found = Outcome("block", contrast, bound, text, block.axis)
         if best is None or found.excess > best.excess:
             best = found
     return best
@@ -241,7 +238,7 @@ def check_offset(profile: DifferenceProfile, weights: float, unit: float) -> Out
     if size < max(4 * weights, 2 * unit):
         share = 0.0
     text = f"{share:.0%} of the difference is the same vector for all tokens: an offset or a bias"
-    return Outcome("offset", share, OFFSET_SHARE, text if share > OFFSET_SHARE else "")
+    return Outcome("offset", share, OFFSET_SHARE, text)
 
 
 def check_rows(profile: DifferenceProfile, unit: float) -> Outcome | None:
@@ -262,7 +259,7 @@ def check_rows(profile: DifferenceProfile, unit: float) -> Outcome | None:
     if size > UNRELATED_SIZE and share < UNRELATED_SHARE:
         share = 0.0
     text = f"{share:.0%} of the difference is a factor of each token by itself, about 1 +- {size:.2g}"
-    return Outcome("rows", share, ROW_SHARE, f"{text}: an epsilon, or a scale" if share > ROW_SHARE else "")
+    return Outcome("rows", share, ROW_SHARE, f"{text}: an epsilon, or a scale")
 
 
 def check_copy(profile: DifferenceProfile, name: str, copies: Copies) -> Outcome | None:
@@ -354,27 +351,3 @@ def check_partial_sums(
                     axis,
                 )
     return None
-
-
-def make_shard_blocks(
-    shares: Mapping[int, Sequence[tuple[str, str, int, Sequence[Sequence[int]]]]],
-    numbers: Sequence[Sequence[int]],
-    offset: int = 0,
-) -> list[Block]:
-    """The shards of each rank along each axis, as blocks.
-
-    Args:
-        shares: by index of the dim: run, axis, size, and the numbers that each coordinate holds.
-        numbers: the numbers of the entries of each dim.
-        offset: dims that the profile has before those of the tensor.
-    """
-    out = []
-    for place, found in shares.items():
-        index = {n: i for i, n in enumerate(numbers[place])}
-        for run, axis, size, parts in found:
-            for coord, part in enumerate(parts):
-                entries = tuple(index[n] for n in part if n in index)
-                if entries and len(entries) < len(index):
-                    text = f"what {axis} rank {coord} of {size} holds in {run}"
-                    out.append(Block(place + offset, entries, text, axis))
-    return out

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_flex.compare.compared_dump import PARAMETER, PARAMETER_GRADIENT, VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.structural_tests import (
     BLOCK_CONTRAST,
@@ -39,6 +39,7 @@ from megatron_flex.compare.structural_tests import (
     list_entry_blocks,
 )
 from megatron_flex.compare.tensor_pairs import DifferenceSums
+from megatron_flex.dump import PARAMETER, PARAMETER_GRADIENT, VALUE
 
 VOCABULARY = ("embedding.", "output_layer.")
 REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run

@@ -9,18 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    SAMPLE_AXIS,
-    TOKEN_AXIS,
-    VALUE,
-    ComparedDump,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump, ComparedTensor
 from megatron_flex.compare.difference_profile import DifferenceProfile
-from megatron_flex.compare.error_patterns import find_dim_shares
 from megatron_flex.compare.noise_scale import (
     NoiseScale,
     ParameterNoise,
@@ -29,13 +19,12 @@ from megatron_flex.compare.noise_scale import (
 from megatron_flex.compare.overflow import OverflowState
 from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
 from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties
+from megatron_flex.compare.shards import list_shard_blocks
 from megatron_flex.compare.structural_tests import (
-    Block,
     Copies,
     Outcome,
     bound_factor,
     estimate_factor,
-    make_shard_blocks,
 )
 from megatron_flex.compare.table_of_tests import OVERALL, Bounds, Conditions, run_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums, TensorPair
@@ -46,6 +35,7 @@ from megatron_flex.compare.tolerance import (
     Tolerances,
     get_unit_roundoff,
 )
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
 REROUTED_GROWTH = 3.0  # from the root of the fraction of tokens with other experts to what these change
@@ -270,14 +260,14 @@ class TensorTester:
         profile = found.profile
         if not even or bounds.is_given or profile is None or full.broken or not profile.total("squares_a"):
             profile = None
-        iteration = found.worst.iteration
+        iteration, runs = found.worst.iteration, (self.a, self.b)
         return Conditions(
             item,
             bounds,
             sums,
             full,
             profile,
-            self._list_shards(found) if profile is not None and not full.equal else (),
+            () if profile is None or full.equal else list_shard_blocks(runs, found.worst, profile),
             self.tolerances.unit,
             1.0 if self.unseen_steps else self.noise.read_by_last.relative,
             self.noise.same_weights and not self.unseen_steps,
@@ -285,22 +275,8 @@ class TensorTester:
             self.noise.late_factor,
             None if profile is None or self._is_partial(item) else self._copies,
             self._get_rounded_bits(found),
-            ((s.label, s.read_partial_sums(item, iteration, COMPARE_BLOCK)) for s in (self.b, self.a)),
+            ((s.label, s.read_partial_sums(item, iteration, COMPARE_BLOCK)) for s in runs[::-1]),
         )
-
-    def _list_shards(self, found: PairSums) -> list[Block]:
-        """The shards of both runs, as blocks of the profile."""
-        pair, profile = found.worst, found.profile
-        assert profile is not None
-        offset = len(profile.dims) - len(pair.dims)
-        out: list[Block] = []
-        for source in (self.a, self.b):
-            shares = {
-                place: [(s.run, s.axis, s.size, s.parts) for s in known]
-                for place, known in find_dim_shares(source, pair).items()
-            }
-            out += make_shard_blocks(shares, profile.numbers[offset:], offset)
-        return out
 
     def _get_rounded_bits(self, found: PairSums) -> int:
         """The low bits of an fp32 gradient's mantissa that are zero where a run computes in half precision.

@@ -17,12 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_flex.compare.compared_dump import (
-    GRADIENT,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    ComparedTensor,
-)
+from megatron_flex.compare.compared_dump import ComparedTensor
+from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT
 from megatron_flex.dump.schema import Manifest, read_settings
 
 REDUCTIONS_PER_LAYER = (

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_flex.alignment.site_rows import make_rows
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import Precision, Tolerances
+from megatron_flex.dump import VALUE
 
 LAYER = "decoder.layers.{}.self_attention.core_attention:{}"
 SCORES, PROBABILITIES, OUTPUT = ([LAYER.format(n, p) for n in (0, 1)] for p in ("scores", "probs", "output"))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.routing_ties import ReroutedTokens, count_ties, find_likely_ties
 from megatron_flex.compare.tensor_pairs import align_arrays
+from megatron_flex.dump import VALUE
 from tests.support import dumps
 from tests.support.dumps import Given
 from tests.unit.test_compare_routing import IN_BF16, MLP, SAMPLES, TOKENS, WIDTH

@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_flex.alignment.site_rows import hold_to, sum_site
 from megatron_flex.compare import Row, tensor_pairs
 from megatron_flex.compare.block_sums import TILE_ENTRIES
-from megatron_flex.compare.compared_dump import VALUE, ComparedTensor
+from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tensor_pairs import sum_tensors
+from megatron_flex.dump import VALUE
 
 
 def measure(here: Tensor, there: Tensor) -> Row:
