@@ -395,7 +395,8 @@ def forward_step(
     elif "ends" in batch:
         output, samples = packed.call(model, batch), BATCH
         if output.dim() == 2:  # the loss of each token, on the last stage
-            output = output * packed.real(batch)[None, packed.here(batch["room"])]
+            real = packed.real(batch)[None, packed.here(batch["room"])]
+            output = output * real.to(output.device)
     else:
         tokens, labels = batch["tokens"][:, here], batch["labels"][:, here]
         device = next(model.parameters()).device

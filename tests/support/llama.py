@@ -84,7 +84,7 @@ class Attention(nn.Module):
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / HEAD**0.5
-        mask = torch.full((tokens, tokens), float("-inf")).triu(1)
+        mask = torch.full((tokens, tokens), float("-inf"), device=scores.device).triu(1)
         out = F.softmax(scores + mask, dim=-1) @ v.transpose(1, 2)
         return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))
 
@@ -131,7 +131,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Stages of a pipeline have only some of the parts; the first gets tokens, others hidden states."""
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        angles = rotary(TOKENS)
+        angles = rotary(TOKENS).to(x.device)
         for layer in self.layers.values():
             x = layer(x, angles)
         return x if self.output is None else self.output(self.norm(x))

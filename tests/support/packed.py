@@ -67,18 +67,21 @@ def call(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
     ends, room = batch["ends"], batch["room"]
     most, apart = int(room.diff().max()), not torch.equal(ends, room)
+    device = next(model.parameters()).device
+    ends, rows = ends.to(device), room.to(device)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=room if apart else None,
-        cu_seqlens_kv_padded=room if apart else None,
+        cu_seqlens_q_padded=rows if apart else None,
+        cu_seqlens_kv_padded=rows if apart else None,
         max_seqlen_q=most,
         max_seqlen_kv=most,
     )
     mine = here(room)
     positions = torch.cat([torch.arange(int(n)) for n in room.diff()])[None, mine]
     tokens, labels = batch["tokens"][:, mine], batch["labels"][:, mine]
+    tokens, positions, labels = (t.to(device) for t in (tokens, positions, labels))
     return model(tokens, positions, None, labels=labels, packed_seq_params=params)
 
 
@@ -104,7 +107,7 @@ def attention(base: type, form: Form) -> type:
             self, query: Tensor, key: Tensor, value: Tensor, mask: Any, packed_seq_params: Any, **kwargs: Any
         ) -> Tensor:
             ends, room = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
-            room = ends if room is None else room
+            ends, room = ends.cpu(), (ends if room is None else room).cpu()
             assert query.dim() == 3, "Megatron drops the batch dim"
             key, value = _all_tokens(key, room), _all_tokens(value, room)
             document, places, mine = _documents(ends, room), torch.arange(len(key)), here(room)
@@ -113,9 +116,9 @@ def attention(base: type, form: Form) -> type:
             self.hidden_size_per_partition = value.shape[1] * value.shape[2]  # multi-latent: padded
             if value.shape[1] != query.shape[1]:
                 self.hidden_size_per_partition = query.shape[1] * value.shape[2]
-            out: Tensor = super().forward(*whole, mask[None, None], **kwargs)
+            out: Tensor = super().forward(*whole, mask[None, None].to(query.device), **kwargs)
             if (document < 0).any():
-                out = out * (document[mine] >= 0)[:, None, None]
+                out = out * (document[mine] >= 0)[:, None, None].to(query.device)
             if form == "kept":
                 return out
             return out.squeeze(1) if form == "flat" else out.view(out.shape[0], query.shape[1], -1)

@@ -57,6 +57,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_random_cases.py": ("test_what_is_raised_is_a_failure", "test_nothing_compared_is_no_pass"),
     # Hooks, edits and what they share.
     "test_pool.py": (),
+    "test_accelerator.py": (
+        *("test_the_rules_of_nccl", "test_host_waits[gathered edit]", "test_host_waits[read]"),
+        *("test_results_are_those_of_the_cpu[gathered edit]", "test_results_are_those_of_the_cpu[read]"),
+    ),
     "test_hooks.py": (
         *("test_restore_leaves_nothing[tp2 sp]", "test_what_each_hook_sends"),
         *("test_gathering_is_bitwise", "test_names_do_not_show_wrappers_and_their_state_dicts_load"),

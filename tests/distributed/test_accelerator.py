@@ -1,0 +1,189 @@
+"""Every kind of hook on a simulated accelerator: devices, host waits, late copies, order of collectives."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.accelerated import FC1, KINDS, Report, report
+from tests.support.accelerator import CUDA, differences, simulated
+from tests.support.messages import assert_names
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+FAILING = "failing edit"
+WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", FAILING)
+
+
+class Budget(NamedTuple):
+    """How often the host waits in a step of two microbatches, on each rank; rank 0 receives captures.
+
+    `passes` is until the last backward pass has ended, and should be none; `end` after it, and should be one.
+    A number that falls is lowered here, and none rises.
+    """
+
+    passes: tuple[int, int] = (0, 0)
+    end: tuple[int, int] = (3, 3)
+
+
+READ = Budget()  # the copies of captures, and the flags of the step's end
+GATHERED = Budget((2, 0), (2, 2))  # the capture of a full tensor
+BUDGETS = {
+    "nothing": Budget(end=(0, 0)),
+    "read": READ,
+    "read selections": READ,
+    "read reductions": Budget((4, 4)),
+    "read gradients": READ,
+    "forward only": READ,
+    "local edit": READ,
+    "linear edit": READ,
+    "gathered edit": GATHERED,
+    "gathered edit without capture": Budget(end=(2, 2)),
+    "local gradient edit": READ,
+    "gathered gradient edit": GATHERED,
+    "edit on one rank": GATHERED,
+    "edit that may be skipped": Budget((6, 4), (2, 2)),
+    "skipped edit": Budget((6, 4), (2, 2)),
+    "random edit": GATHERED,
+    "context": Budget((4, 0), (2, 2)),
+    "trainable module": Budget((2, 0), (3, 3)),
+    "expected shape": GATHERED,
+    "swap": Budget((2, 2)),
+    "resample samples": Budget((2, 2)),
+    "resample positions": Budget((4, 2), (2, 2)),
+    "noise": READ,
+    "mean": READ,
+    "steer": READ,
+    "project out": READ,
+    "patch": READ,
+    "ablate heads": READ,
+    "dump": Budget(end=(0, 0)),
+    "statistics": Budget(end=(1, 1)),
+    "recomputed edits": Budget((6, 0), (2, 2)),
+    "read experts": Budget((2, 2), (51, 41)),
+    "edit of experts": Budget((122, 114), (2, 2)),
+    "gradients of experts": Budget(end=(46, 38)),
+    "packed sequences": Budget((4, 2), (3, 3)),
+    "fairscale read": Budget(end=(5, 5)),
+    "fairscale edit": Budget((2, 0), (4, 4)),
+    "fairscale gradients": Budget(end=(5, 4)),
+}
+NOT_COUNTED = (FAILING, "verify")  # which are no steps of a run
+
+
+@cache
+def reports(kind: str, folder: Path) -> list[Report]:
+    return run(2, report, KINDS[kind].setup, kind, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerator")
+
+
+@pytest.fixture
+def answers(kind: str, folder: Path) -> list[Report]:
+    pytest.importorskip("fairscale" if KINDS[kind].setup.framework == "fairscale" else "megatron.core")
+    return reports(kind, folder / kind)
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+def test_results_are_those_of_the_cpu(kind: str, answers: list[Report]) -> None:
+    """Not if a tensor is on another device, a copy is read too early, or its source is overwritten."""
+    for answer in answers:
+        assert answer.violations == []
+        assert answer.unequal == []
+        if kind == FAILING:
+            assert_names(answer.error, FC1, 1, "on purpose")
+        else:
+            assert answer.error == ""
+    assert bool(answers[0].captures) == (kind not in WITHOUT_CAPTURES)
+    assert not answers[1].captures
+
+
+@each_kind
+def test_ranks_call_the_same_collectives_in_the_same_order(kind: str, answers: list[Report]) -> None:
+    assert answers[0].collectives
+    assert differences([a.collectives for a in answers]) == []
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in NOT_COUNTED])
+def test_host_waits(kind: str, answers: list[Report]) -> None:
+    counted = Budget(*zip(*[(a.waits.passes, a.waits.end) for a in answers], strict=True))
+    assert counted == BUDGETS[kind], [a.places for a in answers]
+
+
+# -- the rules of NCCL -----------------------------------------------------------------------------------
+
+
+def refused(call: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        call(*args, **kwargs)
+    except RuntimeError:
+        return True
+    return False
+
+
+class Rules(NamedTuple):
+    """Ranks on which nothing else is made."""
+
+    topology: str = "accelerator rules"
+
+
+def following_rules(_: Rules) -> dict[str, bool]:
+    with simulated() as recording:
+        host, device = torch.ones(2), torch.ones(2, device=CUDA)
+        of_host = dist.new_group(backend="gloo")
+        rows = [torch.empty(2, device=CUDA) for _ in range(2)]
+        out = {
+            "backends": (dist.get_backend(), dist.get_backend(of_host)) == ("nccl", "gloo"),
+            "host tensor": refused(dist.all_reduce, host),
+            "host tensor among others": refused(dist.all_gather, rows, host),
+            "device tensor": refused(dist.all_reduce, device, group=of_host),
+            "strides": refused(dist.all_reduce, torch.ones(2, 2, device=CUDA).t()[0]),
+            "dtype": refused(dist.all_reduce, device.short()),
+            "sizes": dist.get_rank() != 0 or refused(dist.gather, device, [rows[0], rows[1][:1]], dst=0),
+        }
+        recording.violations.clear()
+        dist.all_reduce(device)
+        dist.all_gather(rows, device)
+        dist.all_reduce(host, group=of_host)
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, dist.get_rank())
+        dist.barrier()
+        out["values"] = device.tolist() == [2, 2] and rows[1].tolist() == [2, 2] and host.tolist() == [2, 2]
+        out["objects"] = objects == [0, 1]
+        out["allowed"] = not recording.violations
+        dist.destroy_process_group(of_host)
+    return out
+
+
+def test_the_rules_of_nccl() -> None:
+    for answer in run(2, following_rules, Rules()):
+        assert [name for name, good in answer.items() if not good] == []
+
+
+def in_other_order(_: Rules) -> Any:
+    with simulated() as recording:
+        groups = [dist.new_group() for _ in range(2)]
+        recording.collectives.clear()
+        order = groups if dist.get_rank() == 0 else groups[::-1]
+        works = [dist.all_reduce(torch.ones(2, device=CUDA), group=g, async_op=True) for g in order]
+        for work in works:
+            work.wait()
+        for group in groups:
+            dist.destroy_process_group(group)
+        return recording.collectives
+
+
+def test_communicators_in_another_order_on_another_rank() -> None:
+    assert differences(run(2, in_other_order, Rules())) != []
