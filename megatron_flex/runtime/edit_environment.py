@@ -144,6 +144,17 @@ class EditEnvironment:
         """Record an error for the end of the step, unless an earlier one is recorded."""
         self.failure = self.failure or StepFailure(message, error, site, hook)
 
+    @contextmanager
+    def collect_failures(self) -> Iterator[list[StepFailure]]:
+        """Collect what fails inside, which is not an error of the step."""
+        before, self.failure = self.failure, None
+        failures: list[StepFailure] = []
+        try:
+            yield failures
+        finally:
+            failures += [] if self.failure is None else [self.failure]
+            self.failure = before
+
     def caught(self, place: str, error: Exception) -> None:
         """Record an error of the package's own code in a forward or backward pass, for the end of the step.
 

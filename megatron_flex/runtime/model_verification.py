@@ -8,14 +8,12 @@ hold copies, and local edits with gathered edits.
 from __future__ import annotations
 
 import weakref
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_flex.collectives import Route, checksum, find_differing_axes, gather_full, gather_objects
 from megatron_flex.errors import LayoutError, VerifyError, describe_error
@@ -24,14 +22,14 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.edit_environment import call_editing_function, find_replica_axis, seed_generators
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
 from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
 from megatron_flex.runtime.gradient_norm import GradientNorms
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
-from megatron_flex.runtime.hooks import HookFunction, describe_edit
+from megatron_flex.runtime.hooks import describe_edit
 from megatron_flex.runtime.local_edits import LocalEditPlan
 from megatron_flex.runtime.session_taps import SessionTaps
+from megatron_flex.runtime.site_pass import Pass
 from megatron_flex.sites import Site
 
 COPY_AXES = ("tp", "cp", "dp", "pp", "etp", "edp")
@@ -175,44 +173,34 @@ class LocalEditCheck:
         self._firing.registry.note_change()
 
     def compare(
-        self,
-        hooks: list[HookFunction],
-        key: Key,
-        module: Any,
-        local: Tensor,
-        plan: LocalEditPlan,
-        out: Tensor,
+        self, key: Key, local: Tensor, out: Tensor, plan: LocalEditPlan, gathered: Callable[[], Pass]
     ) -> None:
-        """Edit the full tensor too, and record a difference. Collective over the ranks that hold shards."""
+        """Edit the full tensor too, and record a difference. Collective over the ranks that hold shards.
+
+        Args:
+            key: the key of the pass.
+            local: the local tensor before the edits.
+            out: the local tensor after them.
+            plan: how they ran on the shard.
+            gathered: makes the pass that runs the same edits on the full tensor.
+        """
         firing, editing = self._firing, self._firing.editing
-        if firing.clock.replaying() and not hooks[0].backward:
-            return
+        words = " | ".join(describe_edit(e) for e in plan.given.values())
         with torch.no_grad():
-            full = gather_full(local.detach(), plan.layout, firing.mesh)
-            got = gather_full(out.detach(), plan.layout, firing.mesh)
-            words = " | ".join(describe_edit(e) for e in plan.given.values())
-            seed = editing.make_seed(key, find_replica_axis(plan.layout, firing.mesh))
-            try:
-                for index, hook in enumerate(hooks):
-                    if hook in plan.edits and not editing.skipping.was_skipped(key, index):
-                        find = partial(hook.editing_at, key)
-                        with seed_generators(seed, index, full):
-                            full = call_editing_function(
-                                find, module, full.clone(), Namespace(), nn.ModuleDict()
-                            )
-            except Exception as error:  # the user's function ran on shards before; no rank may stop here
-                self._note(
-                    key, f"{words} ran on the shards, but fails on the full tensor: {describe_error(error)}"
-                )
-                return
-            far, most = measure_difference(got, full)
+            with editing.collect_failures() as failures:
+                want = gathered()(local.detach(), key, False)
+            got, want = (gather_full(t.detach(), plan.layout, firing.mesh) for t in (out, want))
+            far, most = measure_difference(got, want)
+        if failures:  # of the user's function, which ran on shards before
+            text = describe_error(failures[0].error)
+            self._note(key, f"{words} ran on the shards, but fails on the full tensor: {text}")
+            return
         room = max(ROUNDING_BOUND, 8 * torch.finfo(got.dtype).eps) * most if got.is_floating_point() else 0.0
         if not far <= room:
             self._note(
                 key,
-                f"{words} makes another tensor from shards than from the full tensor, "
-                f"by {far:.3g} at most where "
-                f"the greatest entry is {most:.3g}; it is not local along the dims that are cut",
+                f"{words} makes another tensor from shards than from the full tensor, by {far:.3g} at most "
+                f"where the greatest entry is {most:.3g}; it is not local along the dims that are cut",
             )
 
     def _note(self, key: Key, text: str) -> None:

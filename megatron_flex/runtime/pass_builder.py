@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
@@ -20,7 +22,7 @@ from megatron_flex.collectives import (
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
+from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher, Saved
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_environment import EditEnvironment, find_replica_axis
 from megatron_flex.runtime.edit_steps import PlannedEdit, compose_step
@@ -29,11 +31,11 @@ from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
 from megatron_flex.runtime.result_gradients import ResultGradients
-from megatron_flex.runtime.site_pass import Attach, Pass, PassEdits, Record, Take
+from megatron_flex.runtime.site_pass import After, Attach, Pass, PassEdits, Record, Take
 from megatron_flex.runtime.stand_in import StandIns
 from megatron_flex.sites import EDITED_SUFFIX
 
-Compare = Callable[[list[HookFunction], Key, Any, Tensor, LocalEditPlan, Tensor], None]
+Compare = Callable[[Key, Tensor, Tensor, LocalEditPlan, Callable[[], Pass]], None]
 
 
 class PassTracer(Protocol):
@@ -122,56 +124,58 @@ class PassBuilder:
                 return Pass(hooks, sinks, idle, attach, self.editing, self.gradients), False
             substitute = taking if other else None
         saved = self.captures.list_distinct(hooks)
-        keep = partial(apart, name, self.captures.keep, saved)
+        keep = partial(apart, name, self._choose_capture(saved))
         records = (*sinks, *([(keep, layout)] if saved else []))
-        edits = self._plan_edits(name, hooks, module, local, layout, route, substitute, backward)
+        shape = local.shape if substitute is None else substitute.shape
+        plan = self.planner.find_plan(hooks, name, shape, layout, route)
+        edits = self._plan_edits(name, hooks, module, shape, layout, route, plan, backward)
+        edits = replace(
+            edits, substitute=substitute, after=self._list_after(edits, hooks, module, plan, backward)
+        )
         return Pass(hooks, records, edits, attach, self.editing, self.gradients), substitute is None
 
     def _list_captures(self, hooks: list[HookFunction], layout: Layout) -> tuple[Record, ...]:
         """What captures the tensors of hooks of which none edits."""
-        captures, saved = self.captures, self.captures.list_distinct(hooks)
+        saved = self.captures.list_distinct(hooks)
+        take = self._choose_capture(saved)
         if any(h.expected_shape for h in hooks):
-            take: Take = partial(captures.capture_expected, hooks)
-        elif [(h.wanted, suffix) for h, suffix in saved] == [(None, "")]:
-            take = captures.recorder.shard  # one hook, under the name of the site
-        else:
-            take = partial(captures.keep, saved)
+            take = partial(self.captures.capture_expected, hooks)
         traced = [] if self.tracer is None else [(self.tracer.note, layout)]
         return ((take, layout), *traced) if saved else ()
+
+    def _choose_capture(self, saved: Saved) -> Take:
+        if [(h.wanted, suffix) for h, suffix in saved] == [(None, "")]:
+            return self.captures.recorder.shard  # one hook, under the name of the site
+        return partial(self.captures.keep, saved)
 
     def _plan_edits(
         self,
         name: str,
         hooks: list[HookFunction],
         module: Any,
-        local: Tensor,
+        shape: torch.Size,
         layout: Layout,
         route: Route | None,
-        substitute: Tensor | None,
+        plan: LocalEditPlan | None,
         backward: bool,
     ) -> PassEdits:
-        shape = local.shape if substitute is None else substitute.shape
+        """The edits of hooks: on shards of this shape by a plan, otherwise on the full tensor."""
         editing = self.editing
-        plan = self.planner.find_plan(hooks, name, shape, layout, route)
         planned = self._list_edits(name, hooks, module, layout, plan)
-        steps = tuple(compose_step(edit, editing) for edit in planned)
-        if plan is not None:
-            exchange: Any = plan.exchange
-        else:
-            exchange = None if route is not None else plan_exchange(layout, self.mesh, shape)
+        exchange: Any = plan.exchange if plan is not None else None
+        if plan is None and route is None:
+            exchange = plan_exchange(layout, self.mesh, shape)
         return PassEdits(
             name,
-            steps,
+            tuple(compose_step(edit, editing) for edit in planned),
             layout,
             self.mesh,
             exchange,
-            substitute,
-            [h for h in hooks if h.expected_shape is not None],
-            None if plan is None else plan.shard.full_size,
-            None if self.tracer is None else partial(self.tracer.follow, hooks, layout),
-            self._anchor(planned) if any(uses_context(e.function) for e in planned) else None,
-            self._watch(name, hooks, layout) if plan is None and editing.modules and not backward else None,
-            self._list_after(hooks, module, layout, plan, backward),
+            expecting=[h for h in hooks if h.expected_shape is not None],
+            full_size=None if plan is None else plan.shard.full_size,
+            follow=None if self.tracer is None else partial(self.tracer.follow, hooks, layout),
+            anchor=self._anchor(planned) if any(uses_context(e.function) for e in planned) else None,
+            watch=None if plan or backward or not editing.modules else self._watch(name, hooks, layout),
         )
 
     def _list_edits(
@@ -221,22 +225,25 @@ class PassBuilder:
 
     def _list_after(
         self,
+        edits: PassEdits,
         hooks: list[HookFunction],
         module: Any,
-        layout: Layout,
         plan: LocalEditPlan | None,
         backward: bool,
-    ) -> tuple[Callable[[Key, Tensor, Tensor, Route | None], None], ...]:
+    ) -> tuple[After, ...]:
         """What takes the edited local tensor: the comparison of `verify()`, and captures."""
-        out: list[Callable[[Key, Tensor, Tensor, Route | None], None]] = []
-        editing, captures = self.editing, self.captures
-        kept = [h for h in hooks if h.captures_edited and not backward]
-        saved = captures.list_distinct(kept)
-        if plan is not None and self.compared is not None:
-            compared = self.compared
+        out: list[After] = []
+        editing, captures, compared, layout = self.editing, self.captures, self.compared, edits.layout
+        saved = captures.list_distinct([h for h in hooks if h.captures_edited and not backward])
+        if plan is not None and compared is not None:
 
             def compare(key: Key, local: Tensor, edited: Tensor, route: Route | None) -> None:
-                editing.apart(key.site, compared, hooks, key, module, local, plan, edited)
+                def gathered() -> Pass:
+                    shape = local.shape
+                    full = self._plan_edits(edits.name, hooks, module, shape, layout, None, None, backward)
+                    return Pass((), (), full, None, editing, self.gradients)
+
+                editing.apart(key.site, compared, key, local, edited, plan, gathered)
 
             out.append(compare)
         if saved:

@@ -38,6 +38,7 @@ from megatron_flex.runtime.result_gradients import ResultGradients
 
 Take = Callable[[Key, Tensor, Layout, Route | None], None]  # takes the local tensor of a pass
 Record = tuple[Take, Layout]
+After = Callable[[Key, Tensor, Tensor, Route | None], None]  # takes the tensors before and after the edits
 Attach = Callable[[Key, Tensor, Route | None], Tensor]
 
 
@@ -71,7 +72,7 @@ class PassEdits:
     follow: Callable[[Exchange, Key, Route | None], Exchange] | None = None
     anchor: Callable[[Tensor], Tensor] | None = None
     watch: Callable[[Key, Tensor], None] | None = None
-    after: tuple[Callable[[Key, Tensor, Tensor, Route | None], None], ...] = ()
+    after: tuple[After, ...] = ()
 
 
 class Pass:
