@@ -29,7 +29,7 @@ class FlexConfig:
         debug: whether each call of a hook is logged to stderr, with what it sent (FLEX_DEBUG=1: yes).
         debug_port: the port where `breakpoint()` listens on localhost instead of using the terminal; 0 for
             any free port, -1 for none (FLEX_DEBUG_PORT).
-        dry_run: whether editing functions without side effects are tried on a small tensor when they are
+        dry_run: whether editing functions that only compute are tried on a small tensor when they are
             registered (FLEX_DRY_RUN=0: no).
         dump_seconds: how long a dump waits for a disk that accepts no data, in seconds (FLEX_DUMP_SECONDS).
         node: identifies the ranks that share memory, where the system's answer is wrong (FLEX_NODE).

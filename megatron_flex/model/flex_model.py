@@ -550,7 +550,8 @@ class FlexModel(nn.Module):
 
         Each function runs with its module, a temporary `save_ctx`, the trainable modules and its side
         effects, at the first hook point of its hook on each pipeline stage. (Registration does this
-        automatically for functions whose source shows no side effects.) Small lengths replace unknown ones.
+        automatically for functions that only compute.) Small lengths replace unknown ones. Random generators
+        and the buffers of modules are restored.
 
         Raises:
             HookError: on all ranks, if a result is invalid, or a function raises with the lengths of a step.

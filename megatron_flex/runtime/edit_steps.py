@@ -22,7 +22,6 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.edit_debugger import CurrentEdit
 from megatron_flex.runtime.debug.error_origin import guard_backward
-from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_environment import (
     SINGLE_RANK,
     STOP_RECOMPUTATION,
@@ -32,7 +31,7 @@ from megatron_flex.runtime.edit_environment import (
 )
 from megatron_flex.runtime.edit_failures import SkipEdit
 from megatron_flex.runtime.edit_traits import traits_of
-from megatron_flex.runtime.function_analysis import uses_context
+from megatron_flex.runtime.function_analysis import draws_random_numbers, uses_context
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 
 Step = Callable[[Tensor, Key, bool], Tensor]

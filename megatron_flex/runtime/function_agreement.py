@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -20,30 +19,30 @@ from megatron_flex.errors import FlexWarning
 from megatron_flex.runtime.edit_failures import format_on_ranks
 from megatron_flex.runtime.edit_traits import traits_of
 from megatron_flex.runtime.function_analysis import unwrap_function
-from megatron_flex.runtime.function_digest import FunctionDigest, Trait, digest_function, digest_text
+from megatron_flex.runtime.function_digest import FunctionDigest, digest_function, shorten
 from megatron_flex.runtime.hooks import HookFunction
 
-LARGEST = 1 << 16  # bounds the characters that a rank sends
+MAX_SENT = 1 << 16  # bounds the characters that a rank sends
 MAX_WARNINGS = 8  # bounds the warnings of one comparison
 MAX_HOOKS = 4  # bounds the hooks named in an error
 
 
-class TraitMismatch(NamedTuple):
-    """A trait of a hook's function that differs between ranks.
+class Mismatch(NamedTuple):
+    """A property of a hook's function that differs between ranks.
 
     Attributes:
         hook: the hook's index.
-        name: the name of the trait.
-        held: the ranks, by their value of the trait.
+        name: the name of the property.
+        ranks: the ranks, by their text.
     """
 
     hook: int
     name: str
-    held: dict[str, list[int]]
+    ranks: dict[str, list[int]]
 
     def in_words(self) -> str:
         """Format as `2.0 (on rank 0) and 3.0 (on rank 1)`."""
-        return " and ".join(f"{what}{format_on_ranks(ranks)}" for what, ranks in self.held.items())
+        return " and ".join(f"{text}{format_on_ranks(ranks)}" for text, ranks in self.ranks.items())
 
 
 class FunctionAgreement:
@@ -53,11 +52,11 @@ class FunctionAgreement:
 
     Args:
         agreement: the exchange between ranks.
-        own: returns the modules and parameters of the model, by id.
+        model_ids: returns the modules and parameters of the model, by id.
     """
 
-    def __init__(self, agreement: Agreement, own: Callable[[], AbstractSet[int]]) -> None:
-        self._agreement, self._own = agreement, own
+    def __init__(self, agreement: Agreement, model_ids: Callable[[], AbstractSet[int]]) -> None:
+        self._agreement, self._model_ids = agreement, model_ids
         self._known: WeakKeyDictionary[HookFunction, FunctionDigest] = WeakKeyDictionary()
         self._warned: set[tuple[str, str]] = set()
 
@@ -73,119 +72,88 @@ class FunctionAgreement:
         if not self._agreement.meets:
             return
         edits = [h for h in hooks if h.editing_function is not None]
-        digests = self._digests(edits)
-        code, values = (_text([d[i] for d in digests]) if edits else "" for i in (0, 1))
+        digests = self._digest(edits)
+        code, values = (pack_texts([d[i] for d in digests]) if edits else "" for i in (0, 1))
 
-        def differ(reports: dict[int, str]) -> str:
-            return _format_error(edits, list(_unlike(reports)))
+        def explain(reports: dict[int, str]) -> str:
+            return _explain(edits, list(find_mismatches(reports)))
 
-        other = self._agreement.compare_details(what, code, values, differ, where)
-        new = [u for u in _unlike(other) if (edits[u.hook].describe(), u.name) not in self._warned]
-        self._warned |= {(edits[u.hook].describe(), u.name) for u in new}
-        for number, found in enumerate(new[:MAX_WARNINGS]):
-            more = (
-                f" (and {len(new) - MAX_WARNINGS} more such values)"
-                if number == MAX_WARNINGS - 1 < len(new) - 1
-                else ""
-            )
-            self._warn(edits[found.hook], found, more)
+        differing = self._agreement.compare_details(what, code, values, explain, where)
+        new = [(edits[m.hook].describe(), m) for m in find_mismatches(differing)]
+        new = [(name, m) for name, m in new if (name, m.name) not in self._warned]
+        self._warned |= {(name, m.name) for name, m in new}
+        for _, mismatch in new[:MAX_WARNINGS]:
+            self._warn(edits[mismatch.hook], mismatch, len(new))
 
-    def _digests(self, hooks: Sequence[HookFunction]) -> list[FunctionDigest]:
-        own: AbstractSet[int] | None = None
-        made: dict[tuple[int, ...], FunctionDigest] = {}
-        for hook in hooks:
-            if hook in self._known:
-                continue
-            own = self._own() if own is None else own
+    def _digest(self, hooks: Sequence[HookFunction]) -> list[FunctionDigest]:
+        new = [h for h in hooks if h not in self._known]
+        model_ids = self._model_ids() if new else frozenset()
+        shared: dict[tuple[int, ...], FunctionDigest] = {}
+        for hook in new:
             edit = hook.editing_function
             assert edit is not None
             inside = traits_of(edit).user_functions
-            at = (id(edit),) if inside is None else tuple(map(id, inside))
-            if at not in made:
-                made[at] = digest_function(edit, own)
-            self._known[hook] = made[at]
+            key = (id(edit),) if inside is None else tuple(map(id, inside))
+            if key not in shared:
+                shared[key] = digest_function(edit, model_ids)
+            self._known[hook] = shared[key]
         return [self._known[h] for h in hooks]
 
-    def _warn(self, hook: HookFunction, found: TraitMismatch, more: str) -> None:
-        name = found.name.partition("'")[2].rpartition("'")[0]
+    def _warn(self, hook: HookFunction, mismatch: Mismatch, count: int) -> None:
+        name = mismatch.name.partition("'")[2].rpartition("'")[0]
         allow = f", or declare @mf.rank_dependent({name!r}) if it is meant to differ" if name else ""
+        more = f" (one of {count} such values)" if count > MAX_WARNINGS else ""
         text = (
-            f"hook ({hook.describe()}): {found.name} of its editing function is {found.in_words()}{more}; "
-            f"give it the same value on every rank{allow}"
+            f"hook ({hook.describe()}): {mismatch.name} of its editing function is {mismatch.in_words()}"
+            f"{more}; give it the same value on every rank{allow}"
         )
-        edit: Any = hook.editing_function
-        inside = traits_of(edit).user_functions
-        function = unwrap_function(inside[0] if inside else edit)
-        code = None if function is None else function.__code__
-        place = (__file__, 0) if code is None else (code.co_filename, code.co_firstlineno)
-        if dist.get_rank() == self._agreement.ranks[0]:
-            warnings.warn_explicit(text, FlexWarning, *place)
-            return
-        with warnings.catch_warnings(record=True):  # not shown; raised where warnings are errors
+        inside = traits_of(hook.editing_function).user_functions
+        function = unwrap_function(inside[0] if inside else hook.editing_function)
+        code = function and function.__code__
+        place = (code.co_filename, code.co_firstlineno) if code else (__file__, 0)
+        # Shown on the first rank; on the others raised where warnings are errors.
+        with warnings.catch_warnings(record=dist.get_rank() != self._agreement.ranks[0]):
             warnings.warn_explicit(text, FlexWarning, *place)
 
 
-def _text(functions: Sequence[Sequence[Trait]]) -> str:
-    """Serialize the traits of a rank's functions, each function once."""
-    table: dict[Sequence[Trait], int] = {}
-    hooks = [table.setdefault(tuple(f), len(table)) for f in functions]
-    text = json.dumps({"hooks": hooks, "functions": list(table)})
-    if len(text) > LARGEST:
-        text = json.dumps({"hooks": hooks, "functions": [[_shorten(repr(f))] for f in table]})
-    if len(text) > LARGEST:
-        text = json.dumps({"hooks": [0], "functions": [[_shorten(text)]]})
-    return text
+def pack_texts(functions: Sequence[Mapping[str, str]]) -> str:
+    """Serialize the texts of a rank's functions, each function once, in at most `MAX_SENT` characters."""
+    table: dict[str, int] = {}
+    hooks = [table.setdefault(json.dumps(f), len(table)) for f in functions]
+    packed = json.dumps({"hooks": hooks, "functions": [json.loads(f) for f in table]})
+    if len(packed) > MAX_SENT:
+        packed = json.dumps({"hooks": hooks, "functions": [{"a part of it": shorten(f, 0)} for f in table]})
+    if len(packed) > MAX_SENT:
+        packed = json.dumps({"hooks": [0], "functions": [{"a part of it": shorten(packed, 0)}]})
+    return packed
 
 
-def _shorten(text: str) -> Trait:
-    digest = digest_text(text)
-    return Trait("a part of it", digest, f"#{digest[:6]}")
-
-
-def _unlike(reports: dict[int, str]) -> Iterator[TraitMismatch]:
-    """Find the traits that differ between ranks; of hooks with the same functions only the first is
-    reported.
-    """
+def find_mismatches(reports: Mapping[int, str]) -> Iterator[Mismatch]:
+    """Find what differs between ranks; of hooks with the same functions only the first is reported."""
     read = {rank: json.loads(text) for rank, text in reports.items() if text}
     seen = set()
     for hook in range(max((len(r["hooks"]) for r in read.values()), default=0)):
-        at = {rank: r["hooks"][min(hook, len(r["hooks"]) - 1)] for rank, r in read.items()}
-        if tuple(at.values()) in seen:
+        index = {rank: r["hooks"][min(hook, len(r["hooks"]) - 1)] for rank, r in read.items()}
+        if tuple(index.values()) in seen:
             continue
-        seen.add(tuple(at.values()))
-        traits = {rank: _number_traits(r["functions"][at[rank]]) for rank, r in read.items()}
-        for key in dict.fromkeys(k for found in traits.values() for k in found):
-            groups: dict[tuple[str, str], list[int]] = {}
-            for rank, found in traits.items():
-                groups.setdefault(found.get(key, ("", "not there")), []).append(rank)
-            if len(groups) > 1:
-                alike = len({shown for _, shown in groups}) < len(groups)
-                held = {f"{s} #{d[:6]}" if alike else s: ranks for (d, s), ranks in groups.items()}
-                yield TraitMismatch(hook, key[0], held)
+        seen.add(tuple(index.values()))
+        functions = {rank: r["functions"][index[rank]] for rank, r in read.items()}
+        for name in dict.fromkeys(n for f in functions.values() for n in f):
+            ranks: dict[str, list[int]] = {}
+            for rank, function in functions.items():
+                ranks.setdefault(function.get(name, "not there"), []).append(rank)
+            if len(ranks) > 1:
+                yield Mismatch(hook, name, ranks)
 
 
-def _number_traits(traits: Iterable[Sequence[str]]) -> dict[tuple[str, int], tuple[str, str]]:
-    """Index traits by their name and a count of that name, because several functions may share a name."""
-    counts: Counter[str] = Counter()
-    out = {}
-    for name, digest, shown in traits:
-        out[name, counts[name]] = digest, shown
-        counts[name] += 1
-    return out
-
-
-def _format_error(hooks: Sequence[HookFunction], found: Sequence[TraitMismatch]) -> str:
-    by_hook: dict[int, list[TraitMismatch]] = {}
-    for unlike in found:
-        by_hook.setdefault(unlike.hook, []).append(unlike)
-    held = [
-        f"hook ({hooks[n].describe()}): "
-        + ", ".join(f"the {u.name} of its editing function: {u.in_words()}" for u in unlike)
-        for n, unlike in by_hook.items()
-    ]
-    more = f"; and {len(held) - MAX_HOOKS} more hooks" if len(held) > MAX_HOOKS else ""
+def _explain(hooks: Sequence[HookFunction], mismatches: Sequence[Mismatch]) -> str:
+    by_hook: dict[int, list[str]] = {}
+    for m in mismatches:
+        by_hook.setdefault(m.hook, []).append(f"the {m.name} of its editing function: {m.in_words()}")
+    texts = [f"hook ({hooks[n].describe()}): {', '.join(found)}" for n, found in by_hook.items()]
+    more = f"; and {len(texts) - MAX_HOOKS} more hooks" if len(texts) > MAX_HOOKS else ""
     return (
-        f"editing functions have other code on some ranks: {'; '.join(held[:MAX_HOOKS])}{more}; register the "
-        "same function on every rank; what is meant to differ can be a variable that it reads, declared by "
-        "@mf.rank_dependent"
+        f"editing functions have other code on some ranks: {'; '.join(texts[:MAX_HOOKS])}{more}; register "
+        "the same function on every rank; what is meant to differ can be a variable that it reads, declared "
+        "by @mf.rank_dependent"
     )

@@ -1,29 +1,28 @@
-"""Analysis of an editing function's bytecode and source without a call: arguments used, likely mistakes."""
+"""What the bytecode of an editing function tells: arguments it reads, what it calls, likely mistakes."""
 
 from __future__ import annotations
 
-import ast
+import builtins
 import dis
 import inspect
-import linecache
-import types
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
-from types import CodeType, FunctionType, MethodType
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron_flex.errors import FlexWarning
-from megatron_flex.runtime.edit_traits import traits_of
+from megatron_flex.runtime.edit_traits import changes_by_pass, traits_of
+
+# -- arguments ------------------------------------------------------------------------------------------
 
 INTROSPECTION = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
 STORE_OPCODES = {"STORE_FAST", "DELETE_FAST"}
-
-
-CONTEXT_ARGUMENT = 2  # index of `save_ctx` in an editing function's arguments
+MODULE_ARGUMENT, CONTEXT_ARGUMENT, MODULES_ARGUMENT = 0, 2, 3  # indices in an editing function's arguments
 
 
 def uses_context(edit: Any) -> bool:
@@ -64,9 +63,186 @@ def _reads_local(code: CodeType, name: str) -> bool:
     )
 
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+def unwrap_function(edit: Any) -> FunctionType | None:
+    """The Python function inside a partial, a bound method, a module or another callable object."""
+    while isinstance(edit, partial) or "function" in getattr(edit, "__dict__", ()):
+        edit = edit.func if isinstance(edit, partial) else vars(edit)["function"]
+    if isinstance(edit, nn.Module):
+        edit = edit.forward
+    elif not isinstance(edit, (FunctionType, MethodType)):
+        edit = getattr(type(edit), "__call__", edit)  # noqa: B004
+    edit = getattr(edit, "__func__", edit)
+    return edit if isinstance(edit, FunctionType) else None
+
+
+# -- what a function calls ------------------------------------------------------------------------------
+
+Instructions = list[dis.Instruction]
+UNRESOLVED = object()
+
+
+class Reference(NamedTuple):
+    """A name in the bytecode, with its value if it is a variable, or an attribute of a module."""
+
+    name: str
+    value: Any
+    line: int
+
+
+@lru_cache(maxsize=512)
+def _read_instructions(code: CodeType) -> Instructions:
+    return [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+
+
+def _references(function: FunctionType) -> Iterator[Reference]:
+    """The variables and attributes that a function reads, modules apart."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    owner: Any = UNRESOLVED
+    for step in _read_instructions(function.__code__):
+        name, line = step.argval, (step.positions.lineno if step.positions else None) or 0
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            owner = function.__globals__.get(name, getattr(builtins, name, UNRESOLVED))
+        elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+            owner = _cell_value(cells[name]) if name in cells else UNRESOLVED
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            owner = getattr(owner, name, UNRESOLVED) if isinstance(owner, ModuleType) else UNRESOLVED
+        else:
+            if step.opname not in ("PUSH_NULL", "EXTENDED_ARG"):
+                owner = UNRESOLVED
+            continue
+        if not isinstance(owner, ModuleType):
+            yield Reference(name, owner, line)
+
+
+def _cell_value(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return UNRESOLVED
+
+
+# Opcodes that write to other objects, run other code, or leave the function with anything but a tensor.
+EFFECTS: tuple[str, ...] = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_ATTR")
+EFFECTS += ("DELETE_SUBSCR", "IMPORT_", "MAKE_FUNCTION", "LOAD_BUILD_CLASS", "YIELD_VALUE")
+EFFECTS += ("RETURN_GENERATOR", "LOAD_SUPER_ATTR")
+COMPUTING = {"len", "range", "min", "max", "abs", "sum", "int", "float", "bool", "tuple", "list", "slice"}
+COMPUTING |= {"enumerate", "zip", "isinstance", "reversed", "round"}  # builtins
+COMPUTING |= {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "T", "mT", "H", "mH"}
+COMPUTING |= {"tolist", "half", "bfloat16", "double", "long"}
+# Operators, of torch and of its scripts, with other effects.
+OTHERS = {"backward", "retain_grad", "requires_grad_", "set_", "set_grad_enabled", "save"}
+OTHERS |= {"seed", "manual_seed", "initial_seed", "Generator"}
+MODULES = (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, torch.functional)
+NUMBERS = (int, float, complex, str, bytes, type(None), type(Ellipsis), slice, torch.dtype, torch.device)
+RANDOM_BY_NAME = {"fractional_max_pool2d", "fractional_max_pool3d"}  # that draw samples for an operator
+RANDOM_BY_NAME |= {f"{name}_with_indices" for name in RANDOM_BY_NAME}
+
+
+class Operators(NamedTuple):
+    """What a function calls that calls nothing but operators of torch, and reads nothing but constants.
+
+    Attributes:
+        names: the operators.
+        constants: whether it reads tensors besides its input.
+        in_place: whether it writes to tensors.
+    """
+
+    names: frozenset[str]
+    constants: bool
+    in_place: bool
+
+
+def read_operators(edit: Any) -> Operators | None:
+    """Read what an editing function calls; None if it may do anything else.
+
+    A function is read as it is now; later changes of what its names refer to are not seen.
+    """
+    bound: list[Any] = []
+    function, shift = edit, 0
+    while isinstance(function, partial) or "function" in getattr(function, "__dict__", ()):
+        if isinstance(function, partial):
+            bound += [*function.args, *function.keywords.values()]
+            shift += len(function.args)
+        function = function.func if isinstance(function, partial) else vars(function)["function"]
+    if not isinstance(function, FunctionType):
+        return None
+    bound += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if any(uses_argument(function, n + shift) for n in (MODULE_ARGUMENT, CONTEXT_ARGUMENT, MODULES_ARGUMENT)):
+        return None
+    steps = _read_instructions(function.__code__)
+    if any(s.opname.startswith(EFFECTS) for s in steps) or _loops_freely(steps):
+        return None
+    names: set[str] = set()
+    for reference in _references(function):
+        if reference.value is UNRESOLVED or callable(reference.value):
+            name = getattr(reference.value, "__name__", reference.name)
+            if not _is_operator(name, reference):
+                return None
+            names.add(name)
+        else:
+            bound.append(reference.value)
+    if not all(isinstance(b, (Tensor, *NUMBERS)) or _is_numbers(b) for b in bound):
+        return None
+    keywords = [s.argval for s in steps if s.opname in ("KW_NAMES", "LOAD_CONST") and type(s.argval) is tuple]
+    writes = any(n.endswith("_") for n in names) or any({"out", "inplace"} & {*map(str, k)} for k in keywords)
+    writes |= any(s.opname == "STORE_SUBSCR" or (s.opname == "BINARY_OP" and "=" in s.argrepr) for s in steps)
+    return Operators(frozenset(names), any(isinstance(b, Tensor) for b in bound), writes)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, NUMBERS) for v in value)
+
+
+def _loops_freely(steps: Instructions) -> bool:
+    """Whether there is a loop that does not iterate, which may never end."""
+    heads = {s.offset for s in steps if s.opname == "FOR_ITER"}
+    return any("JUMP_BACKWARD" in s.opname and s.argval not in heads for s in steps)
+
+
+def _is_operator(name: str, reference: Reference) -> bool:
+    value, known = reference.value, name in COMPUTING
+    known = known or (hasattr(torch.ops.aten, name) and name not in OTHERS)
+    if value is UNRESOLVED:
+        return known and (name in COMPUTING or hasattr(Tensor, name))
+    home = getattr(value, "__module__", "") or ""
+    if home in ("builtins", "math"):
+        error = isinstance(value, type) and issubclass(value, Exception)
+        return error or name in COMPUTING or getattr(math, name, None) is value
+    return known and any(vars(m).get(n) is value for m in MODULES for n in (name, reference.name))
+
+
+def draws_random_numbers(edit: Callable[..., Any]) -> bool:
+    """Whether an editing function may draw random numbers: it declares it, or the tags of operators tell."""
+    declared = traits_of(edit).uses_random_numbers
+    if declared is not None:
+        return declared
+    if changes_by_pass(edit):
+        return True
+    called = read_operators(edit)
+    return called is None or any(_may_draw(name) for name in called.names - COMPUTING)
+
+
+def _may_draw(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name in RANDOM_BY_NAME:
+        return not hasattr(math, name) and not name.endswith(("Error", "Exception"))
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def computes_only(edit: Callable[..., Any]) -> bool:
+    """Whether a call has no effect but its result, which depends on the tensor alone."""
+    called = read_operators(edit)
+    return called is not None and not (called.in_place and called.constants)
+
+
+# -- likely mistakes ------------------------------------------------------------------------------------
+
+ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
+ENDS |= {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+NO_TENSOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 SYNCHRONIZING = {"item", "tolist", "cpu", "numpy"}  # methods that synchronize host and device
-METADATA = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad"}
+SYNCHRONIZES = "makes the host wait for the GPU at each microbatch; compute with tensors, or read with a hook"
 COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced", "all_reduce"),
     *("all_gather_single", "reduce_scatter_single"),
@@ -76,131 +252,70 @@ COLLECTIVES = {
 }
 
 
-class SourceFinding(NamedTuple):
-    """A finding, and its line in the source."""
+class Mistake(NamedTuple):
+    """A likely mistake, and its line in the source."""
 
     text: str
     line: int
 
 
-@dataclass(frozen=True)
-class FunctionSource:
-    """The source of an editing function.
-
-    Attributes:
-        node: its syntax tree.
-        file: its file.
-        inputs: the name of its tensor argument; empty if arguments are collected by `*args`.
-        arguments: the names of its other arguments, without those that have a default or bound value.
-        names: the values of its free names, and of arguments with a default or bound value.
-    """
-
-    node: Function
-    file: str
-    inputs: str
-    arguments: frozenset[str]
-    names: dict[str, Any]
-
-    @property
-    def body(self) -> list[ast.stmt]:
-        """Its statements; for a lambda, a return of its expression."""
-        if isinstance(self.node, ast.Lambda):
-            value = self.node.body
-            return [ast.Return(value, lineno=value.lineno, col_offset=value.col_offset)]
-        return self.node.body
-
-
-def read_source(edit: Callable[..., Any]) -> FunctionSource | None:
-    """The source of an editing function, if it is Python code in a readable file."""
-    function = unwrap_function(edit)
-    if function is None:
-        return None
-    node = _find_node(function.__code__)
-    if node is None:
-        return None
-    places, defaults = _read_arguments(edit)
-    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals, **defaults}
-    inputs = places[1] if len(places) == 4 else ""
-    others = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} - {inputs} - defaults.keys()
-    return FunctionSource(node, function.__code__.co_filename, inputs, frozenset(others), names)
-
-
-def unwrap_function(edit: Callable[..., Any]) -> types.FunctionType | None:
-    """The Python function inside a partial, a bound method, a module or another callable object."""
-    while isinstance(edit, partial) or "function" in getattr(edit, "__dict__", ()):
-        edit = edit.func if isinstance(edit, partial) else vars(edit)["function"]
-    if isinstance(edit, nn.Module):
-        edit = edit.forward
-    elif not isinstance(edit, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        edit = getattr(type(edit), "__call__", edit)  # noqa: B004
-    edit = getattr(edit, "__func__", edit)
-    return edit if isinstance(edit, types.FunctionType) else None
-
-
-def _read_arguments(edit: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """The names of the four arguments, if each has one, and the values of the others."""
-    called = edit.forward if isinstance(edit, nn.Module) else edit
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        found = list(inspect.signature(called).parameters.values())
-    except (TypeError, ValueError):
-        return [], {}
-    places = [p.name for p in found if p.kind in positional][:4]
-    set_already = {p.name: p.default for p in found if p.default is not p.empty and p.name not in places}
-    return places, set_already
-
-
-@cache
-def _parse_file(file: str, size: int) -> list[Function]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return [n for n in ast.walk(tree) if isinstance(n, Function)]
-
-
-def _find_node(code: types.CodeType) -> Function | None:
-    """Find the syntax tree that a code object was compiled from."""
-    lines = linecache.getlines(code.co_filename)
-    first, spans = code.co_firstlineno, [p for p in code.co_positions() if p[0] and p[2] is not None]
-    found: list[Function] = []
-    for node in _parse_file(code.co_filename, len(lines)):
-        if isinstance(node, ast.Lambda):
-            inside = [
-                (p[0] or 0, p[2] or 0) >= (node.lineno, node.col_offset)
-                and (p[1] or 0, p[3] or 0) <= (node.end_lineno or 0, node.end_col_offset or 0)
-                for p in spans
-                if p[0] != p[1] or p[2] != p[3]
-            ]
-            fits = code.co_name == "<lambda>" and node.lineno == first and all(inside)
-        else:
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            fits = code.co_name == node.name and start == first
-        if fits:
-            found.append(node)
-    return found[-1] if found else None  # the innermost of nested lambdas
-
-
-# -- findings ----------------------------------------------------------------------------------------
-
-
-def find_mistakes(source: FunctionSource, on_gpu: bool, once: bool) -> list[SourceFinding]:
+def find_mistakes(function: FunctionType, on_gpu: bool, once: bool) -> list[Mistake]:
     """Find likely mistakes.
 
     Args:
-        source: the source of the editing function.
+        function: the editing function.
         on_gpu: whether the model is on a device with asynchronous execution.
         once: whether one rank runs the function for all.
     """
-    found = [*_find_bad_returns(source)]
-    if on_gpu:
-        found += _find_synchronizations(source)
-    found += _find_collectives(source, once)
+    code = function.__code__
+    if code.co_flags & NO_TENSOR:
+        text = "it is a generator or coroutine and returns no tensor; return one"
+        found = [Mistake(text, code.co_firstlineno)]
+    else:
+        text = "it can return None here; return a tensor on every path"
+        found = [Mistake(text, line) for line in none_lines(code)]
+    why = "only one rank runs it, so the others never come"
+    if not once:
+        why = "if not every rank comes here, the others wait for ever"
+    for name, value, line in _references(function):
+        home = getattr(value, "__module__", "") or ""
+        if value is UNRESOLVED and name in SYNCHRONIZING and on_gpu:
+            found.append(Mistake(f".{name}() {SYNCHRONIZES}", line))
+        elif name in COLLECTIVES and home.startswith("torch.distributed"):
+            text = f"torch.distributed.{name}() in an edit: {why}; the tensor is whole already"
+            found.append(Mistake(text, line))
     return found
 
 
+def none_lines(code: CodeType) -> list[int]:
+    """The lines that may return None: the instructions that can be reached, and return it."""
+    steps = _read_instructions(code)
+    index = {s.offset: n for n, s in enumerate(steps)}
+    entries = vars(dis.Bytecode(code))["exception_entries"]
+    handlers = [(e.start, e.end, index[e.target]) for e in entries]
+    # A context manager could suppress an error; nearly none does.
+    handlers = [h for h in handlers if "WITH_EXCEPT_START" not in {s.opname for s in steps[h[2] : h[2] + 2]}]
+    lines, reached, todo = set[int](), set[int](), [0]
+    while todo:
+        n = todo.pop()
+        if n in reached:
+            continue
+        reached.add(n)
+        step = steps[n]
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            todo.append(index[step.argval])
+        todo += [target for start, end, target in handlers if start <= step.offset < end]
+        if step.opname not in ENDS:
+            todo.append(n + 1)
+        loaded = steps[n - 1] if step.opname == "RETURN_VALUE" else step
+        constant = loaded.opname in ("RETURN_CONST", "LOAD_CONST") and step.opname.startswith("RETURN")
+        if constant and loaded.argval is None:
+            lines.add((step.positions.lineno if step.positions else None) or code.co_firstlineno)
+    return sorted(lines)
+
+
 def warn_of_mistakes(edit: Callable[..., Any], name: Callable[[], str], on_gpu: bool, once: bool) -> None:
-    """Warn of likely mistakes in an editing function's source, at their lines.
+    """Warn of likely mistakes in an editing function, at their lines.
 
     Args:
         edit: the function.
@@ -208,141 +323,8 @@ def warn_of_mistakes(edit: Callable[..., Any], name: Callable[[], str], on_gpu: 
         on_gpu: as in `find_mistakes`.
         once: as in `find_mistakes`.
     """
-    source = read_source(edit)
-    for finding in find_mistakes(source, on_gpu, once) if source else ():
-        assert source is not None
-        warnings.warn_explicit(f"hook ({name()}): {finding.text}", FlexWarning, source.file, finding.line)
-
-
-def walk_statements(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes that run with these statements; without the bodies of nested functions."""
-    todo: list[ast.AST] = list(nodes)
-    while todo:
-        node = todo.pop()
-        yield node
-        if not isinstance(node, (*Function.__args__, ast.ClassDef)):
-            todo += ast.iter_child_nodes(node)
-
-
-def _find_bad_returns(source: FunctionSource) -> Iterator[SourceFinding]:
-    inside = list(walk_statements(source.body))
-    if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in inside) or isinstance(
-        source.node, ast.AsyncFunctionDef
-    ):
-        yield SourceFinding(
-            "it is a generator or coroutine and returns no tensor; return one", source.node.lineno
-        )
-        return
-    for node in inside:
-        if isinstance(node, ast.Return) and _may_be_none(node.value):
-            yield SourceFinding("it can return None here; return a tensor on every path", node.lineno)
-    if not _always_returns(source.body):
-        last = source.body[-1]
-        yield SourceFinding(
-            "it can end without a return, which is None; return a tensor on every path", last.lineno
-        )
-
-
-def _may_be_none(value: ast.expr | None) -> bool:
-    if isinstance(value, ast.IfExp):
-        return _may_be_none(value.body) or _may_be_none(value.orelse)
-    return value is None or (isinstance(value, ast.Constant) and value.value is None)
-
-
-def _always_returns(body: list[ast.stmt]) -> bool:
-    """Whether these statements never continue past their end."""
-    for node in body:
-        if isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
-            return True
-        if isinstance(node, ast.If) and _always_returns(node.body) and _always_returns(node.orelse):
-            return True
-        if isinstance(node, (ast.With, ast.AsyncWith)) and _always_returns(node.body):
-            return True
-        if isinstance(node, (ast.Try, ast.TryStar)):
-            through = _always_returns([*node.body, *node.orelse]) and all(
-                _always_returns(h.body) for h in node.handlers
-            )
-            if through or _always_returns(node.finalbody):
-                return True
-        if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
-            return not any(isinstance(n, ast.Break) for n in walk_statements(node.body))
-        if isinstance(node, ast.Match) and _match_returns(node):
-            return True
-    return False
-
-
-def _match_returns(node: ast.Match) -> bool:
-    last = node.cases[-1]
-    anything = isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and last.guard is None
-    return anything and all(_always_returns(c.body) for c in node.cases)
-
-
-def find_derived_names(source: FunctionSource) -> set[str]:
-    """The names of values that the source computes from the tensor."""
-    found = {source.inputs} if source.inputs else set()
-    for _ in range(3):  # a loop may use a name before its assignment
-        for node in walk_statements(source.body):
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
-                targets = [node.target]
-            value = getattr(node, "value", None)
-            if targets and value is not None and is_derived(value, found):
-                found |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-    return found
-
-
-def is_derived(node: ast.AST, names: set[str]) -> bool:
-    """Whether the value of an expression is the content of a tensor, and not its shape or other metadata."""
-    if isinstance(node, ast.Name):
-        return node.id in names
-    if isinstance(node, ast.Attribute) and node.attr in METADATA | SYNCHRONIZING:
-        return False
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("len", "isinstance", "type", "id"):
-        return False
-    if isinstance(node, ast.Compare) and any(isinstance(o, (ast.Is, ast.IsNot)) for o in node.ops):
-        return False
-    return any(is_derived(child, names) for child in ast.iter_child_nodes(node))
-
-
-def _find_synchronizations(source: FunctionSource) -> Iterator[SourceFinding]:
-    names = find_derived_names(source)
-    advice = "makes the host wait for the GPU at each microbatch; compute with tensors, or read with a hook"
-    for node in walk_statements(source.body):
-        if isinstance(node, ast.Call):
-            name, of = getattr(node.func, "id", ""), node.args
-            method, owner = getattr(node.func, "attr", ""), getattr(node.func, "value", None)
-            if method in SYNCHRONIZING and owner is not None and is_derived(owner, names):
-                yield SourceFinding(f".{method}() {advice}", node.lineno)
-            elif name in ("print", "bool", "int", "float", "str") and any(is_derived(a, names) for a in of):
-                yield SourceFinding(f"{name}() of a tensor {advice}", node.lineno)
-        elif isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) and is_derived(node.test, names):
-            yield SourceFinding(f"a decision on a tensor's content {advice}", node.lineno)
-
-
-def _find_collectives(source: FunctionSource, once: bool) -> Iterator[SourceFinding]:
-    for node in walk_statements(source.body):
-        if not isinstance(node, ast.Call):
-            continue
-        found = resolve_dotted_name(node.func, source.names)
-        name, home = getattr(found, "__name__", ""), getattr(found, "__module__", "") or ""
-        if name in COLLECTIVES and home.startswith("torch.distributed"):
-            why = (
-                "only one rank runs it, so the others never come"
-                if once
-                else "if not every rank comes here, the others wait for ever"
-            )
-            yield SourceFinding(
-                f"torch.distributed.{name}() in an edit: {why}; the tensor is whole already", node.lineno
-            )
-
-
-def resolve_dotted_name(node: ast.AST, names: dict[str, Any]) -> Any:
-    """Resolve a dotted name in modules and their attributes; else None."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = resolve_dotted_name(node.value, names)
-        return getattr(owner, node.attr, None) if isinstance(owner, types.ModuleType) else None
-    return None
+    function = unwrap_function(edit)
+    for text, line in [] if function is None else find_mistakes(function, on_gpu, once):
+        assert function is not None
+        place = function.__code__.co_filename, line
+        warnings.warn_explicit(f"hook ({name()}): {text}", FlexWarning, *place)

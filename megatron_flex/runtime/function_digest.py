@@ -1,4 +1,4 @@
-"""The traits of an editing function that should be the same on every rank: its code, and the values it reads.
+"""What should be the same on every rank of an editing function: its code, and the values that it reads.
 
 Compared are bytecode, constants, names and defaults. The location of the code is not compared: the file and
 the line, the address of an object, the path of a file and the state of a random generator may differ between
@@ -11,24 +11,19 @@ import dis
 import hashlib
 import inspect
 import os
-import random
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import lru_cache, partial
-from math import prod
 from pathlib import PurePath
 from types import (
-    BuiltinFunctionType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,9 +34,9 @@ from megatron_flex.errors import HookError
 from megatron_flex.runtime.edit_traits import traits_of
 
 MAX_VALUES = 64  # values of a function that are compared one by one
-MAX_DEPTH = 6  # nesting of containers
+MAX_DEPTH = 5  # nesting of containers
 MAX_FUNCTION_LEVELS = 2  # nesting of functions in functions
-MAX_ITEMS = 256  # entries of a container that are compared
+MAX_ITEMS = 64  # entries of a container that are compared
 MAX_SAMPLE = 64  # entries of a tensor that are compared, evenly spread
 MAX_CHARACTERS = 60  # characters of a value
 MARK = "rank_dependent"
@@ -50,16 +45,11 @@ LIBRARIES = {"torch", "megatron", "megatron_flex", "numpy", *sys.stdlib_module_n
     "builtins",
     "__main__",
 }
-SCALARS = (bool, int, float, complex, bytes, type(None), type(Ellipsis), slice, range)
-TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.Size)
-BRACKETS: dict[type, tuple[str, str]] = {
-    list: ("[", "]"),
-    tuple: ("(", ")"),
-    set: ("{", "}"),
-    dict: ("{", "}"),
-}
-GENERATORS = (torch.Generator, random.Random)
-RECORDS = (SimpleNamespace, Namespace)  # of the standard library, with attributes of a person's
+SCALARS: tuple[type, ...] = (str, bool, int, float, complex, bytes, type(None), type(Ellipsis), slice, range)
+SCALARS += (torch.dtype, torch.layout, torch.memory_format, torch.Size)
+CONTAINERS = (list, tuple, set, frozenset, dict)
+BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")")}
+ABSENT = object()
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
@@ -103,65 +93,54 @@ def rank_dependent(*names: str) -> Callable[[Marked], Marked]:
     return mark
 
 
-class Trait(NamedTuple):
-    """A compared property.
-
-    Attributes:
-        name: the name, such as `constants` or `closure variable 'scale'`.
-        digest: equal on two ranks if the property is the same.
-        shown: a short text of the value.
-    """
-
-    name: str
-    digest: str
-    shown: str
-
-
 class FunctionDigest(NamedTuple):
-    """The compared traits of an editing function.
+    """What ranks compare of an editing function: texts by name, which differ where the function does.
 
     Attributes:
-        code: traits that must be the same.
-        values: traits that should be the same.
+        code: texts that must be the same.
+        values: texts that should be the same.
     """
 
-    code: tuple[Trait, ...]
-    values: tuple[Trait, ...]
+    code: dict[str, str]
+    values: dict[str, str]
 
 
-def digest_function(edit: Callable[..., Any], own: AbstractSet[int] = frozenset()) -> FunctionDigest:
+def digest_function(edit: Callable[..., Any], model_ids: AbstractSet[int] = frozenset()) -> FunctionDigest:
     """Make the digest of an editing function. The function is not called, and no device is synchronized.
 
     Args:
         edit: the function, a partial, a method, a module or another callable object. For one that declares
             `user_functions` the digest is that of these functions.
-        own: modules and parameters of the model, by id: ranks hold different shards, which are not compared.
+        model_ids: modules and parameters of the model, by id: ranks hold different shards, which are not
+            compared.
     """
-    reader = _TraitReader(own)
-    reader.written(edit)
+    reader = _FunctionReader(model_ids)
+    reader.read(edit)
     values = reader.values
     if len(values) > MAX_VALUES:
-        rest = digest_text("".join(f"{t.name}{t.digest}" for t in values[MAX_VALUES:]))
-        values = [*values[:MAX_VALUES], Trait("one of its further values", rest, f"#{rest[:6]}")]
-    return FunctionDigest(tuple(reader.code), tuple(values))
+        items = [*values.items()]
+        values = dict(items[:MAX_VALUES]) | {
+            "one of its further values": shorten(repr(items[MAX_VALUES:]), 0)
+        }
+    return FunctionDigest(reader.code, values)
 
 
-class _TraitReader:
-    """Collects the traits of functions.
+class _FunctionReader:
+    """Reads the facts of a function, and of the functions that it refers to.
 
     Args:
-        own: objects of the model, by id.
+        model_ids: objects of the model, by id.
         level: the nesting depth of the functions.
     """
 
-    def __init__(self, own: AbstractSet[int], level: int = 0) -> None:
-        self.code: list[Trait] = []
-        self.values: list[Trait] = []
-        self._own, self._level = own, level
+    def __init__(self, model_ids: AbstractSet[int], level: int = 0) -> None:
+        self.code: dict[str, str] = {}
+        self.values: dict[str, str] = {}
+        self._model_ids, self._level = model_ids, level
         self._allowed: frozenset[str] = frozenset()
         self._seen: set[int] = set()
 
-    def written(self, edit: Any) -> None:
+    def read(self, edit: Any) -> None:
         """Read the user's functions inside the package's wrappers."""
         inside = traits_of(edit).user_functions
         if inside is None:
@@ -169,7 +148,7 @@ class _TraitReader:
             return
         self._allowed |= getattr(edit, MARK, frozenset())
         for function in inside:
-            self.written(function)
+            self.read(function)
 
     def _function(self, function: Any) -> None:
         if id(function) in self._seen:
@@ -177,228 +156,166 @@ class _TraitReader:
         self._seen.add(id(function))
         self._allowed |= getattr(function, MARK, frozenset())
         if isinstance(function, partial):
-            names = _parameters(function.func)
-            for i, value in enumerate(function.args):
-                self._value("argument", names[i] if i < len(names) else str(i), value)
-            for name, value in function.keywords.items():
+            try:
+                names = list(inspect.signature(function.func).parameters)
+            except (TypeError, ValueError):  # a builtin without a signature
+                names = []
+            bound = {names[n] if n < len(names) else str(n): value for n, value in enumerate(function.args)}
+            for name, value in (bound | function.keywords).items():
                 self._value("argument", name, value)
             self._function(function.func)
         elif isinstance(function, MethodType):
             self._allowed |= getattr(function.__func__, MARK, frozenset())
             self._object(function.__self__, function.__func__)
         elif isinstance(function, FunctionType):
-            wrapped = getattr(function, "__wrapped__", None)
-            if wrapped is not None:
-                self._function(wrapped)
-            self._code_of([function])
-            self._reads(function, wrapped)
-        elif _is_persons(type(function)):
+            self._code([function])
+            self._variables(function)
+        elif _runs_user_code(type(function)):
             self._object(function, _entry(type(function)))
         elif isinstance(getattr(function, "__wrapped__", None), FunctionType):  # functools.cache
             self._function(function.__wrapped__)
         else:
-            self._strict("function", _named(function), _named(function))
+            self._add(self.code, "function", _name(function))
 
     def _object(self, owner: Any, entry: Any) -> None:
-        """Read a callable object, or the object of a method: the class code that runs, and the attributes it
-        reads.
-        """
+        """Read the methods that run of an object, and the attributes that they read."""
         kind = owner if isinstance(owner, type) else type(owner)
         self._allowed |= getattr(owner, MARK, frozenset())
         if not isinstance(entry, FunctionType):
-            self._strict("function", _named(entry), _named(entry))
+            self._add(self.code, "function", _name(entry))
             return
-        functions, read = _reached(kind, entry)
-        self._code_of(functions)
+        functions, names = _find_methods(kind, entry)
+        self._code(functions)
         if isinstance(owner, nn.Module):
             for name, value in [*owner._parameters.items(), *owner._buffers.items(), *owner._modules.items()]:
                 self._value("attribute", name, value)
-        for name in sorted(read):
-            found, value = _attribute(owner, name)
-            if found:
+        for name in sorted(names):
+            value = _attribute(owner, name)
+            if value is not ABSENT:
                 self._value("attribute", name, value)
         for function in functions:
-            self._reads(function)
+            self._variables(function)
 
-    def _reads(self, function: FunctionType, wrapped: Any = None) -> None:
+    def _variables(self, function: FunctionType) -> None:
         """Read the variables that a function uses."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            if name != "__class__" and (wrapped is None or value is not wrapped):
+            if name != "__class__":
                 self._value("closure variable", name, value)
-                self._attributes_read(function, name, value)
         for name in _globals_read(function.__code__):
             value = function.__globals__.get(name, function)
             beside = isinstance(value, FunctionType) and value.__globals__ is function.__globals__
-            if value is not function and (beside or _is_simple(value)):
+            if value is not function and (beside or isinstance(value, (Tensor, Enum, *CONTAINERS, *SCALARS))):
                 self._value("global", name, value)
-            else:
-                self._attributes_read(function, name, value)
 
-    def _attributes_read(self, function: FunctionType, name: str, value: Any) -> None:
-        """Read the attributes of an object, such as a person's settings, that a function names.
-
-        Others are not compared: settings of a framework have the rank too.
-        """
-        library = type(value).__module__.partition(".")[0] in LIBRARIES and type(value) not in RECORDS
-        if (
-            name in self._allowed
-            or library
-            or isinstance(value, (type, nn.Module))
-            or _is_persons(type(value))
-        ):
-            return
-        names = {n for c in _nested(function.__code__) for n in c.co_names}
-        for attribute in sorted(names & getattr(value, "__dict__", {}).keys()):
-            self._value("attribute", f"{name}.{attribute}", value.__dict__[attribute])
-
-    def _code_of(self, functions: Sequence[FunctionType]) -> None:
-        """Read the code of several functions together, which must be the same."""
+    def _code(self, functions: Sequence[FunctionType]) -> None:
+        """Read the code of several functions together."""
         codes = [c for f in functions for c in _nested(f.__code__)]
-        counts = [(c.co_argcount, c.co_posonlyargcount, c.co_kwonlyargcount, c.co_flags) for c in codes]
-        bytecode = repr([(c.co_code, c.co_exceptiontable) for c in codes] + counts)
-        self._strict("bytecode", bytecode, f"#{digest_text(bytecode)[:6]}")
+        bytecode = [(c.co_code, c.co_exceptiontable, c.co_flags) for c in codes]
+        counts = [(c.co_argcount, c.co_posonlyargcount, c.co_kwonlyargcount) for c in codes]
+        self._add(self.code, "bytecode", shorten(repr((bytecode, counts)), 0))
         names = [(*c.co_names, *c.co_varnames, *c.co_freevars, *c.co_cellvars) for c in codes]
-        self._strict("names", repr(names), ", ".join(n for ns in names for n in ns))
-        constants = [self._described(k) for c in codes for k in c.co_consts if not isinstance(k, CodeType)]
-        self._strict("constants", repr([t for t, _ in constants]), ", ".join(s for _, s in constants))
-        given = [(n, v) for f in functions for n, v in _defaults(f) if n not in self._allowed]
-        defaults = [(n, *self._described(v)) for n, v in given]
-        self._strict(
-            "defaults", repr([d[:2] for d in defaults]), ", ".join(f"{n}={s}" for n, _, s in defaults)
-        )
+        self._add(self.code, "names", ", ".join(n for ns in names for n in ns))
+        constants = [k for c in codes for k in c.co_consts if not isinstance(k, CodeType)]
+        self._add(self.code, "constants", ", ".join(map(self._describe, constants)))
+        defaults = [(n, v) for f in functions for n, v in _defaults(f) if n not in self._allowed]
+        self._add(self.code, "defaults", ", ".join(f"{n}={self._describe(v)}" for n, v in defaults))
 
-    def _strict(self, name: str, content: str, shown: str) -> None:
-        self.code.append(Trait(name, digest_text(content), _short(shown)))
+    def _add(self, facts: dict[str, str], name: str, text: str) -> None:
+        while name in facts:
+            name += "'"
+        facts[name] = shorten(text)
 
     def _value(self, kind: str, name: str, value: Any) -> None:
         if name in self._allowed or len(self.values) > 4 * MAX_VALUES:
             return
-        inside = self._inside(value)
-        if inside is not None:
-            content = repr(inside.code)
-            self.values.append(Trait(f"{kind} {name!r}", digest_text(content), _coded(value, content)))
-            self.values += [t._replace(name=f"{t.name} of {name!r}") for t in inside.values]
+        nested = self._read_nested(value)
+        if nested is not None:
+            self._add(self.values, f"{kind} {name!r}", f"{_name(value, 40)} {shorten(repr(nested.code), 0)}")
+            for inner, text in nested.values.items():
+                self._add(self.values, f"{inner} of {name!r}", text)
             return
         try:
-            content, shown = self._described(value)
+            text = self._describe(value)
         except Exception:  # an error of the user's class must not stop one rank alone
-            content, shown = _named(type(value)), f"an object of {_named(type(value))}"
-        self.values.append(Trait(f"{kind} {name!r}", digest_text(content), _short(shown)))
+            text = f"an object of {_name(type(value))}"
+        self._add(self.values, f"{kind} {name!r}", text)
 
-    # -- values ------------------------------------------------------------------------------------------
-
-    def _described(self, value: Any, depth: int = 0) -> tuple[str, str]:
-        """The digest of a value, and the value as text."""
-        kind = type(value).__name__
-        if isinstance(value, Enum):
-            return (f"{_named(type(value))}.{value.name}",) * 2
-        if isinstance(value, PurePath) or (isinstance(value, str) and os.path.isabs(value)):
-            return "path", "a path"
-        if isinstance(value, (str, *SCALARS)):
-            return f"{kind}:{value!r}", repr(value)
-        if isinstance(value, TORCH_TYPES):
-            return repr(value), repr(value)
-        if isinstance(value, torch.device):
-            return f"device {value.type}", value.type
-        if isinstance(value, GENERATORS):
-            return kind, f"a {kind}"
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if depth < MAX_DEPTH and isinstance(value, (list, tuple, set, frozenset, dict)):
-            return self._container(value, depth + 1)
-        inside = self._inside(value)
-        if inside is not None:
-            content = repr([*inside.code, *inside.values])
-            return content, _coded(value, content)
-        if hasattr(value, "__array_interface__") and hasattr(value, "shape"):  # numpy arrays
-            return self._array(value)
-        code = (type, BuiltinFunctionType, FunctionType, MethodType)
-        name = _named(value) if isinstance(value, code) else _named(type(value))
-        return name, name if callable(value) else f"an object of {name}"
-
-    def _tensor(self, tensor: Tensor) -> tuple[str, str]:
-        if id(tensor) in self._own:
-            return "of the model", "a parameter of the model"
-        about = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.device.type != "cpu" or tensor.is_quantized:  # reading it would synchronize
-            return f"tensor {about}", f"tensor {about}"
-        sample = _sample(tensor)
-        return (
-            f"tensor {about} {sample}",
-            f"tensor {about} {sample[: MAX_CHARACTERS // 2]} #{digest_text(sample)[:6]}",
-        )
-
-    def _array(self, array: Any) -> tuple[str, str]:
-        about = f"{'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}"
-        if array.dtype.kind not in "biufc":
-            return f"array {about}", f"array {about}"
-        sample = repr(array[tuple(i.numpy() for i in _places(array.shape))].tolist()) if array.size else "[]"
-        return (
-            f"array {about} {sample}",
-            f"array {about} {sample[: MAX_CHARACTERS // 2]} #{digest_text(sample)[:6]}",
-        )
-
-    def _module(self, module: nn.Module) -> tuple[str, str]:
-        name = _named(type(module))
-        if any(id(one) in self._own for one in [*module.modules(), *module.parameters()]):
-            return "of the model", "a module of the model"
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        content = repr((name, len(tensors), [(n, self._tensor(t)[0]) for n, t in tensors[:MAX_VALUES]]))
-        return content, _coded(type(module), content)
-
-    def _container(self, value: Any, depth: int) -> tuple[str, str]:
-        items: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
-        found = [self._described(item, depth) for item in [*items][:MAX_ITEMS]]
-        if isinstance(value, (set, frozenset, Mapping)):
-            found.sort()
-        shown = ", ".join(s for _, s in found)
-        opening, closing = BRACKETS.get(type(value)) or (f"{type(value).__name__}(", ")")
-        return f"{opening}{len(value)}: {[t for t, _ in found]}", f"{opening}{shown}{closing}"
-
-    def _inside(self, value: Any) -> _TraitReader | None:
-        """The reader for a value that is a function, or a callable object, of the user's code."""
-        if not isinstance(value, (FunctionType, MethodType, partial)) and not _is_persons(type(value)):
+    def _read_nested(self, value: Any) -> _FunctionReader | None:
+        """The reader of a value that is a function, or a callable object, of the user's code."""
+        if not isinstance(value, (FunctionType, MethodType, partial)) and not _runs_user_code(type(value)):
             return None
-        module = getattr(value, "__module__", None) or ""
-        library = module.partition(".")[0] in LIBRARIES and not isinstance(value, (partial, nn.Module))
-        if (
-            isinstance(value, nn.Module)
-            or library
-            or id(value) in self._seen
-            or self._level >= MAX_FUNCTION_LEVELS
-        ):
+        library = _is_library(getattr(value, "__module__", None) or "") and not isinstance(value, partial)
+        deep = self._level >= MAX_FUNCTION_LEVELS
+        if isinstance(value, nn.Module) or library or id(value) in self._seen or deep:
             return None
-        reader = _TraitReader(self._own, self._level + 1)
+        reader = _FunctionReader(self._model_ids, self._level + 1)
         reader._seen, reader._allowed = self._seen, self._allowed
-        reader.written(value)
+        reader.read(value)
         return reader
 
+    def _describe(self, value: Any, depth: int = 0) -> str:
+        """A value as text: the same for values that are the same on two ranks."""
+        kind = type(value)
+        if isinstance(value, Enum):
+            return f"{_name(kind)}.{value.name}"
+        if isinstance(value, PurePath) or (isinstance(value, str) and os.path.isabs(value)):
+            return "a path"
+        if isinstance(value, SCALARS):
+            return repr(value)
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, Tensor):
+            return "a parameter of the model" if id(value) in self._model_ids else _describe_tensor(value)
+        if isinstance(value, nn.Module):
+            if any(id(one) in self._model_ids for one in [*value.modules(), *value.parameters()]):
+                return "a module of the model"
+            tensors = [*value.named_parameters(), *value.named_buffers()][:MAX_VALUES]
+            return f"{_name(kind)} {shorten(repr([(n, _describe_tensor(t)) for n, t in tensors]), 0)}"
+        if depth < MAX_DEPTH and isinstance(value, CONTAINERS):
+            items: Iterable[Any] = value.items() if isinstance(value, dict) else value
+            texts = [self._describe(item, depth + 1) for item in [*items][:MAX_ITEMS]]
+            texts = texts if isinstance(value, (list, tuple)) else sorted(texts)
+            opening, closing = BRACKETS.get(kind, ("{", "}"))
+            more = f", … {len(value)}" if len(value) > MAX_ITEMS else ""
+            return f"{opening}{', '.join(texts)}{more}{closing}"
+        if hasattr(value, "__array_interface__") and hasattr(value, "shape"):  # a numpy array
+            return f"array {value.shape} {value.dtype}"
+        return _name(value) if callable(value) else f"an object of {_name(kind)}"
 
-def digest_text(content: str) -> str:
-    """A digest of a text that is the same in every process."""
-    return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+def _describe_tensor(tensor: Tensor) -> str:
+    """Shape and dtype, and on the CPU some entries, evenly spread from the first to the last."""
+    shape, dtype = "x".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype).removeprefix("torch.")
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.device.type != "cpu" or tensor.is_quantized or not tensor.numel():
+        return f"tensor {shape} {dtype}"  # reading it would synchronize
+    count = min(tensor.numel(), MAX_SAMPLE)
+    at = torch.linspace(0, tensor.numel() - 1, count, dtype=torch.float64).long()
+    places = torch.unravel_index(at, tensor.shape) if tensor.ndim else ()
+    return f"tensor {shape} {dtype} {tensor.detach()[places].resolve_conj().resolve_neg().tolist()}"
 
 
-def _short(text: str) -> str:
+def shorten(text: str, length: int = MAX_CHARACTERS) -> str:
+    """A text of bounded length, which ends with a digest where it does not fit."""
     text = " ".join(text.split())
-    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
+    if len(text) <= length:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+    return f"{text[: max(length - 11, 0)]}{'… ' if length else ''}#{digest}"
 
 
-def _coded(value: Any, content: str) -> str:
-    name = _named(value).rpartition("<locals>.")[2]
-    return f"{name[-MAX_CHARACTERS + 10 :]} #{digest_text(content)[:6]}"
-
-
-def _named(value: Any) -> str:
+def _name(value: Any, length: int = MAX_CHARACTERS) -> str:
     kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(kind, '__module__', '') or ''}.{kind.__qualname__}".removeprefix("builtins.").strip(".")
+    name = f"{getattr(kind, '__module__', '') or ''}.{kind.__qualname__}".removeprefix("builtins.").strip(".")
+    return name.rpartition("<locals>.")[2][-length:]
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
 
 
 def _entry(kind: type) -> Any:
@@ -407,36 +324,10 @@ def _entry(kind: type) -> Any:
     return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), None)
 
 
-def _is_persons(kind: type) -> bool:
+def _runs_user_code(kind: type) -> bool:
     """Whether calls of a class's objects run Python code of the user, or of a module."""
-    library = kind.__module__.partition(".")[0] in LIBRARIES and not issubclass(kind, nn.Module)
+    library = _is_library(kind.__module__) and not issubclass(kind, nn.Module)
     return not library and isinstance(_entry(kind), FunctionType)
-
-
-def _is_simple(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return depth < MAX_DEPTH and all(_is_simple(v, depth + 1) for v in [*value][:MAX_ITEMS])
-    if isinstance(value, dict):
-        return depth < MAX_DEPTH and all(
-            _is_simple(v, depth + 1) for kv in [*value.items()][:MAX_ITEMS] for v in kv
-        )
-    return isinstance(value, (str, Tensor, Enum, *SCALARS, *TORCH_TYPES))
-
-
-def _sample(tensor: Tensor) -> str:
-    """Some entries of a tensor, evenly spaced from the first to the last."""
-    if not tensor.numel():
-        return "[]"
-    return repr(tensor.detach()[_places(tensor.shape)].resolve_conj().resolve_neg().tolist())
-
-
-def _places(shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """The indices of evenly spaced entries of a tensor that is not empty."""
-    if not shape:
-        return ()
-    count = prod(shape)
-    places = sorted({i * (count - 1) // (MAX_SAMPLE - 1) for i in range(MAX_SAMPLE)})
-    return torch.unravel_index(torch.tensor(places), tuple(shape))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -448,13 +339,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=512)
 def _globals_read(code: CodeType) -> tuple[str, ...]:
-    names = (
-        i.argval
-        for c in _nested(code)
-        for i in dis.get_instructions(c)
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
-    return tuple(dict.fromkeys(names))
+    steps = (i for c in _nested(code) for i in dis.get_instructions(c))
+    return tuple(dict.fromkeys(i.argval for i in steps if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")))
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -463,37 +349,28 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _parameters(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return []
-
-
-def _reached(kind: type, entry: FunctionType) -> tuple[list[FunctionType], set[str]]:
+def _find_methods(kind: type, entry: FunctionType) -> tuple[list[FunctionType], set[str]]:
     """The methods that a method may call, itself first, and all names that they read."""
-    found, read, todo = [entry], set[str](), [entry]
+    methods, names, todo = [entry], set[str](), [entry]
     while todo:
-        for name in (n for c in _nested(todo.pop().__code__) for n in c.co_names if n not in read):
-            read.add(name)
+        for name in (n for c in _nested(todo.pop().__code__) for n in c.co_names if n not in names):
+            names.add(name)
             method = inspect.getattr_static(kind, name, None)
             method = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
-            ours = isinstance(method, FunctionType) and not (method.__module__ or "").startswith("torch.")
-            if isinstance(method, FunctionType) and ours and method not in found:
-                found.append(method)
+            if not isinstance(method, FunctionType) or (method.__module__ or "").startswith("torch."):
+                continue
+            if method not in methods:
+                methods.append(method)
                 todo.append(method)
-    return found, read
+    return methods, names
 
 
-def _attribute(owner: Any, name: str) -> tuple[bool, Any]:
-    """Get an object's attribute without running code of its class."""
-    try:
-        value = inspect.getattr_static(owner, name)
-    except AttributeError:
-        return False, None
+def _attribute(owner: Any, name: str) -> Any:
+    """An object's attribute, without running code of its class; ABSENT if there is none to compare."""
+    value = inspect.getattr_static(owner, name, ABSENT)
     if isinstance(value, MemberDescriptorType):  # a member of __slots__
-        return (True, getattr(owner, name)) if hasattr(owner, name) else (False, None)
+        return getattr(owner, name, ABSENT)
     unknown = (FunctionType, property, classmethod, staticmethod, ModuleType, GetSetDescriptorType)
     if name in getattr(owner, "__dict__", ()):  # the class attribute of that name is compared already
-        return True, value
-    return (False, None) if isinstance(value, unknown) else (True, value)
+        return value
+    return ABSENT if isinstance(value, unknown) else value

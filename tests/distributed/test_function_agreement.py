@@ -154,7 +154,7 @@ WARNED: dict[str, tuple[str, Any, str, str]] = {
 WRONG: dict[str, tuple[str, Callable[[int, Any], Any]]] = {
     "exec": ("constants", lambda r, model: compiled(PLAIN.format(2 + r))),
     "other steps": ("bytecode", lambda r, model: compiled(f"def edit(m, x, c, t): return x {'+*'[r]} 2")),
-    "names": ("names", lambda r, model: compiled(PLAIN.format(("len('a')", "int('a')")[r]))),
+    "names": ("names", lambda r, model: compiled(PLAIN.format(("len('12')", "int('12')")[r]))),
     "defaults": ("defaults", lambda r, model: compiled(f"def edit(m, x, c, t, k={r}): return x")),
     "lambda": ("constants", lambda r, model: compiled(f"edit = lambda m, x, c, t: x * {r}")),
     "nested": ("constants", lambda r, model: compiled(PLAIN.format(f"(lambda: {r})()"))),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
-from megatron_flex.runtime.debug.purity import draws_random_numbers
+from megatron_flex.runtime.function_analysis import draws_random_numbers
 from tests.unit.test_site_plan import constant, in_place, noisy, tripled
 
 
