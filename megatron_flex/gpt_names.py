@@ -130,6 +130,12 @@ class GptNames:
         theirs = STREAM_POINTS[number % 2].get(point or "output")
         return None if theirs is None else f"{layer}:{theirs}{rest}"
 
+    def index(self, names: Iterable[str]) -> dict[str, str]:
+        """These names by a GPTModel's, without those of which it has none; unchanged without renaming."""
+        if not self.renames:
+            return {name: name for name in names}
+        return {theirs: name for name in names if (theirs := self.to_gpt(name)) is not None}
+
     def to_model(self, name: str) -> str:
         """This model's name for a GPTModel's; a layer without a point is its output.
 

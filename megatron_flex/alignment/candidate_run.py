@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,9 @@ class CandidateRun:
     def __init__(self, flex: FlexModel, family: Family) -> None:
         self.session, self.names = flex.session, flex.interp.names
         self._gpt = self.session.sites.gpt_names
-        parameters = frozenset(self._by_table_name(self.session.parameter_index.sites))
+        parameters = frozenset(self._gpt.index(self.session.parameter_index.sites))
         own = {site.name: site for site in self.session.sites}
-        sites = {name: own[n] for name, n in self._by_table_name(own).items()}
+        sites = {name: own[n] for name, n in self._gpt.index(own).items()}
         self._own = {name: site.name for name, site in sites.items()}
         self.matches, self.uncompared = family.match(sites, parameters)
         self.weights = FullWeights(self.session, self.names)
@@ -88,12 +88,6 @@ class CandidateRun:
             else:
                 self._aliases[match.site] = alias
         self.matches = [m for m in self.matches if m.site in self._aliases]
-
-    def _by_table_name(self, names: Iterable[str]) -> dict[str, str]:
-        """The model's names by those of the table, which are a GPTModel's."""
-        if not self._gpt.renames:
-            return {name: name for name in names}
-        return {theirs: name for name in names if (theirs := self._gpt.to_gpt(name)) is not None}
 
     def _alias(self, site: Site, match: Match) -> Alias | str:
         """What to capture for a site; text where nothing can be."""

@@ -5,7 +5,7 @@ Names and axes are mapped when tensors are read; no file is converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from types import SimpleNamespace
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron_flex.alignment.alignment_result import Alignment
 from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
-from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor, take_part
+from megatron_flex.alignment.site_pairs import (
+    axis_sizes,
+    batch_first,
+    compared_pair,
+    reference_tensor,
+    take_part,
+)
 from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
 from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tolerance import Tolerances, read_precision
@@ -26,7 +32,6 @@ from megatron_flex.errors import DumpError, FlexError
 MEGATRON = "megatron-core"
 NOT_DUMPED = "the dump of {which} has no tensor there"
 NEEDS_BIAS = "Megatron adds {bias} after this site; dump that parameter, too"
-HEADS, GROUPS = ("num_attention_heads", "n_head"), ("num_key_value_heads",)
 
 
 def family_of_dump(dump: OpenDump) -> Family | None:
@@ -99,8 +104,8 @@ class _DumpAlignment:
                 f"{self.ours.iterations}; dump one that both have",
                 path=self.theirs.path,
             )
-        parameters = frozenset(self._by_table_name(self.ours.parameters))
-        self._own = self._by_table_name(self.ours.sites)
+        parameters = frozenset(self.ours.gpt_names.index(self.ours.parameters))
+        self._own = self.ours.gpt_names.index(self.ours.sites)
         matches, uncompared = self.family.match(self._own, parameters)
         precisions = [read_precision(dump.manifest) for dump in (self.ours, self.theirs)]
         tolerances = Tolerances(self.tolerance, [m.site for m in matches], precisions)
@@ -128,13 +133,6 @@ class _DumpAlignment:
         name = f"{self.family.name} in {self.theirs.path} and Megatron in {self.ours.path}"
         return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared, isolates=False)
 
-    def _by_table_name(self, names: Iterable[str]) -> dict[str, str]:
-        """The dump's names by those of the table, which are a GPTModel's."""
-        gpt = self.ours.gpt_names
-        if not gpt.renames:
-            return {name: name for name in names}
-        return {theirs: name for name in names if (theirs := gpt.to_gpt(name)) is not None}
-
     def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
         """Both tensors in the same order, with the common samples; text where they cannot be compared."""
         row, captures = match.row, {}
@@ -149,7 +147,7 @@ class _DumpAlignment:
         here = array.torch()
         samples.append(_numbers(array))
         if row.bias and self.ours.manifest.model.get("add_bias_linear", True):
-            own_bias = self._by_table_name(self.ours.parameters).get(row.bias)
+            own_bias = self.ours.gpt_names.index(self.ours.parameters).get(row.bias)
             if own_bias is None:
                 return NEEDS_BIAS.format(bias=row.bias)
             bias = self.ours.parameter(own_bias).at(iteration)[0].torch()
@@ -165,17 +163,7 @@ class _DumpAlignment:
         return SimpleNamespace(**self.ours.manifest.model)
 
     def _sizes(self, samples: int) -> Mapping[str, int]:
-        model = self.theirs.manifest.model
-        heads = _setting(model, HEADS)
-        return {"b": samples, "n": heads, "g": _setting(model, GROUPS, heads)}
-
-
-def _setting(model: Mapping[str, Any], names: tuple[str, ...], otherwise: int | None = None) -> int:
-    """A number of a configuration, by the first of its names."""
-    found = next((model[n] for n in names if model.get(n) is not None), otherwise)
-    if found is None:
-        raise DumpError(f"the dump's configuration has no {names[0]}; dump the model with its config")
-    return int(found)
+        return axis_sizes(SimpleNamespace(**self.theirs.manifest.model), samples)
 
 
 def _numbers(array: Any) -> list[int] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_flex.alignment.axes import POSITIONS, SAMPLES, canonical_axes, parse_axes, rearrange
 from megatron_flex.alignment.counterparts import Counterpart
+from megatron_flex.errors import FlexError
 
 LOGITS = "output_layer:output"
 
@@ -21,8 +22,14 @@ def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
     Args:
         config: the configuration.
         samples: the samples of a batch.
+
+    Raises:
+        FlexError: it has no number of heads.
     """
-    heads = int(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
+    if heads is None:
+        raise FlexError("the configuration has no num_attention_heads; dump the model with its config")
+    heads = int(heads)
     return {"b": samples, "n": heads, "g": int(getattr(config, "num_key_value_heads", None) or heads)}
 
 

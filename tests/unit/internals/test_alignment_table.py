@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import megatron_flex as mf
 from megatron_flex.alignment.axes import canonical_axes, parse_axes, rearrange
 from megatron_flex.alignment.counterparts import FAMILIES, family_of
+from megatron_flex.alignment.site_pairs import axis_sizes
 from megatron_flex.errors import FlexError, LayoutError
 from tests.support.messages import assert_names, raises
 
@@ -72,3 +75,11 @@ def test_norms_inside_a_linear_change_what_enters_it() -> None:
 def test_an_unknown_architecture_is_named() -> None:
     with raises(FlexError, "'lama'", "llama"):
         mf.site_names("lama")
+
+
+def test_the_heads_of_a_configuration_are_read_by_both_of_its_names() -> None:
+    assert axis_sizes(SimpleNamespace(n_head=4), 2) == {"b": 2, "n": 4, "g": 4}
+    grouped = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+    assert axis_sizes(grouped, 2) == {"b": 2, "n": 4, "g": 2}
+    with raises(FlexError, "num_attention_heads"):
+        axis_sizes(SimpleNamespace(), 2)
