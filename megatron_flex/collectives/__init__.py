@@ -87,6 +87,7 @@ from megatron_flex.collectives.tensor_transfer import (
     send_from_stage,
 )
 from megatron_flex.collectives.transport import TRANSPORTS, Transport, TransportBytes, open_transports
+from megatron_flex.collectives.transport.device_copies import DeviceCopies
 
 __all__ = [
     "EXCHANGE_BYTES",
@@ -96,6 +97,7 @@ __all__ = [
     "Agreement",
     "BackgroundReduction",
     "CollectiveCall",
+    "DeviceCopies",
     "Dispatch",
     "EditSums",
     "Enter",

@@ -148,14 +148,15 @@ class LeaderGather:
         asked = [n for n, i in enumerate(self._items) if i.uneven(self._mesh) and n in self._mine]
         for axis in _step_axes([self._items[n].steps for n in asked], "gather"):
             now = [self._items[n] for n in asked if GatherStep("gather", axis) in self._items[n].steps]
-            flat = torch.tensor([n for i in now for s in i.shapes for n in s], device=now[0].device)
+            lengths = torch.tensor([n for i in now for s in i.shapes for n in s])
+            flat = lengths.to(now[0].device, non_blocking=True)  # the driver takes so few bytes at once
             rows = iter(stack_along(flat, self._mesh[axis]).flatten().tolist())
             before = [[len(s) for s in i.shapes] for i in now]
             for item in now:
                 item.shapes = []
             for _ in range(self._mesh[axis].size):
-                for item, lengths in zip(now, before, strict=True):
-                    item.shapes += [tuple(int(next(rows)) for _ in range(n)) for n in lengths]
+                for item, dims in zip(now, before, strict=True):
+                    item.shapes += [tuple(int(next(rows)) for _ in range(n)) for n in dims]
 
     def _sum(self, items: list[ShardInTransit], axis: Axis) -> PendingWork:
         out: PendingWork = []

@@ -60,7 +60,8 @@ class resample(Edit):
         order = torch.randperm(inputs.shape[dim])
         source = torch.empty_like(order)
         source[order] = order.roll(1)
-        return inputs.index_select(dim, source.to(inputs.device))
+        # Drawn on the host, where all ranks draw the same; it does not wait until the device has it.
+        return inputs.index_select(dim, source.to(inputs.device, non_blocking=True))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -96,7 +97,7 @@ class swap(Edit):
             raise HookError(f"{self!r}: the microbatch has {size} samples; name two of them, from 0")
         order = torch.arange(size)
         order[[self.first, self.second]] = order[[self.second, self.first]]
-        return inputs.index_select(dim, order.to(inputs.device))
+        return inputs.index_select(dim, order.to(inputs.device, non_blocking=True))
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import PipelineGather, Route, is_leader, is_leader_for, open_transports
+from megatron_flex.collectives import (
+    DeviceCopies,
+    PipelineGather,
+    Route,
+    is_leader,
+    is_leader_for,
+    open_transports,
+)
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
@@ -37,6 +44,7 @@ class Recorder:
         self._prepared = False
         self._finishes: dict[Key, Finish] = {}
         self._last: dict[str, torch.Size] = {}  # of the shards at each site
+        self._copies: DeviceCopies | None = None  # of full tensors, which no transport carries
 
     def prepare(self) -> None:
         """Open the transports, the first time. Collective within the stage; nothing is recorded yet."""
@@ -93,10 +101,21 @@ class Recorder:
         """
         if is_leader_for(layout, self.mesh):
             for named, tensor in _finish_capture(key, full.detach(), finish):
-                self._arrived.append((named, tensor.to("cpu", copy=True)))
+                host = self._copy_late(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
+                self._arrived.append((named, host))
+
+    def _copy_late(self, tensor: Tensor, owned: bool = False) -> Tensor:
+        """Begin a copy to the host, which `_copies` finish; `owned`: nothing else writes to the tensor."""
+        if self._copies is None:
+            self._copies = DeviceCopies(tensor.device)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._copies.start([(host, tensor)], owned=owned)
+        return host
 
     def drop(self, failed: bool = True) -> None:
         """Discard undelivered tensors; `failed`: whether other ranks may have recorded other keys."""
+        if self._copies is not None:
+            self._copies.finish()
         for transport in self._transports:
             transport.drop(failed)
         self._arrived.clear()
@@ -137,6 +156,8 @@ class Recorder:
         """
         for transport in self._transports:
             self._receive(transport.finish())
+        if self._copies is not None:
+            self._copies.finish()
         self._finishes.clear()
         arrived, self._arrived = self._arrived, []
         if self._leader:
@@ -160,10 +181,10 @@ class Recorder:
     def _receive(self, arrivals: list[tuple[Key, Tensor]]) -> None:
         for key, full in arrivals:
             finish = self._finishes.get(key) if self._finishes else None
-            if finish is None:
-                self._arrived.append((key, full if full.is_cpu else full.cpu()))
-            else:
-                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, full, finish)]
+            finished = [(key, full)] if finish is None else _finish_capture(key, full, finish)
+            for named, tensor in finished:
+                host = self._copy_late(tensor, owned=True) if tensor.is_cuda else tensor.cpu()
+                self._arrived.append((named, host))
 
 
 def _finish_capture(key: Key, full: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:

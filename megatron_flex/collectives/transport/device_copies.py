@@ -1,7 +1,8 @@
-"""Copies from a GPU straight to shared memory, while the model computes. Not run on a GPU yet.
+"""Copies from a GPU to the host, while the model computes. Not run on a GPU yet.
 
 What is read is copied on the device first, on the stream that made it: frameworks overwrite many tensors in
-place. A stream of its own then brings that copy to the host, into pages that are registered with the driver.
+place. A stream of its own then brings that copy to the host: straight to shared memory, into pages that are
+registered with the driver, or to other memory by way of pinned buffers.
 """
 
 from __future__ import annotations
@@ -25,17 +26,28 @@ class DeviceCopies:
         self._stream: Any = torch.cuda.Stream(device)
         self._registered: dict[int, Segment] = {}
         self._staged: list[tuple[Tensor, Tensor]] = []
+        self._busy = False
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]], segment: Segment) -> None:
-        """Begin to copy tensors of the device, each to its place in `segment`."""
-        self._register(segment)
+    def start(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], segment: Segment | None = None, owned: bool = False
+    ) -> None:
+        """Begin to copy tensors of the device.
+
+        Args:
+            pairs: targets, which are not to be read before `finish`, and tensors.
+            segment: the shared memory that the targets are in; None: they are in memory of this process.
+            owned: nothing else writes to the tensors.
+        """
+        self._busy = True
+        if segment is not None:
+            self._register(segment)
         for target, source in pairs:
-            kept = source.contiguous() if not source.is_contiguous() else source.clone()
+            kept = source.clone() if source.is_contiguous() and not owned else source.contiguous()
             self._stream.wait_stream(torch.cuda.current_stream(kept.device))
             with torch.cuda.stream(self._stream):
-                if target.is_contiguous():
+                if segment is not None and target.is_contiguous():
                     target.copy_(kept, non_blocking=True)
-                elif not _copy_pitched(target, kept, self._stream.cuda_stream):
+                elif segment is None or not _copy_pitched(target, kept, self._stream.cuda_stream):
                     stage = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
                     stage.copy_(kept, non_blocking=True)
                     self._staged.append((target, stage))
@@ -43,6 +55,9 @@ class DeviceCopies:
 
     def finish(self) -> None:
         """Wait for all of them."""
+        if not self._busy:
+            return
+        self._busy = False
         self._stream.synchronize()
         for target, stage in self._staged:
             target.copy_(stage)

@@ -263,6 +263,9 @@ class _TopKReduction(Reduction):
 @dataclass(frozen=True, eq=False)
 class _DotReduction(Reduction):
     direction: Tensor = field(default_factory=lambda: torch.ones(1), repr=False)
+    _moved: dict[tuple[torch.device, torch.dtype], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
     sized: ClassVar[bool] = True
 
     @property
@@ -282,7 +285,10 @@ class _DotReduction(Reduction):
             if where.dtype.is_floating_point or where.dtype.is_complex
             else torch.float32
         )
-        direction = self.direction.to(local.device, wide)
+        at = local.device, wide
+        if at not in self._moved:  # once: the copy makes the host wait for the device
+            self._moved[at] = self.direction.to(*at)
+        direction = self._moved[at]
         if where.entries is not None:
             direction = direction[..., where.entries]
         found: Tensor = local.to(wide) @ (direction.mT if self.adds else direction)
