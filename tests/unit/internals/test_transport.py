@@ -112,7 +112,7 @@ def recorder() -> tuple[Recorder, Captures, Picky]:
 def test_a_capture_goes_with_the_first_that_accepts_it() -> None:
     made, captures, picky = recorder()
     made.shard(key("x"), torch.ones(2), Layout((Dim("h"),)))
-    made.shard(key("y"), torch.ones(3), Layout((Dim("h"),)), lambda t: {".sum": t.sum()})
+    made.shard(key("y"), torch.ones(3), Layout((Dim("h"),)), finish=lambda t: {".sum": t.sum()})
     made.gather_if_large()
     made.flush()
     assert picky.calls == ["submit x", "submit y", "start", "finish"]
