@@ -29,34 +29,68 @@ HEAD_DIMS = (
 PACKED_HEAD_DIMS = ("n*d", "nd")  # heads side by side; `nd` is in dumps of earlier versions
 
 
-class TapCallback(Protocol):
-    """What a tap calls with the local tensor; it returns the tensor to continue with, usually the same."""
-
-    def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        """Run the hooks of the site on `local`.
-
-        Args:
-            local: the local tensor of this call.
-            layout: the layout of this call, where it differs from the site's.
-            route: for rows of experts, the `Route` to the tokens of the site's layout.
-        """
-        ...
+Undo = Callable[[], None]
 
 
-class Tap(Protocol):
-    """Access to one tensor in a framework's forward path."""
+def ignore_absent(_: int) -> None:
+    """The `absent` of a `Fire` that reports nothing."""
 
-    def install(self, fire: TapCallback) -> Callable[[], None]:
+
+class Fire(NamedTuple):
+    """What a tap calls. A tap that changes what hooks get passes on another one, made by `_replace`.
+
+    Attributes:
+        run: runs the hooks on a local tensor, and returns the tensor to continue with, usually the same. Its
+            arguments are the tensor, the layout of this call where it differs from the site's, and for rows
+            of experts the `Route` to the tokens of the site's layout.
+        absent: called with the number of tensors of a call that has none at the site.
+        unknown: runs the hooks on a tensor whose layout could not be found out, with the reason; None: they
+            do not get it.
+    """
+
+    run: Callable[..., Any]
+    absent: Callable[[int], None] = ignore_absent
+    unknown: Callable[[Any, str], Any] | None = None
+
+
+@dataclass(eq=False, slots=True)  # not frozen, as a model may have a hundred thousand of them
+class Tap:
+    """Access to one tensor in a framework's forward path: a function, and what it is called with.
+
+    Attributes:
+        function: installs a `Fire` and returns what removes it and restores every attribute; called with the
+            module, the `Fire` and the arguments, and with `leaf=index` for another tensor of the same call.
+        module: the module in whose call the tensor passes; None if there is none.
+        arguments: the further arguments. Those of a function around another tap begin with that tap.
+        index: the index of the tensor among those of the call, counted depth first; a negative index counts
+            from the end.
+        uses: finds what uses the tensor of an index that passes now. Its result is called when the forward
+            pass is over; None where the uses do not decide the layout of the gradient.
+    """
+
+    function: Callable[..., Undo]
+    module: Any
+    arguments: tuple[Any, ...] = ()
+    index: int = 0
+    uses: Callable[[int], Any] | None = None
+
+    def install(self, fire: Fire) -> Undo:
         """Install `fire`; the returned function removes it and restores every attribute."""
-        ...
-
-
-class LeafTap(Tap, Protocol):
-    """A tap that can be moved to another tensor of the same call."""
+        if self.index:
+            return self.function(self.module, fire, *self.arguments, leaf=self.index)
+        return self.function(self.module, fire, *self.arguments)
 
     def leaf(self, index: int) -> Tap:
-        """The tap for the tensor that `unpack_idx` selects."""
-        ...
+        """The tap for another tensor of the same call."""
+        return replace(self, index=index)
+
+    def around(self, function: Callable[..., Undo], *arguments: Any) -> Tap:
+        """A tap whose function gets this one as its first argument."""
+        return Tap(function, self.module, (self, *arguments), 0, self.uses)
+
+    def gradient_source(self) -> Any:
+        """The result of `uses` for the tensor that passes now."""
+        return None if self.uses is None else self.uses(self.index)
 
 
 class DimNames(NamedTuple):
@@ -189,7 +223,7 @@ class Site:
                 site=self.name,
             )
         layout = self.layout if self.inferred else self.further_layouts[index - 1]
-        tap = None if self.tap is None else cast(LeafTap, self.tap).leaf(index)
+        tap = None if self.tap is None else self.tap.leaf(index)
         name = f"{self.name}[{index}]"
         names = None if self.dim_names is None else self.dim_names.leaf(index)
         return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index, dim_names=names)

@@ -32,13 +32,11 @@ from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
 from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
 from megatron_flex.adapters.pipelining import list_model_chunks
 from megatron_flex.adapters.pytorch import make_mesh
-from megatron_flex.adapters.taps import AnyInput, AnyOutput, intercept
+from megatron_flex.adapters.taps import any_input, any_output, intercept
 
 __all__ = [
     "FULL",
     "Adapter",
-    "AnyInput",
-    "AnyOutput",
     "Architecture",
     "Detection",
     "Finder",
@@ -58,6 +56,8 @@ __all__ = [
     "StoredParameter",
     "Undo",
     "UnknownLayout",
+    "any_input",
+    "any_output",
     "compose",
     "detect",
     "intercept",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,11 @@ from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
 from megatron_flex.adapters.pipeline_stages import PipelineAdapter
-from megatron_flex.adapters.taps import UpstreamFunction, intercept
+from megatron_flex.adapters.taps import intercept, upstream_function
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import TapCallback
+from megatron_flex.sites import Fire, Tap
 
 COLUMN, ROW, VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, VOCABULARY)
@@ -127,8 +127,8 @@ class ApexRules:
             stride = getattr(module.weight, "partition_stride", 1)
             return rule if stride == 1 else replace(rule, points=(), hidden=STRIDED.format(stride))
         if is_apex(module, VOCABULARY):
-            tap = UpstreamFunction(
-                module, LAYERS_MODULE, "reduce_from_tensor_model_parallel_region", before=True
+            tap = Tap(
+                upstream_function, module, (LAYERS_MODULE, "reduce_from_tensor_model_parallel_region", True)
             )
             return Rule(
                 FULL,
@@ -148,9 +148,9 @@ class ApexRules:
 
 def _column_rule(module: Any) -> Rule:
     inputs = FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else FULL
-    points = [Point("gemm_input", SHARED, ApexGemm(module, True))]
+    points = [Point("gemm_input", SHARED, Tap(apex_gemm, module, (True,)))]
     if module.gather_output:
-        points.append(Point("local", LAST_DIM_CUT, ApexGemm(module, False)))
+        points.append(Point("local", LAST_DIM_CUT, Tap(apex_gemm, module, (False,))))
     parameters = {name: _parameter_layout(module, name, 0) for name in ("weight", "bias")}
     return Rule(
         inputs,
@@ -162,9 +162,9 @@ def _column_rule(module: Any) -> Rule:
 
 
 def _row_rule(module: Any) -> Rule:
-    points = [Point("partial", PARTIAL, ApexGemm(module, False))]
+    points = [Point("partial", PARTIAL, Tap(apex_gemm, module, (False,)))]
     if not module.input_is_parallel:
-        points.insert(0, Point("gemm_input", LAST_DIM_CUT, ApexGemm(module, True)))
+        points.insert(0, Point("gemm_input", LAST_DIM_CUT, Tap(apex_gemm, module, (True,))))
     parameters = {
         "weight": _parameter_layout(module, "weight", 1),
         "bias": _parameter_layout(module, "bias", None),
@@ -198,29 +198,23 @@ def _parameter_layout(module: Any, name: str, cut: int | None) -> Layout:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class ApexGemm:
-    """The input of a parallel linear's GEMM, or its output before any collective.
+def apex_gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
+    """Around the function with the GEMM that a parallel linear calls with keywords.
 
-    Attributes:
+    Args:
         module: the linear.
-        before: the input, gathered over the sequence where it is sharded; else the output.
+        before: the input of the GEMM, gathered over the sequence where it is sharded; else its output before
+            any collective.
     """
 
-    module: nn.Module
-    before: bool
+    def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if not before:
+            return cast(Tensor, fire.run(gemm(*args, **kwargs)))
+        kwargs = _with_gathered_input(kwargs)
+        kwargs["input"] = fire.run(kwargs["input"])
+        return gemm(*args, **kwargs)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` around the function that the linear calls with keywords."""
-
-        def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            if not self.before:
-                return fire(gemm(*args, **kwargs))
-            kwargs = _with_gathered_input(kwargs)
-            kwargs["input"] = fire(kwargs["input"])
-            return gemm(*args, **kwargs)
-
-        return intercept(self.module, "_forward_impl", around)
+    return intercept(module, "_forward_impl", around)
 
 
 def _with_gathered_input(kwargs: dict[str, Any]) -> dict[str, Any]:

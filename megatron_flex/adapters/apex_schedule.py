@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_flex.adapters.adapter_base import Listener, Undo
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_names import unwrap
-from megatron_flex.adapters.pipeline_stages import StageLayouts, UnscheduledCalls, join_undos
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.pipeline_stages import StageLayouts, UnscheduledCalls
+from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 

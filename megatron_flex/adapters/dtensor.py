@@ -26,11 +26,10 @@ from megatron_flex.adapters.mesh_axes import (
 from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import named_modules, unwrap
 from megatron_flex.adapters.module_walk import walk_modules
-from megatron_flex.adapters.taps import AnyInput, add_hook
+from megatron_flex.adapters.taps import add_hook, any_input
 from megatron_flex.layout import Layout
-from megatron_flex.layout.gradient_layout import GradientUses
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Tap, TapCallback
+from megatron_flex.sites import Fire, Tap
 
 
 @dataclass(frozen=True)
@@ -103,89 +102,63 @@ NAME = "PyTorch tensor parallel"
 # -- taps ----------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class DTensorTap:
-    """Wraps a tap; for a DTensor, hooks get the local tensor.
+def local_tensors(module: Any, fire: Fire, tap: Tap, mesh: Mesh, opened: list[bool], leaf: int = 0) -> Undo:
+    """A tap whose hooks get the local tensor of a DTensor.
 
-    Attributes:
+    Args:
+        module: the module of the tap.
+        fire: runs the hooks.
         tap: the wrapped tap.
         mesh: the axes of the run.
-        opened: whether the current tensor is the local tensor of a DTensor.
+        opened: not empty while hooks run on the local tensor of a DTensor.
     """
+    from torch.distributed.tensor import DTensor
 
-    tap: Any
-    mesh: Mesh
-    opened: bool = False
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module of the wrapped tap."""
-        return getattr(self.tap, "module", None)
-
-    def leaf(self, index: int) -> DTensorTap:
-        """The tap for another tensor of the same call."""
-        return replace(self, tap=self.tap.leaf(index))
-
-    def gradient_source(self) -> Callable[[], GradientUses] | None:
-        """A function for the current tensor's uses; None for a DTensor, whose layout decides the gradient."""
-        observe: Callable[[], Callable[[], GradientUses] | None] | None
-        observe = getattr(self.tap, "gradient_source", None)
-        return None if observe is None or self.opened else observe()
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        undo: Undo = self.tap.install(_DTensorFire(fire, self))
-        return undo
-
-    def open(self, tensor: Any, pass_on: Callable[[Tensor], Tensor]) -> Tensor:
+    def open_tensor(tensor: Any, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the hooks on the local tensor of a DTensor; return a DTensor of their result."""
-        local, before = _wait_for(tensor.to_local()), self.opened
-        self.opened = True
+        local = _wait_for(tensor.to_local())
+        opened.append(True)
         try:
-            return _rebuild_dtensor(tensor, local, pass_on(local))
+            return _rebuild_dtensor(tensor, local, run(local))
         finally:
-            self.opened = before
+            opened.pop()
 
-
-class _DTensorFire:
-    """The callback of the wrapped tap."""
-
-    def __init__(self, fire: TapCallback, tap: DTensorTap) -> None:
-        self.fire, self.tap = fire, tap
-        self.absent = getattr(fire, "absent", None)
-
-    def __call__(self, tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        """Run the hooks on a tensor, or on the local tensor of a DTensor."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            here = _wait_for(tensor)
-            new = self.fire(here, layout, route)
-            return tensor if new is here else new
-        spread = spread_of_placements(tensor.placements, tensor.device_mesh, self.tap.mesh, tensor.shape)
-        if isinstance(spread, UnknownLayout):
-            return self._unknown(tensor, spread.why)
-        layout = spread.layout(tensor.ndim)
-        return self.tap.open(tensor, lambda local: self.fire(local, layout, route))
-
-    def unknown(self, tensor: Tensor, why: str) -> Tensor:
-        """Run the hooks on a tensor whose layout propagation does not know."""
-        from torch.distributed.tensor import DTensor
-
-        return self(tensor) if isinstance(tensor, DTensor) else self._unknown(tensor, why)
-
-    def _unknown(self, tensor: Any, why: str) -> Tensor:
+    def run_unknown(tensor: Any, why: str) -> Tensor:
         """Run the hooks on a local tensor, or on a DTensor whose placements have no rule."""
-        unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
+        unknown = fire.unknown
         if unknown is None:
             return cast(Tensor, tensor)
-        module = self.tap.module
         style = None if module is None else next((s for s in parallel_styles_of(module) if not s.known), None)
         if style is not None:
             why = f"the parallel style {style.name} of its module has no rule, and {why}"
         if not hasattr(tensor, "placements"):
-            return unknown(tensor, why)
-        return self.tap.open(tensor, lambda local: unknown(local, why))
+            return cast(Tensor, unknown(tensor, why))
+        return open_tensor(tensor, lambda local: cast(Tensor, unknown(local, why)))
+
+    def run(tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            local = _wait_for(tensor)
+            new: Tensor = fire.run(local, layout, route)
+            return tensor if new is local else new
+        spread = spread_of_placements(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
+        if isinstance(spread, UnknownLayout):
+            return run_unknown(tensor, spread.why)
+        layout = spread.layout(tensor.ndim)
+        return open_tensor(tensor, lambda local: cast(Tensor, fire.run(local, layout, route)))
+
+    def unknown_to_propagation(tensor: Tensor, why: str) -> Tensor:
+        return run(tensor) if isinstance(tensor, DTensor) else run_unknown(tensor, why)
+
+    return tap.leaf(leaf).install(Fire(run, fire.absent, unknown_to_propagation))
+
+
+def open_dtensors(tap: Tap, mesh: Mesh) -> Tap:
+    """The tap whose hooks get the local tensors of DTensors, whose layout decides that of the gradient."""
+    opened: list[bool] = []
+    inner = tap.uses
+    around = tap.around(local_tensors, mesh, opened)
+    around.uses = None if inner is None else lambda index: None if opened else inner(index)
+    return around
 
 
 def _wait_for(local: Tensor) -> Tensor:
@@ -213,24 +186,14 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     return made
 
 
-@dataclass(frozen=True, eq=False)
-class ForwardOutput:
-    """The result of a module's forward, before the hooks of its parallel style convert it.
+def forward_output(module: nn.Module, fire: Fire) -> Undo:
+    """The result of a module's forward, before the hooks of its parallel style convert it."""
 
-    Attributes:
-        module: the module.
-    """
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        new = fire.run(output)
+        return None if new is output else new
 
-    module: nn.Module
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` right after the module's forward."""
-
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            new = fire(output)
-            return None if new is output else new
-
-        return add_hook(self.module, hook, prepend=True)
+    return add_hook(module, hook, prepend=True)
 
 
 # -- rules -------------------------------------------------------------------------------------------
@@ -267,7 +230,7 @@ class StyleRules:
 
     def opened(self, tap: Tap) -> Tap:
         """A tap that unwraps DTensors."""
-        return DTensorTap(tap, self.mesh)
+        return open_dtensors(tap, self.mesh)
 
     def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
         spread = spread_of_placements([placement], device_mesh, self.mesh)
@@ -282,9 +245,9 @@ class StyleRules:
             return
         rows = "RowwiseParallel" in names
         gets = Spread(((-1, "tp"),)) if rows else FULL
-        yield Point("gemm_input", gets, AnyInput(module))
+        yield Point("gemm_input", gets, Tap(any_input, module))
         if rows:
-            yield Point("partial", Spread(partial=("tp",)), ForwardOutput(module))
+            yield Point("partial", Spread(partial=("tp",)), Tap(forward_output, module))
 
 
 def _feature_width(module: nn.Module) -> int | None:

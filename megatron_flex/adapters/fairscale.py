@@ -32,7 +32,7 @@ from megatron_flex.adapters.module_names import (
 from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage
 from megatron_flex.adapters.pytorch import mesh_around
-from megatron_flex.adapters.taps import SourcePoint, UpstreamFunction, intercept
+from megatron_flex.adapters.taps import intercept, source_point, upstream_function
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -221,9 +221,9 @@ def _inner_tap(module: nn.Module, function: str) -> Tap:
     in place.
     """
     if points.has(module, POINT_NAMES[function]):
-        return SourcePoint(module, POINT_NAMES[function])
+        return Tap(source_point, module, (POINT_NAMES[function],))
     file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
-    return UpstreamFunction(module, file, f"{function}_model_parallel_region", before=leaves)
+    return Tap(upstream_function, module, (file, f"{function}_model_parallel_region", leaves))
 
 
 class PipeCalls(UserLoop):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from megatron_flex.adapters.adapter_base import Listener, Undo, is_recomputing
 from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
-from megatron_flex.adapters.taps import WrappingTap, intercept
+from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import TapCallback
+from megatron_flex.sites import Fire, Tap
 
 COMPILED_ATTRIBUTE = "_orig_mod"  # torch.compile's attribute for the wrapped module
 
@@ -131,25 +130,20 @@ def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
     return region.owner, region.entrance
 
 
-@dataclass(frozen=True, eq=False)
-class UncompiledTap(WrappingTap):
-    """Wraps a tap; the compiled parts around its module run uncompiled."""
+def uncompiled(
+    _: Any, fire: Fire, tap: Tap, regions: tuple[CompiledRegion | CompiledCaller, ...], leaf: int = 0
+) -> Undo:
+    """A tap in compiled parts of a model, which run uncompiled until it is removed."""
+    undo = tap.leaf(leaf).install(fire)
+    for region in regions:
+        region.enter()
 
-    tap: Any
-    regions: tuple[CompiledRegion | CompiledCaller, ...]
+    def remove() -> None:
+        undo()
+        for region in regions:
+            region.leave()
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        undo: Undo = self.tap.install(fire)
-        for region in self.regions:
-            region.enter()
-
-        def take_out() -> None:
-            undo()
-            for region in self.regions:
-                region.leave()
-
-        return take_out
+    return remove
 
 
 class ModelRunner(Protocol):

@@ -31,15 +31,15 @@ from megatron_flex.adapters.model_calls import (
     CompiledCaller,
     CompiledRegion,
     ModelRunner,
-    UncompiledTap,
     UserLoop,
     compiled_regions,
+    uncompiled,
 )
 from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
-from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap, UntracedTap
+from megatron_flex.adapters.taps import any_input, any_output, untraced, with_layouts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, full_shape
@@ -152,26 +152,24 @@ class ModuleAdapter:
     def _uncompiled(self, tap: Tap | None, module: nn.Module) -> Tap | None:
         """The tap adapted to compiled parts; to propagate a layout, all of them run uncompiled."""
         around = [r for r in self._compiled if self.follower is not None or r.holds(module)]
-        return UncompiledTap(tap, tuple(around)) if around and tap is not None else tap
+        return tap.around(uncompiled, tuple(around)) if around and tap is not None else tap
 
     def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
         rule = self._known.get(module, Rule())
-        yield self._site(f"{name}:input", AnyInput(module), rule)
+        yield self._site(f"{name}:input", Tap(any_input, module), rule, (rule.inputs,), module)
         for point in rule.points:
-            yield self._bare(
-                f"{name}:{point.name}", RuleTap(point.tap, partial(_constant_spread, point.spread))
-            )
-        yield self._site(f"{name}:output", AnyOutput(module), rule)
+            tap = point.tap.around(with_layouts, partial(_constant_spread, point.spread))
+            yield self._bare(f"{name}:{point.name}", tap)
+        yield self._site(f"{name}:output", Tap(any_output, module), rule, (rule.outputs, *rule.beside), None)
 
-    def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        placed: Tap = tap
-        if self.follower is not None and isinstance(tap, AnyInput):
-            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
-        elif self.follower is not None:
-            placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
+    def _site(
+        self, name: str, tap: Tap, rule: Rule, spreads: tuple[Spread | None, ...], gets: nn.Module | None
+    ) -> Site:
+        if self.follower is not None:
+            tap = self.follower.tap(name, tap, spreads, gets)
         elif self._names is not None:
-            placed = UntracedTap(tap, self._names)
-        return self._bare(name, placed, rule.hidden)
+            tap = tap.around(untraced, self._names)
+        return self._bare(name, tap, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
         """The tap as the rules adapt it: some tensors have their own layouts."""

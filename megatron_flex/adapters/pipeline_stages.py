@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -27,10 +27,10 @@ from megatron_flex.adapters.data_parallel import DDPParameters
 from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
 from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
-from megatron_flex.adapters.taps import WrappingTap
+from megatron_flex.adapters.taps import join_undos
 from megatron_flex.collectives import agreement_seconds, await_value, store_value
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, TapCallback
+from megatron_flex.sites import Fire, Site, Tap
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.propagation import LayoutPropagator
@@ -134,47 +134,21 @@ class UnscheduledCalls:
             self.listener.call_ends(failed)
 
 
-@dataclass(frozen=True, eq=False)
-class ScheduledTap(WrappingTap):
-    """Wraps a tap; silent while a schedule runs its stages to infer shapes."""
+def scheduled_call(_: Any, fire: Fire, tap: Tap, schedule: StageSchedule, leaf: int = 0) -> Undo:
+    """A tap that is silent while a schedule runs its stages to infer shapes."""
+    unknown = fire.unknown
 
-    tap: Any
-    scheduled: StageSchedule
+    def run(local: Tensor, *args: Any) -> Tensor:
+        return local if schedule.trying else fire.run(local, *args)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        undo: Undo = self.tap.install(_ScheduledFire(fire, self.scheduled))
-        return undo
+    def absent(count: int) -> None:
+        if not schedule.trying:
+            fire.absent(count)
 
+    def run_unknown(local: Tensor, why: str) -> Tensor:
+        return local if schedule.trying or unknown is None else unknown(local, why)
 
-class _ScheduledFire:
-    """The callback of the wrapped tap."""
-
-    def __init__(self, fire: TapCallback, scheduled: StageSchedule) -> None:
-        self.fire, self.scheduled = fire, scheduled
-
-    def __call__(self, local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return local if self.scheduled.trying else self.fire(local, *args, **kwargs)
-
-    # The callback is the runtime's, which has both methods in addition to those of `TapCallback`.
-
-    def absent(self, count: int) -> None:
-        if not self.scheduled.trying:
-            self.fire.absent(count)  # type: ignore[attr-defined]
-
-    def unknown(self, local: Tensor, why: str) -> Tensor:
-        if self.scheduled.trying:
-            return local
-        found: Tensor = self.fire.unknown(local, why)  # type: ignore[attr-defined]
-        return found
-
-
-def join_undos(undos: list[Undo]) -> Undo:
-    def undo() -> None:
-        for one in reversed(undos):
-            one()
-
-    return undo
+    return tap.leaf(leaf).install(Fire(run, absent, unknown and run_unknown))
 
 
 class PipelineAdapter:
@@ -229,7 +203,7 @@ class PipelineAdapter:
     def sites(self) -> list[Site]:
         """The sites of all stages, silent while the schedule infers shapes."""
         return [
-            replace(site, chunk=turn, tap=ScheduledTap(site.tap, self.driving))
+            replace(site, chunk=turn, tap=site.tap and site.tap.around(scheduled_call, self.driving))
             for turn, part in zip(self.turns, self._parts, strict=True)
             for site in part.sites()
         ]

@@ -27,10 +27,9 @@ from megatron_flex.adapters.pipeline_stages import (
     PipelineAdapter,
     StageLayouts,
     UnscheduledCalls,
-    join_undos,
 )
 from megatron_flex.adapters.sharded_ddp import ShardedDDPParameters
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.adapters.tensor_trees import tensors, with_tensor
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh

@@ -59,6 +59,13 @@ class GradientLayout:
     reason: str = ""
 
 
+class UseSource(Protocol):
+    """A tap, which may know how a model uses the activations that pass it."""
+
+    def gradient_source(self) -> Callable[[], GradientUses] | None:
+        """What gives the uses of the current activation, after the forward pass; None if others decide."""
+
+
 class ParameterUses(Protocol):
     """What knows how a model uses a parameter."""
 
@@ -87,16 +94,14 @@ def layout_in_pass(layout: Layout, backward: bool) -> Layout:
     return conjugate_layout(layout) if backward else layout
 
 
-def find_activation_gradient(tap: object, layout: Layout) -> Callable[[], GradientLayout]:
+def find_activation_gradient(tap: UseSource | None, layout: Layout) -> Callable[[], GradientLayout]:
     """What finds the gradient's layout of an activation that passes a tap now, once the forward pass is over.
 
     Args:
-        tap: of its site. Where the uses of the activation decide, its method `gradient_source` returns a
-            function that gives them then; it returns None where they do not.
+        tap: of its site, which tells what uses the activation, where that decides.
         layout: of the activation.
     """
-    observe = getattr(tap, "gradient_source", None)
-    uses = None if observe is None else observe()
+    uses = None if tap is None else tap.gradient_source()
     if uses is None:
         return partial(_find_conjugate, layout)
     return partial(_find_by_uses, uses, layout)

@@ -48,7 +48,7 @@ class CaptureDispatcher:
 
     def note_heads(self, site: Site) -> None:
         """Note the number of attention heads of the module at a site of this rank."""
-        config = getattr(getattr(site.tap, "module", None), "config", None)
+        config = getattr(site.tap and site.tap.module, "config", None)
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int):
             self._heads[site.name] = heads

@@ -91,7 +91,7 @@ class GradientDispatcher:
         out: Tensor,
         route: Route | None,
     ) -> Tensor:
-        module = getattr(site.tap, "module", None)
+        module = site.tap and site.tap.module
         if site.propagated and self.editing.modules and out.requires_grad:
             find = find_activation_gradient(site.tap, layout)
             check = GradientDispatcher._check_trainable_gradient

@@ -130,7 +130,7 @@ class SiteDispatch:
         self._dispatcher, self._site, self._name = dispatcher, site, site.name
         self._registry, self._clock, self._editing = dispatcher.registry, dispatcher.clock, dispatcher.editing
         self._packs = dispatcher.clock.packs  # the clock's own dict: a pass that asks the clock costs a call
-        self._module = getattr(site.tap, "module", None)
+        self._module = site.tap and site.tap.module
         self._revision = -1
         self._passes: dict[Any, Pass] = {}
         dispatcher.captures.note_heads(site)

@@ -516,7 +516,7 @@ class Session:
 
     def _list_model_ids(self) -> set[int]:
         """The ids of the modules and parameters of the model on this rank."""
-        modules = [m for s in self.taps.own.values() if (m := getattr(s.tap, "module", None)) is not None]
+        modules = [m for s in self.taps.own.values() if s.tap and (m := s.tap.module) is not None]
         parameters = [p.parameter for sites in self.parameter_index.own.values() for p in sites]
         parameters += [t for m in modules for t in m.parameters(recurse=False)]
         return {

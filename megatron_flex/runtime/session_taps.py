@@ -20,7 +20,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher, SiteDispatch
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.sites import Site
+from megatron_flex.sites import Fire, Site
 
 
 class SessionTaps:
@@ -94,7 +94,7 @@ class SessionTaps:
 
     def _install(self, site: Site) -> None:
         """Install a tap, and reinstall those of the same module that come later in the data flow."""
-        module = getattr(site.tap, "module", None)
+        module = None if site.tap is None else site.tap.module
         here = [site] if module is None else [*self._tapped.get(module, ()), site]
         here.sort(key=self._order)
         later = here[here.index(site) :]
@@ -102,9 +102,13 @@ class SessionTaps:
             self._taps.pop(other.name)()
         for one in later:
             assert one.tap is not None
-            self._taps[one.name] = one.tap.install(SiteDispatch(self.firing, one))
+            self._taps[one.name] = one.tap.install(self._fire(one))
         if module is not None:
             self._tapped[module] = here
+
+    def _fire(self, site: Site) -> Fire:
+        dispatch = SiteDispatch(self.firing, site)
+        return Fire(dispatch, dispatch.absent, dispatch.unknown)
 
     def _order(self, site: Site) -> tuple[int, bool, int]:
         """The order of a site in the data flow, among the sites of its module.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex.adapters import FrameworkMatch, ModuleAdapter, make_axis
-from megatron_flex.adapters.taps import ModuleOutput
+from megatron_flex.adapters.taps import module_output
 from megatron_flex.collectives import rank_agreement
 from megatron_flex.collectives.transport.node_sockets import NodeConnection
 from megatron_flex.collectives.transport.segments import SlotRing
@@ -35,7 +35,7 @@ from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransp
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 MANY = 32  # sites of a step with many reads
 SHARD = (8, 2, 64)  # of fp32: 4 KiB
@@ -74,7 +74,7 @@ class ShardedLayers(ModuleAdapter):
         """The outputs of the layers."""
         own = [(n, m) for n, m in self.root.named_modules() if isinstance(m, Layer)]
         shape = (*SHARD[:-1], FEATURES)
-        return [Site(f"{n}:output", LAYOUT, shape, tap=ModuleOutput(m)) for n, m in own]
+        return [Site(f"{n}:output", LAYOUT, shape, tap=Tap(module_output, m)) for n, m in own]
 
 
 def find_model(chunks: list[nn.Module], axis_sizes: Any, process_group: Any) -> FrameworkMatch | None:

@@ -72,6 +72,7 @@ def told(case: Case) -> dict[str, Any]:
 def present(case: Case) -> dict[str, Any]:
     """On one rank: each site, and the shape, bytes and count of what passed there in one step."""
     from megatron_flex.adapters import detect
+    from megatron_flex.sites import Fire
 
     chunks = ranks.start(case)
     adapter = detect(chunks)
@@ -86,7 +87,7 @@ def present(case: Case) -> dict[str, Any]:
         return fire
 
     sites = adapter.sites()
-    undo = [s.tap.install(listen(s.name)) for s in sites if not s.hidden and s.tap is not None]
+    undo = [s.tap.install(Fire(listen(s.name))) for s in sites if not s.hidden and s.tap is not None]
     gpt.step(case, chunks, adapter.mesh["dp"].coord)
     for one in undo:
         one()
@@ -111,9 +112,10 @@ def present(case: Case) -> dict[str, Any]:
 
 def _layout(site: Any) -> Any:
     """Of what a rank holds: of experts' rows that over the ranks of one expert."""
-    from megatron_flex.adapters.megatron_core.moe_layers import ExpertRows
+    from megatron_flex.adapters.megatron_core.moe_layers import rows_of_experts
 
-    return site.tap.layout if isinstance(site.tap, ExpertRows) else site.layout
+    routed = rows_of_experts(site)
+    return site.layout if routed is None else routed.layout
 
 
 def written(answers: list[dict[str, Any]], name: str, layout: Any) -> int:

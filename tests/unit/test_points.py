@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex import points
-from megatron_flex.adapters.taps import ModuleOutput, SourcePoint
+from megatron_flex.adapters.taps import module_output, source_point
+from megatron_flex.sites import Fire
 
 
 class Patched(nn.Module):
@@ -59,7 +60,7 @@ def test_which_classes_have_points() -> None:
 def test_taps_use_points_where_there_are_some() -> None:
     for module, hooks in ((Patched(), 0), (Overriding(), 1)):
         want = module(torch.ones(1)) + 3
-        undo = ModuleOutput(module).install(lambda local, layout=None, route=None: local + 3)
+        undo = module_output(module, Fire(lambda local, layout=None, route=None: local + 3))
         assert len(module._forward_hooks) == hooks
         assert torch.equal(module(torch.ones(1)), want)
         undo()
@@ -74,14 +75,14 @@ def test_what_the_call_says_reaches_the_layout() -> None:
         said.append(kwargs)
 
     module = Patched()
-    ModuleOutput(module, 0, resolve).install(lambda local, layout=None, route=None: local)
+    module_output(module, Fire(lambda local, layout=None, route=None: local), 0, resolve)
     module.flex_points("output", torch.ones(1), runtime_gather_output=True)
     assert said == [{"runtime_gather_output": True}]
 
 
 def test_a_point_tap_hears_no_keywords() -> None:
     module = Patched()
-    undo = SourcePoint(module, "output").install(lambda local, layout=None, route=None: local * 10)
+    undo = source_point(module, Fire(lambda local, layout=None, route=None: local * 10), "output")
     assert module.flex_points("output", torch.ones(1), anything=1).item() == 10
     undo()
 

@@ -21,9 +21,9 @@ from megatron_flex.adapters.megatron_core.module_classes import (
     ROW_LINEARS,
     is_megatron,
 )
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.adapters.taps import module_input, module_output
 from megatron_flex.layout import Dim, Layout
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
@@ -142,8 +142,8 @@ def adapted_sites(
         at = f"{path}.{name}"
         if any(c.__name__ == BRIDGE_ADAPTER for c in type(module).__mro__) and "." not in name:
             entering = _normed_layout(b, base[1]) if is_megatron(base[1], LINEAR_WITH_NORM) else ends[0]
-            yield b.site(f"{at}:input", entering, ModuleInput(module, 0, "x"), no, widths[0])
-            yield b.site(f"{at}:output", ends[1], ModuleOutput(module), no, widths[1])
+            yield b.site(f"{at}:input", entering, Tap(module_input, module, (0, "x")), no, widths[0])
+            yield b.site(f"{at}:output", ends[1], Tap(module_output, module), no, widths[1])
         elif is_megatron(module, *LINEARS) or isinstance(module, nn.Linear):
             holder = wrapper.get_submodule(name.rpartition(".")[0])
             again = b.of.sequence_parallel and getattr(holder, "sequence_parallel_input_regather", False)
@@ -171,8 +171,8 @@ def _linear_sites(b: SiteBuilder, path: str, linear: Any, out: Layout | None, no
             no = no or UNSHARDED_ADAPTER.format(kind=type(linear).__name__)
         keyword = "x" if duplicated else "input"
         layout = _tokens(b, "r", b.of.sequence_parallel)
-        yield b.site(f"{path}:input", layout, ModuleInput(linear, 0, keyword), no, entering)
-        yield b.site(f"{path}:output", layout, ModuleOutput(linear), no, leaving)
+        yield b.site(f"{path}:input", layout, Tap(module_input, linear, (0, keyword)), no, entering)
+        yield b.site(f"{path}:output", layout, Tap(module_output, linear), no, leaving)
 
 
 def _tokens(b: SiteBuilder, features: str, cut: bool) -> Layout:

@@ -15,7 +15,11 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core.adapted_linears import adapted_sites
-from megatron_flex.adapters.megatron_core.megatron_taps import CoreAttentionOutput, without_batch_dim
+from megatron_flex.adapters.megatron_core.megatron_taps import (
+    core_attention_output,
+    packed_layout,
+    without_batch_dim,
+)
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, is_identity
 from megatron_flex.adapters.megatron_core.site_builder import (
@@ -27,9 +31,9 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     norm_inside,
     qkv,
 )
-from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
+from megatron_flex.adapters.taps import method_output, module_input, module_output
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
 FLASH = (
@@ -58,14 +62,14 @@ def attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     if gated:
         parts["gate"] = of.heads()
     for index, (name, layout) in enumerate(parts.items()):
-        tap = MethodOutput(module, "get_query_key_value_tensors", index)
+        tap = Tap(method_output, module, ("get_query_key_value_tensors", index))
         yield b.site(f"{path}:{name}", layout, tap, hidden)
     for role, name in (("q_layernorm", "q"), ("k_layernorm", "k")):
         norm = getattr(module, role, None)
         if not is_identity(norm):
             yield from b.both(f"{path}.{role}", norm, parts[name], "x")
     for index, (name, keyword) in enumerate((("q", "query"), ("k", "key"), ("v", "value"))):
-        entry = ModuleInput(core, index, keyword)
+        entry = Tap(module_input, core, (index, keyword))
         yield without_batch_dim(b.site(f"{path}.core_attention:{name}", parts[name], entry))
     yield from scores(b, f"{path}.core_attention", core)
     width = b.sizes["n"] * config.kv_channels
@@ -77,17 +81,19 @@ def cross_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """Attention of T5's decoder to the output of its encoder; every head has its own key and value."""
     of, core = b.of, module.core_attention
     width = b.sizes["n"] * b.config.kv_channels
-    yield b.site(f"{path}:input", of.stream(), ModuleInput(module, 0, "hidden_states"))
-    yield b.site(f"{path}:context", of.stream(), ModuleInput(module, 2, "key_value_states"))
-    yield b.site(f"{path}:output", of.stream(), ModuleOutput(module), beside=(of.bias_beside(),))
+    yield b.site(f"{path}:input", of.stream(), Tap(module_input, module, (0, "hidden_states")))
+    yield b.site(f"{path}:context", of.stream(), Tap(module_input, module, (2, "key_value_states")))
+    yield b.site(f"{path}:output", of.stream(), Tap(module_output, module), beside=(of.bias_beside(),))
     yield from b.column(f"{path}.linear_q", module.linear_q, of.features("nd"), width)
     yield from b.column(f"{path}.linear_kv", module.linear_kv, of.features("kv"), 2 * width)
     no = b.no_rule(module.linear_kv, COLUMN_LINEARS)
     yield from heads_of(b, f"{path}.linear_kv", module.linear_kv, ("k", "v"), no)
     for index, name in enumerate(("q", "k", "v")):
-        yield b.site(f"{path}:{name}", of.heads(), MethodOutput(module, "get_query_key_value_tensors", index))
+        yield b.site(
+            f"{path}:{name}", of.heads(), Tap(method_output, module, ("get_query_key_value_tensors", index))
+        )
     for index, (name, keyword) in enumerate((("q", "query"), ("k", "key"), ("v", "value"))):
-        yield b.site(f"{path}.core_attention:{name}", of.heads(), ModuleInput(core, index, keyword))
+        yield b.site(f"{path}.core_attention:{name}", of.heads(), Tap(module_input, core, (index, keyword)))
     yield from scores(b, f"{path}.core_attention", core)
     yield core_output(b, f"{path}.core_attention:output", core, "nd", width)
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "nd", width)
@@ -96,7 +102,7 @@ def cross_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def core_output(b: SiteBuilder, name: str, core: Any, features: str, width: int) -> Site:
     """The output of core attention, its heads concatenated in a dim of `width` features (full tensor)."""
     layout = b.of.features(features)
-    tap = CoreAttentionOutput(core, layout, b.sizes["n"] // b.of.tp)
+    tap = Tap(core_attention_output, core, (packed_layout(layout), b.sizes["n"] // b.of.tp))
     return replace(b.site(name, layout, tap, width=width), unbatched=True)
 
 
@@ -105,8 +111,8 @@ def scores(b: SiteBuilder, path: str, core: Any) -> Iterator[Site]:
     softmax = getattr(core, "scale_mask_softmax", None)
     hidden = "" if softmax is not None else FLASH.format(kind=type(core).__name__)
     owner = softmax if softmax is not None else core
-    yield b.site(f"{path}:scores", b.of.scores(), ModuleInput(owner, 0, "input"), hidden)
-    yield b.site(f"{path}:probs", b.of.scores(), ModuleOutput(owner), hidden)
+    yield b.site(f"{path}:scores", b.of.scores(), Tap(module_input, owner, (0, "input")), hidden)
+    yield b.site(f"{path}:probs", b.of.scores(), Tap(module_output, owner), hidden)
 
 
 def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
@@ -179,8 +185,8 @@ def _down_projections(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def _duplicated(b: SiteBuilder, path: str, linear: Any, width: int, fixed: str) -> Iterator[Site]:
     """The sites of a linear that every tensor parallel rank has in full, for its own tokens."""
     stream = b.of.stream()
-    yield b.site(f"{path}:input", stream, ModuleInput(linear, 0, "x"))
-    yield b.site(f"{path}:output", stream, ModuleOutput(linear), width=width, fixed=fixed)
+    yield b.site(f"{path}:input", stream, Tap(module_input, linear, (0, "x")))
+    yield b.site(f"{path}:output", stream, Tap(module_output, linear), width=width, fixed=fixed)
 
     def base(at: str, inner: Any) -> Iterator[Site]:
         yield from _duplicated(b, at, inner, width, fixed)
@@ -193,8 +199,8 @@ def _latent_norm_sites(b: SiteBuilder, path: str, norm: Any, up: Any, rank: int)
     latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
     yield from norm_inside(b, path, norm, up, latents, rank)
     if not is_identity(norm):
-        yield b.site(f"{path}:input", latents, ModuleInput(norm, 0, "x"), width=rank)
-        yield b.site(f"{path}:output", latents, ModuleOutput(norm), width=rank)
+        yield b.site(f"{path}:input", latents, Tap(module_input, norm, (0, "x")), width=rank)
+        yield b.site(f"{path}:output", latents, Tap(module_output, norm), width=rank)
 
 
 def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -> Iterator[Site]:
@@ -202,7 +208,7 @@ def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -
     arguments = {"q": ("query", query), "k": ("key", query), "v": ("value", value)}
     for index, (name, (keyword, size)) in enumerate(arguments.items()):
         yield without_batch_dim(
-            b.site(f"{path}:{name}", heads, ModuleInput(core, index, keyword), width=size)
+            b.site(f"{path}:{name}", heads, Tap(module_input, core, (index, keyword)), width=size)
         )
     yield from scores(b, path, core)
     yield core_output(b, f"{path}:output", core, "n*d", b.sizes["n"] * value)

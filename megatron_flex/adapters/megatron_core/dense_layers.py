@@ -15,9 +15,9 @@ from torch import nn
 
 from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.megatron_taps import (
-    BiasDropoutAdd,
-    EmbeddingPartial,
-    OutsideTap,
+    bias_dropout_add,
+    embedding_partial,
+    outside,
 )
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import (
@@ -35,9 +35,9 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     gate_up,
     norm_inside,
 )
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.adapters.taps import module_input, module_output
 from megatron_flex.layout import Dim, Layout, replicated
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 OP_FUSER_MLP = (
     "Transformer Engine's operation fuser runs the full MLP as one operation; "
@@ -60,13 +60,16 @@ def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     words = getattr(module, "word_embeddings", None)
     if words is not None:
         # One rank has no reduction: there the partial sum is the output.
-        inner = EmbeddingPartial(words) if b.of.tp > 1 else ModuleOutput(words)
-        partial = OutsideTap(inner, later)
-        yield b.site(f"{path}.word_embeddings:partial", b.of.word_embeddings_partial(words), partial)
-        tap = OutsideTap(ModuleOutput(words), later)
+        inner = Tap(embedding_partial, words) if b.of.tp > 1 else Tap(module_output, words)
+        inner = inner if later is None else inner.around(outside, later)
+        yield b.site(f"{path}.word_embeddings:partial", b.of.word_embeddings_partial(words), inner)
+        tap = Tap(module_output, words)
+        tap = tap if later is None else tap.around(outside, later)
         yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
     scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
-    yield b.site(f"{path}:output", b.of.stream(scattered), OutsideTap(ModuleOutput(module), later))
+    tap = Tap(module_output, module)
+    tap = tap if later is None else tap.around(outside, later)
+    yield b.site(f"{path}:output", b.of.stream(scattered), tap)
 
 
 def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -80,17 +83,17 @@ def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         final = next((n for n in FINAL_NORMS if not is_identity(getattr(module, n, None))), None)
         ends = final is not None or (ends and len(module.layers) > 0)
     if ends:
-        yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
+        yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, module))
 
 
 def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     """A transformer layer: the residual stream before, between and after its sublayers."""
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, layer, (0, "hidden_states")))
     if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
-        yield b.site(f"{path}:mid", b.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
+        yield b.site(f"{path}:mid", b.of.stream(), Tap(bias_dropout_add, layer, ("self_attn_bda",)))
     if not is_identity(getattr(layer, "cross_attn_bda", None)):
-        yield b.site(f"{path}:cross_mid", b.of.stream(), BiasDropoutAdd(layer, "cross_attn_bda"))
-    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+        yield b.site(f"{path}:cross_mid", b.of.stream(), Tap(bias_dropout_add, layer, ("cross_attn_bda",)))
+    yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, layer))
     for role, linear in (
         ("input_layernorm", getattr(layer.self_attention, "linear_qkv", None)),
         ("pre_mlp_layernorm", getattr(layer.mlp, "linear_fc1", None)),
@@ -201,13 +204,13 @@ def mtp_block(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     last = module.layers[-1].layer_number
     depths = b.config.mtp_num_layers if getattr(module, "mtp_use_repeated_layer", False) else last
     depth = Dim(f"{1 + depths}s", sequence.cuts, segments=(1,) * (1 + depths))
-    yield b.site(f"{path}:output", Layout((depth, *rest)), ModuleOutput(module))
+    yield b.site(f"{path}:output", Layout((depth, *rest)), Tap(module_output, module))
 
 
 def mtp_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """One depth: its input states, and its output states for the next depth and the output layer."""
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 2, "hidden_states"))
-    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, module, (2, "hidden_states")))
+    yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, module))
 
 
 def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -238,7 +241,7 @@ def lm_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def first_token(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The outputs for each sample's first token, `[b, ...]`, replicated."""
     layout = replicated("b", "h" if path == "pooler" else "classes")
-    yield b.site(f"{path}:output", layout, ModuleOutput(module))
+    yield b.site(f"{path}:output", layout, Tap(module_output, module))
 
 
 def _lm_head_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
@@ -260,8 +263,8 @@ def t5_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The head around T5's output layer, which gives the same logits."""
     width = b.sizes["v"] if isinstance(b.sizes["v"], int) else None
     gathered = bool(getattr(module.output_layer, "gather_output", False))
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 0, "hidden_states"))
-    yield b.site(f"{path}:output", b.of.logits(gathered), ModuleOutput(module), width=width)
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, module, (0, "hidden_states")))
+    yield b.site(f"{path}:output", b.of.logits(gathered), Tap(module_output, module), width=width)
 
 
 HEAD_KINDS = (

@@ -31,7 +31,7 @@ from megatron_flex.adapters.megatron_core.module_classes import (
 from megatron_flex.adapters.megatron_core.site_builder import KindTable
 from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.adapters.module_names import named_modules
-from megatron_flex.adapters.taps import UntracedTap
+from megatron_flex.adapters.taps import untraced
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -110,7 +110,7 @@ class FurtherModules:
         follower = self.adapter(mesh).follower if self.modules else None
         if follower is None:
             return sites
-        return [s if s.tap is None else replace(s, tap=UntracedTap(s.tap, follower)) for s in sites]
+        return [s if s.tap is None else replace(s, tap=s.tap.around(untraced, follower)) for s in sites]
 
     def parameters(self, mesh: Mesh) -> list[ParameterSite]:
         """Their parameters."""

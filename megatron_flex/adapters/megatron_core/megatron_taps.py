@@ -4,137 +4,94 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from megatron_flex import points
 from megatron_flex.adapters.adapter_base import Undo
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, SourcePoint, add_hook, intercept
+from megatron_flex.adapters.taps import (
+    add_hook,
+    intercept,
+    join_undos,
+    module_output,
+    source_point,
+    while_forward_runs,
+)
 from megatron_flex.layout import Layout
-from megatron_flex.sites import LeafTap, Site, Tap, TapCallback
+from megatron_flex.sites import Fire, Site, Tap
 
 GEMM_ATTRIBUTE = "_forward_impl"
 REDUCTIONS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
 
 
-@dataclass(frozen=True, eq=False)
-class OutsideTap:
-    """Wraps a tap; silent while some module runs.
+def outside(_: nn.Module, fire: Fire, tap: Tap, running: nn.Module) -> Undo:
+    """The tap of a tensor, silent while the module `running` runs."""
+    inside: list[bool] = []
 
-    Attributes:
-        tap: the wrapped tap.
-        running: the module during whose forward pass the tap calls no hook; None for none.
-    """
+    def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        return local if inside else cast(Tensor, fire.run(local, layout, route))
 
-    tap: ModuleInput | ModuleOutput | EmbeddingPartial
-    running: nn.Module | None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module of the wrapped tap."""
-        return self.tap.module
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        if self.running is None:
-            return self.tap.install(fire)
-        inside: list[bool] = []
-
-        def outside(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            return local if inside else fire(local, layout, route)
-
-        undos = [
-            add_hook(self.running, lambda *_: inside.append(True), pre=True),
-            add_hook(self.running, lambda *_: inside.clear(), always_call=True),
-            self.tap.install(outside),
+    return join_undos(
+        [
+            add_hook(running, lambda *_: inside.append(True), pre=True),
+            add_hook(running, lambda *_: inside.clear(), always_call=True),
+            tap.install(fire._replace(run=run)),
         ]
-
-        def undo() -> None:
-            for one in undos:
-                one()
-
-        return undo
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class PackedSequenceTap:
-    """Wraps a tap where Megatron drops the batch dim of packed sequences (`qkv_format="thd"`).
+def packed_layout(layout: Layout) -> Layout:
+    """The layout of a tensor without its batch dim, as packed sequences (`qkv_format="thd"`) have it."""
+    return replace(layout, dims=tuple(d for d in layout.dims if d.name != "b"))
 
-    The batch dim of packed sequences has length one. The number of dims shows whether it was dropped.
 
-    Attributes:
-        tap: the wrapped tap.
-        layout: the layout of the tensor with its batch dim.
+def packed_sequences(_: nn.Module, fire: Fire, tap: Tap, packed: Layout, leaf: int = 0) -> Undo:
+    """The tap of a tensor that may lack its batch dim, which packed sequences have with length one.
+
+    The number of dims shows whether it was dropped; `packed` is its layout then.
     """
+    if leaf:
+        return tap.leaf(leaf).install(fire)
 
-    tap: Tap
-    layout: Layout
-    packed: Layout = field(init=False)
+    def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        if layout is None and local.dim() == len(packed.dims):
+            layout = packed
+        return cast(Tensor, fire.run(local, layout, route))
 
-    def __post_init__(self) -> None:
-        dims = tuple(d for d in self.layout.dims if d.name != "b")
-        object.__setattr__(self, "packed", replace(self.layout, dims=dims))
-
-    @property
-    def module(self) -> nn.Module:
-        """The module of the wrapped tap."""
-        return cast(nn.Module, cast(Any, self.tap).module)  # every tap of Megatron's has one
-
-    def leaf(self, index: int) -> Tap:
-        """The wrapped tap for another tensor of the module's output."""
-        return cast(LeafTap, self.tap).leaf(index)
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-
-        def at(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            if layout is None and local.dim() == len(self.packed.dims):
-                layout = self.packed
-            return fire(local, layout, route)
-
-        return self.tap.install(at)
+    return tap.install(fire._replace(run=run))
 
 
 def without_batch_dim(site: Site) -> Site:
     """A site whose tensors have no batch dim where sequences are packed."""
-    tap = None if site.tap is None else PackedSequenceTap(site.tap, site.layout)
+    tap = None if site.tap is None else site.tap.around(packed_sequences, packed_layout(site.layout))
     return replace(site, tap=tap, unbatched=True)
 
 
-@dataclass(frozen=True, eq=False)
-class CoreAttentionOutput:
+def core_attention_output(module: nn.Module, fire: Fire, packed: Layout, count: int) -> Undo:
     """The output of core attention: `[s, b, n*d]`, and for packed sequences `[t, n*d]`.
 
     Some classes return `[t, n, d]` then, which Megatron accepts too; hooks get the heads concatenated.
 
-    Attributes:
-        module: the core attention.
-        layout: the layout of `[s, b, n*d]`.
+    Args:
+        packed: the layout of packed sequences.
         count: attention heads on this rank.
     """
 
-    module: nn.Module
-    layout: Layout
-    count: int
+    def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        if local.dim() == 2:
+            return cast(Tensor, fire.run(local, packed, route))
+        if layout is None or local.dim() != 3 or local.shape[1] != count:
+            return cast(Tensor, fire.run(local, None, route))
+        flat = local.flatten(1)
+        new: Tensor = fire.run(flat, packed, route)
+        return local if new is flat else new.view(local.shape)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` after the module's forward."""
-        packed = PackedSequenceTap(self, self.layout).packed
+    def resolve(call_kwargs: dict[str, Any]) -> Layout | None:
+        return packed if is_packed(call_kwargs) else None
 
-        def at(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            if local.dim() == 2:
-                return fire(local, packed, route)
-            if layout is None or local.dim() != 3 or local.shape[1] != self.count:
-                return fire(local, None, route)
-            flat = local.flatten(1)
-            new = fire(flat, packed, route)
-            return local if new is flat else new.view(local.shape)
-
-        return ModuleOutput(
-            self.module, 0, lambda call_kwargs: packed if is_packed(call_kwargs) else None
-        ).install(at)
+    return module_output(module, fire._replace(run=run), 0, resolve)
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
@@ -142,96 +99,59 @@ def is_packed(kwargs: dict[str, Any]) -> bool:
     return getattr(kwargs.get("packed_seq_params"), "qkv_format", None) == "thd"
 
 
-@dataclass(frozen=True, eq=False)
-class BiasDropoutAdd:
+def bias_dropout_add(module: nn.Module, fire: Fire, name: str) -> Undo:
     """The output of a layer's bias-dropout-add: the residual stream after a sublayer.
 
-    Attributes:
-        module: the layer.
-        name: its attribute; called as `name(training, fused)(x_with_bias, residual, p)`.
+    Args:
+        name: the layer's attribute; called as `name(training, fused)(x_with_bias, residual, p)`.
     """
 
-    module: nn.Module
-    name: str
+    def around(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+        add = make(*args, **kwargs)
+        return lambda *a, **k: fire.run(add(*a, **k))
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` after the function that each call creates."""
-
-        def around(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
-            add = make(*args, **kwargs)
-            return lambda *a, **k: fire(add(*a, **k))
-
-        return intercept(self.module, self.name, around)
+    return intercept(module, name, around)
 
 
-@dataclass(frozen=True, eq=False)
-class Gemm:
-    """Inside a parallel linear's forward: the input of its GEMM, or its output before the reduction.
+def gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
+    """Inside a parallel linear's `_forward_impl`, which both classes call with keywords.
 
-    Attributes:
+    A patched class has the points in its source already.
+
+    Args:
         module: a `ColumnParallelLinear` or `RowParallelLinear`.
-        before: the input, gathered over the sequence where it is sharded; else the output.
+        before: the input of the GEMM, gathered over the sequence where it is sharded; else its output before
+            the reduction.
     """
+    for name in ("gemm_input",) if before else ("partial", "local"):
+        if points.has(module, name):
+            return source_point(module, fire, name)
 
-    module: nn.Module
-    before: bool
+    def around(multiply: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if before:
+            kwargs = _with_gathered_input(kwargs, module)
+            kwargs["input"] = fire.run(kwargs["input"])
+            return multiply(*args, **kwargs)
+        return cast(Tensor, fire.run(multiply(*args, **kwargs)))
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` around `_forward_impl`, which both classes call with keywords.
-
-        A patched class has the points in its source already.
-        """
-        before = self.before
-        for name in ("gemm_input",) if before else ("partial", "local"):
-            if points.has(self.module, name):
-                return SourcePoint(self.module, name).install(fire)
-
-        def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            if before:
-                kwargs = _with_gathered_input(kwargs, self.module)
-                kwargs["input"] = fire(kwargs["input"])
-                return gemm(*args, **kwargs)
-            return fire(gemm(*args, **kwargs))
-
-        return _intercept_gemm(self.module, around)
+    return _intercept_gemm(module, around)
 
 
-@dataclass(frozen=True, eq=False)
-class EmbeddingPartial:
+def embedding_partial(module: nn.Module, fire: Fire) -> Undo:
     """The lookup of a `VocabParallelEmbedding` in its own part of the vocabulary, before the reduction.
 
-    Attributes:
-        module: the embedding, on more than one tensor parallel rank.
+    Its forward calls the reductions by name in Megatron's module `layers`, as other modules do.
     """
+    if points.has(module, "partial"):
+        return source_point(module, fire, "partial")
+    from megatron.core.tensor_parallel import layers
 
-    module: nn.Module
+    running, undo = while_forward_runs(module)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` in the reductions that its forward calls by name in Megatron's module `layers`."""
-        if points.has(self.module, "partial"):
-            return SourcePoint(self.module, "partial").install(fire)
-        from megatron.core.tensor_parallel import layers
+    def reduce(original: Callable[..., Any], partial: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(fire.run(partial) if running else partial, *args, **kwargs)
 
-        running: list[bool] = []  # the same names are called by other modules
-
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            running.append(True)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                running.pop()
-
-        def reduce(original: Callable[..., Any], partial: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(fire(partial) if running else partial, *args, **kwargs)
-
-        undone = [intercept(self.module, "forward", forward)]
-        undone += [intercept(layers, name, reduce) for name in REDUCTIONS]
-
-        def undo() -> None:
-            for out in undone:
-                out()
-
-        return undo
+    return join_undos([undo, *(intercept(layers, name, reduce) for name in REDUCTIONS)])
 
 
 def _with_gathered_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:

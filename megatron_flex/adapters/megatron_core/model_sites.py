@@ -33,10 +33,10 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     unpadded_vocabulary,
 )
 from megatron_flex.adapters.module_walk import find_once, own_parameters, walk_modules
-from megatron_flex.adapters.taps import MethodOutput
+from megatron_flex.adapters.taps import method_output
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 # the parts of a model whose modules have sites
 PARTS_WITH_SITES = (
@@ -75,7 +75,7 @@ def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
         if kind is not None:
             out += kind.sites(encoder if path.partition(".")[0] == ENCODER else main, path, module)
     if main.ends and is_output_layer(getattr(root, "output_layer", None)):
-        tap = MethodOutput(root, "compute_language_model_loss")
+        tap = Tap(method_output, root, ("compute_language_model_loss",))
         out.append(main.site("loss:output", main.of.loss(), tap))
     return out
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +18,44 @@ from megatron_flex.adapters.megatron_core import dense_layers
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
-    FusedPart,
     Kind,
     Packing,
     ParameterKind,
     SiteBuilder,
     SiteForm,
+    fused_part,
 )
-from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput, add_hook, intercept
+from megatron_flex.adapters.taps import (
+    add_hook,
+    intercept,
+    join_undos,
+    method_output,
+    module_input,
+    module_output,
+)
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, Tap, TapCallback, model_order
+from megatron_flex.sites import Fire, Site, Tap, model_order
 
 DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
 
 
-@dataclass(eq=False, slots=True)  # not frozen, as a model may have a hundred thousand of them
-class ExpertRows:
-    """A tensor of experts, routed back to its tokens.
+def expert_rows(
+    _: Any,
+    fire: Fire,
+    tap: Tap,
+    layer: nn.Module,
+    layout: Layout,
+    home: Layout,
+    stream: Layout,
+    mesh: Mesh,
+    expert: int | None = None,
+    owned: bool = True,
+) -> Undo:
+    """A tensor of experts, routed back to its tokens; on ranks without the expert too, with no rows.
 
-    Attributes:
+    Args:
         tap: access to the tensor, whose dim 0 has the rows of this rank's experts.
         layer: the layer of experts.
         layout: the layout of the tensor over `etp`.
@@ -49,97 +65,71 @@ class ExpertRows:
         expert: if given, the tensor has the rows of one expert only, on this rank or on another.
         owned: whether it is on this rank.
     """
+    watch = _DispatchWatch.on(layer)
+    unwatch = watch.add(stream, mesh)
 
-    tap: Tap
-    layer: nn.Module
-    layout: Layout
-    home: Layout
-    stream: Layout
-    mesh: Mesh
-    expert: int | None = None
-    owned: bool = True
+    def run(local: Tensor, _: Layout | None = None, __: Any = None) -> Tensor:
+        assert watch.dispatch is not None, "experts run after their dispatcher"
+        route = Route(watch.dispatch, layout, home, expert)
+        if owned:
+            return cast(Tensor, fire.run(local, None, route))
+        no_rows = local[:0]
+        passed: Tensor = fire.run(no_rows, None, route)
+        return local if passed is no_rows else torch.cat([local, passed])
 
-    @property
-    def module(self) -> Any:
-        """The module that owns the tensor."""
-        return getattr(self.tap, "module", None)
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire`, on ranks without the expert too: they take part with no rows."""
-        watch = _DispatchWatch.on(self.layer)
-        unwatch = watch.add(self)
-
-        def routed(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            assert watch.dispatch is not None, "experts run after their dispatcher"
-            route = Route(watch.dispatch, self.layout, self.home, self.expert)
-            if self.owned:
-                return fire(local, None, route)
-            no_rows = local[:0]
-            passed = fire(no_rows, None, route)
-            return local if passed is no_rows else torch.cat([local, passed])
-
-        restore = self.tap.install(routed)
-
-        def undo() -> None:
-            restore()
-            unwatch()
-
-        return undo
+    return join_undos([unwatch, tap.install(fire._replace(run=run))])
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertIndices:
-    """The expert numbers of each token, in ascending order; -1 where there are fewer.
+class RoutedRows(NamedTuple):
+    """What tensors of experts have, for estimates.
 
     Attributes:
+        layout: as in `expert_rows`.
+        expert: as in `expert_rows`.
+    """
+
+    layout: Layout
+    expert: int | None
+
+
+def rows_of_experts(site: Site) -> RoutedRows | None:
+    """The rows at a site; None if it has no tensor of experts."""
+    if site.tap is None or site.tap.function is not expert_rows:
+        return None
+    arguments = site.tap.arguments
+    return RoutedRows(arguments[2], arguments[6] if len(arguments) > 6 else None)
+
+
+def expert_indices(module: nn.Module, fire: Fire, stream: Layout, mesh: Mesh) -> Undo:
+    """The expert numbers of each token, in ascending order; -1 where there are fewer. An edit has no effect.
+
+    Args:
         module: the layer of experts.
         stream: the layout of the tokens.
         mesh: the run's axes.
     """
-
-    module: nn.Module
-    stream: Layout
-    mesh: Mesh
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` before the dispatcher; its result is not used."""
-        watch = _DispatchWatch.on(self.module)
-        return watch.add(self, lambda dispatch: fire(dispatch.indices))
+    watch = _DispatchWatch.on(module)
+    return watch.add(stream, mesh, lambda dispatch: fire.run(dispatch.indices))
 
 
-@dataclass(frozen=True, eq=False)
-class RouterTokens:
-    """A tensor of a router with one row for each token, viewed as `[s, b, ...]`.
+def router_tokens(module: nn.Module, fire: Fire, tap: Tap) -> Undo:
+    """A tensor of a router with one row for each token, viewed as `[s, b, ...]`."""
+    seen: list[tuple[int, int]] = []
 
-    Attributes:
-        module: the router.
-        tap: access to the tensor.
-    """
+    def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = args[0] if args else kwargs["input"]
+        seen[:] = [tuple(tokens.shape[:2])]
 
-    module: nn.Module
-    tap: Tap
+    def run(local: Tensor, _: Layout | None = None, __: Any = None) -> Tensor:
+        dense = local.view(*seen[0], *local.shape[1:])
+        passed: Tensor = fire.run(dense)
+        return local if passed is dense else passed.reshape(local.shape)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire`."""
-        seen: list[tuple[int, int]] = []
+    unwatch = add_hook(module, measure, pre=True, with_kwargs=True)
+    return join_undos([unwatch, tap.install(fire._replace(run=run))])
 
-        def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tokens = args[0] if args else kwargs["input"]
-            seen[:] = [tuple(tokens.shape[:2])]
 
-        def shaped(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            dense = local.view(*seen[0], *local.shape[1:])
-            passed = fire(dense)
-            return local if passed is dense else passed.reshape(local.shape)
-
-        unwatch = add_hook(self.module, measure, pre=True, with_kwargs=True)
-        restore = self.tap.install(shaped)
-
-        def undo() -> None:
-            restore()
-            unwatch()
-
-        return undo
+Notify = Callable[[Dispatch], Any]
 
 
 class _DispatchWatch:
@@ -149,7 +139,7 @@ class _DispatchWatch:
         self.layer = layer
         self.dispatch: Dispatch | None = None
         # By a key for each call of `add`: a hook and `verify()` may both install the same tap.
-        self._users: dict[object, tuple[ExpertRows | ExpertIndices, Callable[[Dispatch], Any] | None]] = {}
+        self._users: dict[object, tuple[Layout, Mesh, Notify | None]] = {}
         dispatcher = layer.token_dispatcher
         method = next(m for m in DISPATCH_METHODS if hasattr(dispatcher, m))
         self._signature = inspect.signature(getattr(dispatcher, method))
@@ -167,10 +157,10 @@ class _DispatchWatch:
         # a module's `__dict__` holds anything; this key is set above alone
         return own["_flex_watch"]  # type: ignore[no-any-return]
 
-    def add(self, tap: ExpertRows | ExpertIndices, notify: Callable[[Dispatch], Any] | None = None) -> Undo:
-        """Keep watching for `tap`, and notify it of each dispatch."""
+    def add(self, stream: Layout, mesh: Mesh, notify: Notify | None = None) -> Undo:
+        """Keep watching for a tap of tokens with the layout `stream`, and notify it of each dispatch."""
         user = object()
-        self._users[user] = tap, notify
+        self._users[user] = stream, mesh, notify
 
         def undo() -> None:
             del self._users[user]
@@ -183,16 +173,16 @@ class _DispatchWatch:
     def _around(self, dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         tokens, chosen = next(iter(given.values())), given["routing_map"]
-        tap, _ = next(iter(self._users.values()))
+        stream, mesh, _ = next(iter(self._users.values()))
         self.dispatch = Dispatch(
             chosen.detach(),
             (int(tokens.shape[0]), int(tokens.shape[1])),
             self.layer.config.moe_router_topk,
-            tap.stream,
+            stream,
             "AlltoAll" in type(self.layer.token_dispatcher).__name__,
-            tap.mesh,
+            mesh,
         )
-        for _, notify in self._users.values():
+        for *_, notify in self._users.values():
             if notify is not None:
                 notify(self.dispatch)
         return dispatch(*args, **kwargs)
@@ -241,30 +231,35 @@ def moe_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def _router(b: SiteBuilder, path: str, router: Any) -> Iterator[Site]:
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(router, 0, "input"))
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, router, (0, "input")))
     logits = b.of.per_token("e")
     no = "" if hasattr(router, "gating") else ADAPTED_ROUTER.format(kind=type(router).__name__)
-    yield b.site(f"{path}:logits", logits, MethodOutput(router, "gating"), no)
-    yield b.site(f"{path}:probs", logits, RouterTokens(router, ModuleOutput(router, 0)))
-    yield b.site(f"{path}:map", logits, RouterTokens(router, ModuleOutput(router, 1)), fixed=FIXED_MAP)
+    yield b.site(f"{path}:logits", logits, Tap(method_output, router, ("gating",)), no)
+    yield b.site(f"{path}:probs", logits, Tap(module_output, router, (0,)).around(router_tokens))
+    yield b.site(
+        f"{path}:map", logits, Tap(module_output, router, (1,)).around(router_tokens), fixed=FIXED_MAP
+    )
 
 
 def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The input and output of all experts together, by token and slot."""
     experts, no, stream = module.experts, _why_hidden(b), b.of.stream()
     yield b.site(
-        f"{path}:indices", b.of.per_token("k"), ExpertIndices(module, stream, b.mesh), no, fixed=FIXED_INDICES
+        f"{path}:indices",
+        b.of.per_token("k"),
+        Tap(expert_indices, module, (stream, b.mesh)),
+        no,
+        fixed=FIXED_INDICES,
     )
     for point, tap, layout in (
-        ("weights", ModuleInput(experts, 2, "permuted_probs"), ROW_WEIGHTS),
-        ("dispatched", ModuleInput(experts, 0, "permuted_local_hidden_states"), FULL_ROWS),
-        ("output", ModuleOutput(experts), PARTIAL_ROWS),
+        ("weights", Tap(module_input, experts, (2, "permuted_probs")), ROW_WEIGHTS),
+        ("dispatched", Tap(module_input, experts, (0, "permuted_local_hidden_states")), FULL_ROWS),
+        ("output", Tap(module_output, experts), PARTIAL_ROWS),
     ):
         home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
         width = None if layout is ROW_WEIGHTS else _entry_width(b)
-        yield b.site(
-            f"{path}:{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, width
-        )
+        rows = tap.around(expert_rows, module, layout, home, stream, b.mesh)
+        yield b.site(f"{path}:{point}", home, rows, no, width)
     if is_megatron(experts, "TEGroupedMLP"):
         yield from _grouped_linears(b, path, module, no)
     yield from _expert_sites(b, path, module, no)
@@ -278,13 +273,14 @@ def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterato
     no = no or _why_padded(b)
     width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
     for point, tap, layout, last in (
-        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), FULL_ROWS, entry),
-        ("linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
-        ("linear_fc2:input", ModuleInput(fc2, 0, "x"), CUT_ROWS, width),
-        ("linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
+        ("linear_fc1:input", Tap(module_input, fc1, (0, "x")), FULL_ROWS, entry),
+        ("linear_fc1:output", Tap(module_output, fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
+        ("linear_fc2:input", Tap(module_input, fc2, (0, "x")), CUT_ROWS, width),
+        ("linear_fc2:output", Tap(module_output, fc2), PARTIAL_ROWS, entry),
     ):
         home = b.of.per_token("k", layout.dims[-1].name)
-        yield b.site(f"{path}.{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, last)
+        rows = tap.around(expert_rows, module, layout, home, stream, b.mesh)
+        yield b.site(f"{path}.{point}", home, rows, no, last)
 
 
 class _ExpertPoint(NamedTuple):
@@ -293,7 +289,8 @@ class _ExpertPoint(NamedTuple):
     Attributes:
         name: what follows the expert's path in the name.
         part: which module of the expert's MLP: 0 the MLP, 1 `linear_fc1`, 2 `linear_fc2`.
-        tap: makes the tap of that module's tensor.
+        function: the tap of that module's tensor.
+        arguments: those of the tap.
         layout: the layout of the tensor over `etp`.
         home: the layout of the tensor when its rows are with their tokens.
         shape: the shape of the full tensor.
@@ -301,7 +298,8 @@ class _ExpertPoint(NamedTuple):
 
     name: str
     part: int
-    tap: Callable[[Any], Tap]
+    function: Callable[..., Undo]
+    arguments: tuple[Any, ...]
     layout: Layout
     home: Layout
     shape: tuple[int | str, ...]
@@ -311,21 +309,22 @@ def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
     """The hook points of an expert's MLP in the order of the data flow."""
     width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
     gated, halves = bool(b.config.gated_linear_unit), Packing(1, (1, 1))
-    found: list[tuple[str, int, Callable[[Any], Tap], Layout, int]] = [
-        (":input", 0, lambda mlp: ModuleInput(mlp, 0, "hidden_states"), FULL_ROWS, entry),
-        (".linear_fc1:input", 1, lambda fc1: ModuleInput(fc1, 0, "input_"), FULL_ROWS, entry),
-        (".linear_fc1:output", 1, ModuleOutput, wide, width * (1 + gated)),
-        (".linear_fc1:gate", 1, lambda fc1: FusedPart(fc1, 0, halves), CUT_ROWS, width),
-        (".linear_fc1:up", 1, lambda fc1: FusedPart(fc1, 1, halves), CUT_ROWS, width),
-        (".linear_fc2:input", 2, lambda fc2: ModuleInput(fc2, 0, "input_"), CUT_ROWS, width),
-        (".linear_fc2:output", 2, ModuleOutput, PARTIAL_ROWS, entry),
-        (":output", 0, ModuleOutput, PARTIAL_ROWS, entry),
+    found: list[tuple[str, int, Callable[..., Undo], tuple[Any, ...], Layout, int]] = [
+        (":input", 0, module_input, (0, "hidden_states"), FULL_ROWS, entry),
+        (".linear_fc1:input", 1, module_input, (0, "input_"), FULL_ROWS, entry),
+        (".linear_fc1:output", 1, module_output, (), wide, width * (1 + gated)),
+        (".linear_fc1:gate", 1, fused_part, (0, halves), CUT_ROWS, width),
+        (".linear_fc1:up", 1, fused_part, (1, halves), CUT_ROWS, width),
+        (".linear_fc2:input", 2, module_input, (0, "input_"), CUT_ROWS, width),
+        (".linear_fc2:output", 2, module_output, (), PARTIAL_ROWS, entry),
+        (":output", 0, module_output, (), PARTIAL_ROWS, entry),
     ]
     out = []
-    for name, part, tap, layout, last in found:
+    for name, part, function, arguments, layout, last in found:
         if gated or not name.endswith((":gate", ":up")):
             home = b.of.rows_of_one(layout.dims[-1].name)
-            out.append(_ExpertPoint(name, part, tap, layout, home, b.shape(home, last)))
+            shape = b.shape(home, last)
+            out.append(_ExpertPoint(name, part, function, arguments, layout, home, shape))
     return out
 
 
@@ -341,13 +340,14 @@ def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[S
     points, mesh, stage = _expert_points(b), b.mesh, b.stage
     order = model_order(Site(f"{path}:output", stream, (), stage))
     common = {"stage": stage, "hidden": no, "order": order}
-    forms = [(*point[:5], SiteForm(Site, layout=point.home, shape=point.shape, **common)) for point in points]
+    forms = [(*point[:6], SiteForm(Site, layout=point.home, shape=point.shape, **common)) for point in points]
     for expert in range(b.config.num_moe_experts):
         mine, owned = parts[expert % len(parts)], expert // each == here
         front = f"{path}.local_experts.{expert}"
-        for name, part, tap, layout, home, form in forms:
-            rows = ExpertRows(tap(mine[part]), module, layout, home, stream, mesh, expert, owned)
-            yield form.make(name=front + name, tap=rows)
+        for name, part, function, arguments, layout, home, form in forms:
+            tap = Tap(function, mine[part], arguments)
+            rows = (tap, module, layout, home, stream, mesh, expert, owned)
+            yield form.make(name=front + name, tap=Tap(expert_rows, tap.module, rows))
 
 
 def _entry_width(b: SiteBuilder) -> int:

@@ -24,7 +24,7 @@ from megatron_flex.adapters.megatron_core.adapted_linears import (
     normed_beside,
     unadapted,
 )
-from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, group_argument
+from megatron_flex.adapters.megatron_core.megatron_taps import gemm, group_argument
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import (
     COLUMN_LINEARS,
@@ -33,10 +33,10 @@ from megatron_flex.adapters.megatron_core.module_classes import (
     is_identity,
     is_megatron,
 )
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, add_hook
+from megatron_flex.adapters.taps import add_hook, any_output, module_input, module_output
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Site, Tap, TapCallback
+from megatron_flex.sites import Fire, Site, Tap
 
 INSIDE_KERNEL = (
     "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
@@ -227,8 +227,8 @@ class SiteBuilder:
         beside: tuple[Layout, ...] = (),
     ) -> Iterator[Site]:
         """A module's input and output, with the same layout; `beside` is for further outputs."""
-        yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword), hidden)
-        yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden, beside=beside)
+        yield self.site(f"{path}:input", layout, Tap(module_input, module, (0, keyword)), hidden)
+        yield self.site(f"{path}:output", layout, Tap(module_output, module), hidden, beside=beside)
 
     def column(
         self,
@@ -260,16 +260,16 @@ class SiteBuilder:
         inside = (
             no or ("" if base is None else adapter_around(path, module, "gemm_input")) or self.inside(module)
         )
-        entry = ModuleInput(module, 0, "x" if inside else "input_")
+        entry = Tap(module_input, module, (0, "x" if inside else "input_"))
         entering = self.of.stream(self.sequence_cut(module))
         if reduced_before and not self.sequence_cut(module):
             entering = self.of.gathered()
         yield self.site(f"{path}:input", entering, entry, no, within)
-        gemm = Gemm(module, before=True)
-        yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)
+        gathered = Tap(gemm, module, (True,))
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), gathered, inside, within)
         features = out.dims[-1]
         # With something between, output and bias are in nested tuples.
-        tap = ModuleOutput(module).leaf(0) if between else ModuleOutput(module, 0, resolve)
+        tap = Tap(any_output, module) if between else Tap(module_output, module, (0, resolve))
         # An output that is gathered has a bias that is not.
         features = features if features.cuts else replace(features, cuts=(Cut("tp"),))
         beside = self.of.bias_beside(features)
@@ -295,11 +295,11 @@ class SiteBuilder:
         inside = (
             no or ("" if base is None else adapter_around(path, module, "partial")) or self.inside(module)
         )
-        entry, entering = ModuleInput(module, 0, "x" if inside else "input_"), self.of.features(name)
+        entry, entering = Tap(module_input, module, (0, "x" if inside else "input_")), self.of.features(name)
         yield self.site(f"{path}:input", entering, entry, no, width)
-        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside, out)
+        yield self.site(f"{path}:partial", self.of.partial(), Tap(gemm, module, (False,)), inside, out)
         stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
-        yield self.site(f"{path}:output", stream, ModuleOutput(module), no, out, beside=beside)
+        yield self.site(f"{path}:output", stream, Tap(module_output, module), no, out, beside=beside)
 
         if base is None:
             return
@@ -371,13 +371,12 @@ class Packing:
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in flat], -1).flatten(-2)
 
 
-@dataclass(frozen=True, eq=False)
-class FusedPart:
+def fused_part(module: nn.Module, fire: Fire, index: int, packing: Packing, gathered: bool = False) -> Undo:
     """One part of a linear's fused output, split from it and, if a hook changed it, written back.
 
     Several parts of one output may be tapped: each tap gets the output of the ones before it.
 
-    Attributes:
+    Args:
         module: the linear.
         index: which part.
         packing: the packing of the parts in the local output, or in the full output if `gathered`.
@@ -385,49 +384,45 @@ class FusedPart:
             output. The tap gathers the output as upstream does right after the projection.
     """
 
-    module: nn.Module
-    index: int
-    packing: Packing
-    gathered: bool = False
+    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        local = leaf(output, 0)
+        if local is None:
+            return None
+        packed = _gather_last_dim(module, local) if gathered else local
+        parts = packing.split(packed)
+        part = parts[index].contiguous()
+        new = fire.run(part)
+        if new is part:
+            return None
+        parts[index] = new
+        joined = packing.join(parts)
+        return with_leaf(output, 0, _narrow_last_dim(module, joined, local) if gathered else joined)
 
-    def install(self, fire: TapCallback) -> Undo:
-        """Call `fire` after the module's forward."""
+    return add_hook(module, hook)
 
-        def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
-            local = leaf(output, 0)
-            if local is None:
-                return None
-            packed = self._gather(local) if self.gathered else local
-            parts = self.packing.split(packed)
-            part = parts[self.index].contiguous()
-            new = fire(part)
-            if new is part:
-                return None
-            parts[self.index] = new
-            joined = self.packing.join(parts)
-            return with_leaf(output, 0, self._own(joined, local) if self.gathered else joined)
 
-        return add_hook(self.module, hook)
+def _find_tensor_group(linear: nn.Module) -> Any:
+    for name in ("tp_group", "_tp_group"):
+        group = getattr(unadapted(linear), name, None)
+        if group is not None:
+            return group
+    from megatron.core import parallel_state
 
-    def _group(self) -> Any:
-        for name in ("tp_group", "_tp_group"):
-            group = getattr(unadapted(self.module), name, None)
-            if group is not None:
-                return group
-        from megatron.core import parallel_state
+    return parallel_state.get_tensor_model_parallel_group()
 
-        return parallel_state.get_tensor_model_parallel_group()
 
-    def _gather(self, local: Tensor) -> Tensor:
-        from megatron.core.tensor_parallel import mappings
+def _gather_last_dim(linear: nn.Module, local: Tensor) -> Tensor:
+    from megatron.core.tensor_parallel import mappings
 
-        gather = mappings.all_gather_last_dim_from_tensor_parallel_region
-        full: Tensor = gather(local, **group_argument(gather, self._group()))
-        return full
+    gather = mappings.all_gather_last_dim_from_tensor_parallel_region
+    full: Tensor = gather(local, **group_argument(gather, _find_tensor_group(linear)))
+    return full
 
-    def _own(self, full: Tensor, local: Tensor) -> Tensor:
-        width = local.shape[-1]
-        return full.narrow(-1, torch.distributed.get_rank(self._group()) * width, width).contiguous()
+
+def _narrow_last_dim(linear: nn.Module, full: Tensor, local: Tensor) -> Tensor:
+    width = local.shape[-1]
+    rank = torch.distributed.get_rank(_find_tensor_group(linear))
+    return full.narrow(-1, rank * width, width).contiguous()
 
 
 def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Iterator[Site]:
@@ -445,14 +440,14 @@ def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Ite
         layout = b.of.groups() if kept else b.of.heads()
         if split:
             layout = _gathered_layout(layout)
-        yield b.site(f"{path}:{name}", layout, FusedPart(linear, index, packing, split), hidden)
+        yield b.site(f"{path}:{name}", layout, Tap(fused_part, linear, (index, packing, split)), hidden)
 
 
 def heads_of(b: SiteBuilder, path: str, linear: Any, names: tuple[str, ...], hidden: str) -> Iterator[Site]:
     """The parts of a linear's output whose columns are, for each head, the parts one after the other."""
     packing = Packing(b.sizes["n"] // b.of.tp, (1,) * len(names), heads=True)
     for index, name in enumerate(names):
-        yield b.site(f"{path}:{name}", b.of.heads(), FusedPart(linear, index, packing), hidden)
+        yield b.site(f"{path}:{name}", b.of.heads(), Tap(fused_part, linear, (index, packing)), hidden)
 
 
 def gate_up(b: SiteBuilder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:
@@ -461,7 +456,7 @@ def gate_up(b: SiteBuilder, path: str, linear: Any, hidden: str, width: int) -> 
     Each has `width` features in the full tensor.
     """
     for index, name in enumerate(("gate", "up")):
-        tap = FusedPart(linear, index, Packing(1, (1, 1)))
+        tap = Tap(fused_part, linear, (index, Packing(1, (1, 1))))
         yield b.site(f"{path}:{name}", b.of.features("f"), tap, hidden, width)
 
 
@@ -492,9 +487,9 @@ def norm_inside(
     """
     inner = unadapted(linear)
     if isinstance(norm, nn.Module) and is_identity(norm) and is_megatron(inner, LINEAR_WITH_NORM):
-        yield b.site(f"{path}:input", layout, ModuleInput(norm, 0, "x"), width=width)
+        yield b.site(f"{path}:input", layout, Tap(module_input, norm, (0, "x")), width=width)
         hidden = NORM_INSIDE.format(kind=type(inner).__name__)
-        yield b.site(f"{path}:output", layout, ModuleOutput(norm), hidden, width)
+        yield b.site(f"{path}:output", layout, Tap(module_output, norm), hidden, width)
 
 
 def _duplicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:

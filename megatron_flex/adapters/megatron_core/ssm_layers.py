@@ -16,16 +16,16 @@ from megatron_flex.adapters.megatron_core.adapted_linears import packed_alike, u
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, is_identity, is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
-    FusedPart,
     Kind,
     OwnerKind,
     Packing,
     SiteBuilder,
+    fused_part,
 )
-from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput
+from megatron_flex.adapters.taps import method_input, method_output, module_input, module_output
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 PREPARE, DECAY, RULE = "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta", "gated_delta_rule"
 PackedWidths = dict[str, int]  # the packed tensors by name, with their widths in the full tensor
@@ -52,10 +52,10 @@ def refuse_context_parallel(root: nn.Module, context_parallel: int) -> None:
 
 def mamba_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     """A layer of one mixer: the residual stream before and after the mixer, and the norm."""
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, layer, (0, "hidden_states")))
     if not is_identity(layer.norm):
         yield from b.both(f"{path}.norm", layer.norm, b.of.stream(), "x")
-    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+    yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, layer))
 
 
 def mixer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -65,8 +65,8 @@ def mixer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     norm = getattr(module, "norm", None) if module.rmsnorm else None
     if norm is not None:
         layout, width = b.of.features("z"), module.d_inner
-        yield b.site(f"{path}.norm:input", layout, ModuleInput(norm, 0, "x"), width=width)
-        yield b.site(f"{path}.norm:output", layout, ModuleOutput(norm), width=width)
+        yield b.site(f"{path}.norm:input", layout, Tap(module_input, norm, (0, "x")), width=width)
+        yield b.site(f"{path}.norm:output", layout, Tap(module_output, norm), width=width)
     yield from b.row(f"{path}.out_proj", module.out_proj, "z", module.d_inner)
 
 
@@ -92,15 +92,15 @@ def _delta_rule_taps(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
     if hasattr(module, PREPARE):
         widths = tuple(_convolved(delta_parts(module)).values())
         packed = Layout((*start, Dim("q|k|v", rank, widths)))
-        yield "conv", MethodInput(module, PREPARE, 0), packed, sum(widths)
+        yield "conv", Tap(method_input, module, (PREPARE, 0)), packed, sum(widths)
         for index, name in enumerate(("q", "k", "v", "gate")):
             size = key if name in "qk" else value
-            yield name, MethodOutput(module, PREPARE, index), heads, size
+            yield name, Tap(method_output, module, (PREPARE, index)), heads, size
     if hasattr(module, DECAY):
         for index, name in enumerate(("g", "beta")):
-            yield name, MethodOutput(module, DECAY, index), each, module.num_value_heads
+            yield name, Tap(method_output, module, (DECAY, index)), each, module.num_value_heads
     if hasattr(module, RULE):
-        yield "core", MethodOutput(module, RULE, 0), heads, value
+        yield "core", Tap(method_output, module, (RULE, 0)), heads, value
 
 
 def _packed_linear(b: SiteBuilder, path: str, module: Any, parts: PackedWidths) -> Iterator[Site]:
@@ -110,7 +110,7 @@ def _packed_linear(b: SiteBuilder, path: str, module: Any, parts: PackedWidths) 
     hidden = b.no_rule(module, COLUMN_LINEARS)
     local = Packing(1, tuple(width // b.of.tp for width in parts.values()))
     for index, (name, width) in enumerate(parts.items()):
-        tap = FusedPart(module, index, local)
+        tap = Tap(fused_part, module, (index, local))
         yield b.site(f"{path}:{name}", b.of.features(name), tap, hidden, width=width)
 
 

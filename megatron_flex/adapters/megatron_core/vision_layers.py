@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.dense_layers import mlp_linears
-from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, without_batch_dim
+from megatron_flex.adapters.megatron_core.megatron_taps import gemm, without_batch_dim
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, VISION_CLASSES, is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
@@ -22,9 +22,9 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     ParameterKind,
     SiteBuilder,
 )
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.adapters.taps import module_input, module_output
 from megatron_flex.layout import Layout, replicated
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 EMBEDDERS = ("embedder", "video_embedder")
 IMAGE_NORMS = ("ln_pre", "ln_post")
@@ -34,9 +34,9 @@ PARTS_WITH_SITES = ("conv1", *EMBEDDERS, *IMAGE_NORMS)
 def convolution(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """CLIP's embeddings of patches, `[b, h, rows, columns]`, without positions."""
     yield b.site(
-        f"{path}:input", replicated("b", "colors", "height", "width"), ModuleInput(module, 0, "input")
+        f"{path}:input", replicated("b", "colors", "height", "width"), Tap(module_input, module, (0, "input"))
     )
-    yield b.site(f"{path}:output", replicated("b", "h", "rows", "columns"), ModuleOutput(module))
+    yield b.site(f"{path}:output", replicated("b", "h", "rows", "columns"), Tap(module_output, module))
 
 
 def embedder(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -47,9 +47,9 @@ def embedder(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     pixels = replace(replicated("b", "s", "pixels"), shared=("tp",))
     linear = unadapted(module)
     no, width = b.no_rule(linear, COLUMN_LINEARS), linear.input_size
-    yield b.site(f"{path}:input", pixels, ModuleInput(module, 0, "input_"), no, width)
-    yield b.site(f"{path}:gemm_input", pixels, Gemm(linear, before=True), no, width)
-    yield b.site(f"{path}:output", replicated("b", "s", "h"), ModuleOutput(module), no)
+    yield b.site(f"{path}:input", pixels, Tap(module_input, module, (0, "input_")), no, width)
+    yield b.site(f"{path}:gemm_input", pixels, Tap(gemm, linear, (True,)), no, width)
+    yield b.site(f"{path}:output", replicated("b", "s", "h"), Tap(module_output, module), no)
 
 
 def image_norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -68,8 +68,8 @@ def projector(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 def _mlp_sites(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     width = unadapted(module.linear_fc1).input_size
-    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 0, "hidden_states"), width=width)
-    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module), beside=(b.of.bias_beside(),))
+    yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, module, (0, "hidden_states")), width=width)
+    yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, module), beside=(b.of.bias_beside(),))
     yield from mlp_linears(b, path, module, b.config.ffn_hidden_size, within=width)
 
 

@@ -8,7 +8,6 @@ the result.
 from megatron_flex.adapters.propagation.layout_propagation import (
     LayoutPropagator,
     PropagatedParameter,
-    PropagatedTap,
 )
 
-__all__ = ["LayoutPropagator", "PropagatedParameter", "PropagatedTap"]
+__all__ = ["LayoutPropagator", "PropagatedParameter"]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,11 +21,11 @@ from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.adapters.named_inputs import count_cached_tokens, find_named_models
 from megatron_flex.adapters.propagation.dim_names import describe_dims
 from megatron_flex.adapters.propagation.layout_trace import LayoutTrace, UseWindow
-from megatron_flex.adapters.taps import LayoutFire, add_hook, intercept
+from megatron_flex.adapters.taps import add_hook, intercept, join_undos, with_layouts
 from megatron_flex.layout import Layout, is_plain
 from megatron_flex.layout.gradient_layout import GradientEnds, GradientUses, find_unsummed_axes
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import DimNames, TapCallback
+from megatron_flex.sites import DimNames, Fire, Tap
 
 TensorPlace = tuple[str, int]  # a site, and the index of a tensor there
 CALL_HOOK: dict[str, Any] = {"with_kwargs": True, "prepend": True}  # before the hooks of a session
@@ -49,66 +49,25 @@ class ObservedSpread:
     window: UseWindow | None = None
 
 
-@dataclass(eq=False)
-class PropagatedTap:
-    """Wraps a tap; its tensors' layouts are propagated.
+def _propagated(
+    _: Any,
+    fire: Fire,
+    tap: Tap,
+    propagator: LayoutPropagator,
+    site: str,
+    rules: tuple[Spread | None, ...],
+    gets: nn.Module | None,
+    leaf: int = 0,
+) -> Undo:
+    """A tap whose tensors' layouts are propagated; the arguments are those of `LayoutPropagator.tap`."""
+    place, rule = (site, leaf), _rule_at(rules, leaf)
+    spread_of = partial(propagator.record_tensor, place, rule, gets)
+    undo = with_layouts(None, fire, tap, spread_of, partial(propagator.passed, place), leaf)
+    return join_undos([propagator.want(place), undo])
 
-    Attributes:
-        tap: the wrapped tap.
-        follower: the propagator.
-        site: the site's name.
-        rule: the sharding that the module's rule declares for the first tensor.
-        gets: the module whose input the tensor is; None for an output.
-        index: the index of the tensor.
-        beside: the rule's shardings of further tensors.
-    """
 
-    tap: Any
-    follower: LayoutPropagator
-    site: str
-    rule: Spread | None = None
-    gets: nn.Module | None = None
-    index: int = 0
-    beside: tuple[Spread, ...] = ()
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module of the wrapped tap."""
-        return getattr(self.tap, "module", None)
-
-    @property
-    def place(self) -> TensorPlace:
-        """Its key among hook points."""
-        return self.site, self.index
-
-    def leaf(self, index: int) -> PropagatedTap:
-        """The tap for another tensor of the same call."""
-        rules = (self.rule, *self.beside)
-        rule = rules[index] if 0 <= index < len(rules) else None
-        return PropagatedTap(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
-
-    def spread_of(self, local: Tensor) -> SpreadOrUnknown:
-        """The sharding of the current tensor."""
-        return self.follower.record_tensor(self, local)
-
-    def passed(self, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
-        """Hooks have replaced a tensor."""
-        self.follower.passed(self, local, new, spread)
-
-    def gradient_source(self) -> Callable[[], GradientUses] | None:
-        """Returns the current tensor's uses, if called after the forward pass; None if a rule decides."""
-        return self.follower.observe_uses(self)
-
-    def install(self, fire: TapCallback) -> Undo:
-        """Install `fire` through the wrapped tap."""
-        undo = cast(Undo, self.tap.install(LayoutFire(fire, self)))
-        forget = self.follower.want(self.place)
-
-        def remove() -> None:
-            undo()
-            forget()
-
-        return remove
+def _rule_at(rules: tuple[Spread | None, ...], index: int) -> Spread | None:
+    return rules[index] if 0 <= index < len(rules) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,21 +172,21 @@ class LayoutPropagator:
     def tap(
         self,
         site: str,
-        tap: Any,
-        rule: Spread | None,
+        tap: Tap,
+        rules: tuple[Spread | None, ...],
         gets: nn.Module | None,
-        beside: tuple[Spread, ...] = (),
-    ) -> PropagatedTap:
+    ) -> Tap:
         """A wrapper of a tap, with propagation.
 
         Args:
             site: the site's name.
             tap: the tap to wrap.
-            rule: the sharding that the module's rule declares for the first tensor.
+            rules: the shardings that the module's rule declares, of the first tensors of the call.
             gets: the module whose input it is, if it is an input.
-            beside: the rule's shardings of further tensors.
         """
-        return PropagatedTap(tap, self, site, rule, gets, beside=beside)
+        around = tap.around(_propagated, self, site, rules, gets)
+        around.uses = partial(self.observe_uses, site, rules, gets)
+        return around
 
     def want(self, place: TensorPlace) -> Undo:
         """Trace calls that reach a hook point, until the returned function is called."""
@@ -281,22 +240,23 @@ class LayoutPropagator:
         """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
         return rule or self._recorded_spread((site, 0), tensor)
 
-    def record_tensor(self, tap: PropagatedTap, local: Tensor) -> SpreadOrUnknown:
+    def record_tensor(
+        self, place: TensorPlace, rule: Spread | None, gets: nn.Module | None, local: Tensor
+    ) -> SpreadOrUnknown:
         """The sharding of a tensor at a tap; also traces the tensor's uses."""
-        place = tap.place
         number = self._passes[place]
         self._passes[place] += 1
         trace = self._trace
         if trace is None:
-            return tap.rule or self._recorded_spread(place, local, number)
+            return rule or self._recorded_spread(place, local, number)
         mark = trace.mark(local)
-        spread = tap.rule or mark.spread
-        answer = ObservedSpread(spread, local.ndim, window=trace.window(local, tap.gets))
+        spread = rule or mark.spread
+        answer = ObservedSpread(spread, local.ndim, window=trace.window(local, gets))
         self._now.setdefault(place, []).append(answer)
         trace.opaque += 1  # operations in hooks are not the model's
         return spread
 
-    def passed(self, tap: PropagatedTap, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
+    def passed(self, place: TensorPlace, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
         """Hooks have replaced a tensor."""
         if self._trace is None:
             return
@@ -304,7 +264,7 @@ class LayoutPropagator:
         if new is local:
             return
         self._trace.pass_on(local, new, spread)
-        self._now[tap.place][-1].window = self._trace.window(new, None)
+        self._now[place][-1].window = self._trace.window(new, None)
 
     def outside(self, local: Tensor, run: Callable[[], Tensor]) -> Tensor:
         """The result of `run`, the hooks on a tensor of a declared layout; they are not the model's code."""
@@ -335,13 +295,16 @@ class LayoutPropagator:
             return found[number].spread
         return UnknownLayout("it is sharded differently over the ranks each time that the module runs")
 
-    def observe_uses(self, tap: PropagatedTap) -> Callable[[], GradientUses] | None:
+    def observe_uses(
+        self, site: str, rules: tuple[Spread | None, ...], gets: nn.Module | None, index: int
+    ) -> Callable[[], GradientUses] | None:
         """A function that returns the uses of a tap's current tensor afterwards; None if a rule decides."""
-        if tap.rule is not None and tap.gets is not None:
+        if gets is not None and _rule_at(rules, index) is not None:
             return None
-        here = self._all(tap.place) if is_recomputing() or not self._calls else self._now
+        place = site, index
+        here = self._all(place) if is_recomputing() or not self._calls else self._now
 
-        return partial(_collect_uses, here, tap.place)
+        return partial(_collect_uses, here, place)
 
     def parameter_uses(self, place: TensorPlace) -> GradientUses:
         """The uses of a parameter in the traced calls, for their backward pass."""
@@ -465,7 +428,6 @@ def _call_signature(tree: Any) -> list[Hashable]:
 __all__ = [
     "LayoutPropagator",
     "ObservedSpread",
-    "PropagatedTap",
     "layout_to_spread",
     "spreads_of_held_tensors",
 ]

@@ -17,7 +17,7 @@ import torch
 
 from megatron_flex import cpu
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.adapters.megatron_core.moe_layers import ExpertRows
+from megatron_flex.adapters.megatron_core.moe_layers import RoutedRows, rows_of_experts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import check_fraction
@@ -219,7 +219,8 @@ class TensorSizes:
         for site in sites:
             if site.hidden:
                 continue
-            held = self._rows(site) if isinstance(site.tap, ExpertRows) else self._dense(site)
+            routed = rows_of_experts(site)
+            held = self._dense(site) if routed is None else self._rows(site, routed)
             dtype = self.dtype(site)
             for kind in ("value", "gradient") if self.gradients and dtype.is_floating_point else ("value",):
                 layout = layout_in_pass(held["layout"], kind == "gradient")
@@ -289,20 +290,19 @@ class TensorSizes:
             f"{site.name}: the length of its dim {dim_length!r} follows from no configuration; leave it out"
         )
 
-    def _rows(self, site: Site) -> dict[str, Any]:
+    def _rows(self, site: Site, routed: RoutedRows) -> dict[str, Any]:
         """A tensor of experts, with the number of rows on each rank under even routing."""
-        tap: Any = site.tap
         config, sizes = self.config, self.sizes
         mine = self.lengths["s"] * self.lengths["b"] / sizes["cp"]
         if config.sequence_parallel:
             mine /= sizes["tp"]
         rows = mine * config.moe_router_topk * sizes["etp"]
         where: tuple[tuple[str, int], ...] = ()
-        if tap.expert is not None:
+        if routed.expert is not None:
             each = config.num_moe_experts // sizes["ep"]
-            rows, where = rows / each, (("ep", tap.expert // each),)
+            rows, where = rows / each, (("ep", routed.expert // each),)
         local: list[float] = [rows]
-        for dim in tap.layout.dims[1:]:
+        for dim in routed.layout.dims[1:]:
             width = site.shape[-1]
             assert isinstance(width, int), "the last dim of an expert's tensor is known"
             cut = 1
@@ -311,7 +311,7 @@ class TensorSizes:
             local.append(width // cut)
         shape = tuple(n if n == "t" else self._length(site, n) for n in site.shape)
         return {
-            "layout": tap.layout,
+            "layout": routed.layout,
             "shape": shape,
             "local": tuple(local),
             "replicated": ("etp",),
@@ -439,7 +439,7 @@ def _match_hooks_to_tensors(
     run = TensorSizes(description, args, microbatches, Dump("", "**", gradients=True))
     for hook in hooks:
         sites = table.match(hook.pattern, "output")
-        bars = {s.name: ROUTED_ROWS_REASON if isinstance(s.tap, ExpertRows) else s.hidden for s in sites}
+        bars = {s.name: ROUTED_ROWS_REASON if rows_of_experts(s) else s.hidden for s in sites}
         there = [s for s in sites if not bars[s.name]]
         if not there:
             raise SiteError(f"{sites[0].name}: it cannot be estimated: {bars[sites[0].name]}")
@@ -538,7 +538,7 @@ def make_configuration_page(
     known: dict[object, EstimatedTensor | str] = {}
 
     def held(site: Site) -> EstimatedTensor | str:
-        if isinstance(site.tap, ExpertRows):
+        if rows_of_experts(site):
             return ROUTED_ROWS_REASON
         key = (site.module.rpartition(".")[2], site.point, site.layout, site.shape)
         if key not in known:

@@ -140,7 +140,7 @@ class DryRun:
             if hook.editing_function is None or not sites or not runs:
                 continue
             shape, certain = self._choose_shape(sites[0])
-            module = getattr(sites[0].tap, "module", None)
+            module = sites[0].tap and sites[0].tap.module
             failure = self._run(hook, sites[0], shape, module, context, modules)
             if failure is not None:
                 lacks = isinstance(failure.error, AttributeError)  # perhaps another stage saves the value
