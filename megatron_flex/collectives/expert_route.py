@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megatron_flex.layout import (
     padded_shape,
     rows_by_source,
     select_experts,
+    to_device,
 )
 from megatron_flex.layout.gradient_layout import find_route_gradient
 from megatron_flex.mesh import Mesh
@@ -41,11 +43,56 @@ class Dispatch(ExpertChoice):
 
     @cached_property
     def counts(self) -> Tensor:
-        """`[ep, etp, experts]`: the number of rows from each rank. Collective over `ep` and `etp`, once."""
-        own = self.chosen.sum(0)
-        for axis in (self.mesh["etp"], self.mesh["ep"]):
-            own = stack_along(own, axis) if axis.size > 1 else own[None]
-        return own.cpu()
+        """`[ep, etp, experts]`: the number of rows from each rank, on the host. Collective over `ep` and
+        `etp`, once.
+        """
+        axes = [axis for axis in (self.mesh["etp"], self.mesh["ep"]) if axis.size > 1]
+        own = self.chosen.sum(0) if axes else self.host.sum(0)
+        for axis in axes:
+            own = stack_along(own, axis)
+        return own.cpu().view(self.mesh["ep"].size, self.mesh["etp"].size, -1)
+
+    @cached_property
+    def _rows(self) -> dict[int | None, RowPlan]:
+        return {}
+
+    def plan_rows(self, expert: int | None) -> RowPlan:
+        """Where the rows of all experts, or of one, are on this rank. Collective as `counts`."""
+        plan = self._rows.get(expert)
+        if plan is None:
+            plan = self._rows[expert] = self._plan_rows(expert)
+        return plan
+
+    def _plan_rows(self, expert: int | None) -> RowPlan:
+        ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self.counts
+        mine = select_experts(self.chosen.shape[1], ep.size, ep.coord, expert)
+        places = [torch.cat(ranks) for ranks in rows_by_source(counts[:, :, mine], self.etp_outer)]
+        sent = counts[ep.coord, etp.coord].clone()
+        if expert is not None:
+            sent[:expert] = 0
+            sent[expert + 1 :] = 0
+        return RowPlan(
+            [len(rows) for rows in places],
+            [to_device(rows, self.chosen.device) for rows in places],
+            counts[:, etp.coord, mine].sum(1).tolist(),
+            sent.view(ep.size, -1).sum(1).tolist(),
+        )
+
+
+class RowPlan(NamedTuple):
+    """Where the rows of experts are on this rank.
+
+    Attributes:
+        lengths: for each coordinate of `etp`, how many rows come from its ranks.
+        places: which rows of the local tensor these are: by source rank, then by expert.
+        from_ranks: the number of local rows from each rank of this rank's `ep` group.
+        to_ranks: the number of this rank's own rows on each rank of its `ep` group.
+    """
+
+    lengths: list[int]
+    places: list[Tensor]
+    from_ranks: list[int]
+    to_ranks: list[int]
 
 
 @dataclass(eq=False)
@@ -73,7 +120,8 @@ class Route:
     @property
     def here(self) -> bool:
         """Whether the tensor has rows of an expert on this rank."""
-        mine = self._mine
+        ep = self.mesh["ep"]
+        mine = select_experts(self.dispatch.chosen.shape[1], ep.size, ep.coord, self.expert)
         return int(mine.stop) > int(mine.start)
 
     def for_gradient(self) -> Route:
@@ -90,7 +138,8 @@ class Route:
             return None
         rows = Layout(self.token_layout.dims[:1])
         places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
-        own = places[self.dispatch.chosen[:, self.expert]]
+        mine = self.dispatch.host[:, self.expert].nonzero()[:, 0]
+        own = places.index_select(0, to_device(mine, places.device))
         positions, _ = assemble_on_all_ranks(own, rows, self.mesh)
         return positions.argsort()
 
@@ -100,7 +149,7 @@ class Route:
         features = padded_shape(one, local.shape, self.mesh.sizes)[1:]
         if self.expert is None:
             return local.new_empty((*self.dispatch.shape, self.dispatch.slots, *features))
-        return local.new_empty((int(self.dispatch.chosen[:, self.expert].sum()), *features))
+        return local.new_empty((int(self.dispatch.host[:, self.expert].sum()), *features))
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """The rows of this rank's own tokens. Collective over `ep` and `etp`.
@@ -112,54 +161,27 @@ class Route:
             The local tensor in `token_layout`; zeros in slots without an expert.
         """
         rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
-        mine = self._where[self.mesh["etp"].coord]
-        rows = self._exchange(rows[mine.to(rows.device)], self._from_ranks(), self._to_ranks())
+        plan = self.dispatch.plan_rows(self.expert)
+        mine = rows.index_select(0, plan.places[self.mesh["etp"].coord])
+        rows = self._exchange(mine, plan.from_ranks, plan.to_ranks)
         return self.dispatch.by_token(rows) if self.expert is None else rows
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """The rows of this rank's experts, the inverse of `to_tokens`. Collective over `ep` and `etp`."""
         rows = self.dispatch.by_expert(rows) if self.expert is None else rows
-        rows = self._exchange(rows, self._to_ranks(), self._from_ranks())
-        axis, where = self.mesh["etp"], self._where
+        plan, axis = self.dispatch.plan_rows(self.expert), self.mesh["etp"]
+        rows = self._exchange(rows, plan.to_ranks, plan.from_ranks)
         if axis.size > 1:
-            most = max(len(w) for w in where)
+            most = max(plan.lengths)
             padded = rows.new_zeros((most, *rows.shape[1:]))
             padded[: len(rows)] = rows
             pieces = list(stack_along(padded, axis))
         else:
             pieces = [rows]
-        full = rows.new_empty((sum(len(w) for w in where), *rows.shape[1:]))
-        for piece, w in zip(pieces, where, strict=True):
-            full[w.to(full.device)] = piece[: len(w)]
+        full = rows.new_empty((sum(plan.lengths), *rows.shape[1:]))
+        for piece, places, length in zip(pieces, plan.places, plan.lengths, strict=True):
+            full.index_copy_(0, places, piece[:length])
         return extract(self.layout, full, self.mesh.coords, self.mesh.sizes)
-
-    # -- positions of rows -----------------------------------------------------------------------------
-
-    @property
-    def _mine(self) -> slice:
-        """The experts of this rank whose rows the tensor has."""
-        axis = self.mesh["ep"]
-        return select_experts(self.dispatch.chosen.shape[1], axis.size, axis.coord, self.expert)
-
-    @cached_property
-    def _where(self) -> list[Tensor]:
-        """For each coordinate of `etp`, the local rows from its ranks: by source rank, then by expert."""
-        sources = rows_by_source(self.dispatch.counts[:, :, self._mine], self.dispatch.etp_outer)
-        return [torch.cat(ranks) for ranks in sources]
-
-    def _from_ranks(self) -> list[int]:
-        """The number of local rows from each rank of this rank's `ep` group."""
-        counts = self.dispatch.counts[:, self.mesh["etp"].coord, self._mine]
-        return [int(n) for n in counts.sum(1)]
-
-    def _to_ranks(self) -> list[int]:
-        """The number of this rank's own rows on each rank of its `ep` group."""
-        ep = self.mesh["ep"]
-        own = self.dispatch.counts[ep.coord, self.mesh["etp"].coord].clone()
-        if self.expert is not None:
-            own[: self.expert] = 0
-            own[self.expert + 1 :] = 0
-        return [int(n) for n in own.view(ep.size, -1).sum(1)]
 
     def _exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """All-to-all over `ep`: send `send[r]` rows to rank r and receive `receive[r]` rows from it."""

@@ -30,7 +30,7 @@ from megatron_flex.layout.assembly import (
     locate_shard,
     plan_blocks,
 )
-from megatron_flex.layout.expert_rows import ExpertChoice, rows_by_source, select_experts
+from megatron_flex.layout.expert_rows import ExpertChoice, rows_by_source, select_experts, to_device
 from megatron_flex.layout.layout_drawing import draw_layout
 from megatron_flex.layout.packed_sequences import PackedSequences
 from megatron_flex.layout.region import (
@@ -98,6 +98,7 @@ __all__ = [
     "smallest_part",
     "spans",
     "take_entries",
+    "to_device",
     "uneven_lengths",
     "without_data_axis",
 ]

@@ -36,15 +36,24 @@ class ExpertChoice:
     etp_outer: bool
 
     @cached_property
+    def host(self) -> Tensor:
+        """`chosen` on the host, which waits for the device once: only there the number of rows is known."""
+        return self.chosen.cpu()
+
+    @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Expert and token of each row on the rank that has the tokens, by expert and then by token."""
-        experts, tokens = self.chosen.T.nonzero(as_tuple=True)
+        """Expert and token of each row on the rank that has the tokens, by expert and then by token; on the
+        host.
+        """
+        experts, tokens = self.host.T.nonzero(as_tuple=True)
         return experts, tokens
 
     @cached_property
     def slot(self) -> Tensor:
-        """`[tokens, experts]`: the slot of an expert among those of the token, by expert number."""
-        return self.chosen.cumsum(1) - 1
+        """`[tokens, experts]`: the slot of an expert among those of the token, by expert number; on the
+        host.
+        """
+        return self.host.cumsum(1) - 1
 
     @cached_property
     def indices(self) -> Tensor:
@@ -52,19 +61,23 @@ class ExpertChoice:
         experts, tokens = self.pairs
         out = experts.new_full((self.chosen.shape[0], self.slots), -1)
         out[tokens, self.slot[tokens, experts]] = experts
-        return out.view(*self.shape, self.slots)
+        return to_device(out.view(*self.shape, self.slots), self.chosen.device)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The place of each row, by expert and then by token, among the slots of all tokens."""
+        experts, tokens = self.pairs
+        return to_device(tokens * self.slots + self.slot[tokens, experts], self.chosen.device)
 
     def by_token(self, rows: Tensor) -> Tensor:
         """`[sequence, batch, slots, ...]` of all rows of these tokens; zeros in slots without an expert."""
-        experts, tokens = self.pairs
-        dense = rows.new_zeros((self.chosen.shape[0], self.slots, *rows.shape[1:]))
-        dense[tokens, self.slot[tokens, experts]] = rows
+        dense = rows.new_zeros((self.chosen.shape[0] * self.slots, *rows.shape[1:]))
+        dense.index_copy_(0, self._places, rows)
         return dense.view(*self.shape, self.slots, *rows.shape[1:])
 
     def by_expert(self, dense: Tensor) -> Tensor:
         """All rows of these tokens, the inverse of `by_token`."""
-        experts, tokens = self.pairs
-        return dense.reshape(-1, self.slots, *dense.shape[3:])[tokens, self.slot[tokens, experts]]
+        return dense.reshape(-1, *dense.shape[3:]).index_select(0, self._places)
 
     def token_positions(self, coords: Coords, sizes: Sizes) -> Tensor:
         """The positions of the rank's tokens among all tokens, counted by sequence and then by batch.
@@ -77,6 +90,11 @@ class ExpertChoice:
         shape = padded_shape(stream, self.shape, sizes)
         positions = torch.arange(shape[0] * shape[1], device=self.chosen.device).view(shape)
         return extract(stream, positions, coords, sizes).reshape(-1)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, for which the host does not wait."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def select_experts(experts: int, ranks: int, coord: int, expert: int | None = None) -> slice:
