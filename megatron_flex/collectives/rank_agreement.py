@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.meter import call_metered
 from megatron_flex.collectives.rank_liveness import FINISHED, rank_liveness
 from megatron_flex.config import flex_config
 from megatron_flex.errors import MAX_NAMED_RANKS, HookError, describe_error, name_ranks
@@ -73,6 +74,18 @@ def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watche
         )
     rest = _all_reduce_max(flags[FIRST_FLAGS:], axes, device, watch) if count > FIRST_FLAGS else []
     return [*found[4 : 4 + min(count, FIRST_FLAGS)], *rest]
+
+
+def any_over_ranks(flag: bool, mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """Whether the flag is true on any rank, as a tensor on the device, for which the host does not wait.
+
+    Collective over every axis with more than one rank, on the process groups of the device.
+    """
+    found = torch.full((), int(flag), dtype=torch.int32, device=device)
+    for axis in mesh:
+        if axis.size > 1:
+            call_metered("all_reduce", axis, found, dist.all_reduce, found, dist.ReduceOp.MAX)
+    return found.bool()
 
 
 def _all_reduce_max(

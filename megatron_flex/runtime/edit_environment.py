@@ -117,7 +117,7 @@ class EditEnvironment:
         self.failure: StepFailure | None = None
         self.complete = True
         self.reasons: dict[str, str] = {}
-        self.skipping = EditSkips(mesh, trainable)
+        self.skipping = EditSkips(mesh, trainable, self.describe_failure)
 
     def make_seed(self, key: Key, replicas: Axis) -> Key:
         """The key that seeds the edits of a pass: with the number of the microbatch among those of all

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import FailedElsewhere, gather_objects, max_over_ranks
+from megatron_flex.collectives import FailedElsewhere, any_over_ranks, gather_objects, max_over_ranks
 from megatron_flex.errors import MAX_MESSAGE, AbsentError, FlexWarning, HookError, shorten_message
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -148,19 +148,49 @@ class FirstFailure:
     place: tuple[str, int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One pass of an edit that is left out where it fails.
+
+    Attributes:
+        hook: the hook.
+        index: of the hook among those at the site.
+        key: the key of the pass.
+        failed: whether it failed on a rank that holds the tensor, on the device of the tensor.
+        error: the exception of this rank's function, if it raised.
+        leads: whether this rank counts for all ranks that hold the tensor.
+    """
+
+    hook: HookFunction
+    index: int
+    key: Key
+    failed: Tensor
+    error: Exception | None
+    leads: bool
+
+
 class EditSkips:
     """Counts skipped edits, and remembers them for recomputation.
+
+    What failed on another rank alone is known on the device first: the host reads it at the end of a step in
+    which an edit failed.
 
     Args:
         mesh: the axes of the run.
         trainable: the trainable modules, whose gradients and buffers a skipped pass must not change.
+        describe: returns the message of a failure.
 
     Attributes:
         skipped: by hook, the counts of hooks skipped at least once where this rank runs them.
     """
 
-    def __init__(self, mesh: Mesh, trainable: TrainableModules) -> None:
-        self._mesh, self._trainable = mesh, trainable
+    def __init__(
+        self,
+        mesh: Mesh,
+        trainable: TrainableModules,
+        describe: Callable[[HookFunction, Key, Exception | None], str],
+    ) -> None:
+        self._mesh, self._trainable, self._describe = mesh, trainable, describe
         self.skipped: dict[HookFunction, SkipCount] = {}
         self._expected: list[HookFunction] = []
         self._counted: Counter[HookFunction] = Counter()  # on one of the ranks that hold a tensor
@@ -168,6 +198,7 @@ class EditSkips:
         self._step = -1
         self._warned: set[int] = set()
         self._new: list[FirstFailure] = []
+        self._attempts: dict[tuple[Key, int], Attempt] = {}  # of this step
 
     def expect(self, hook: HookFunction) -> None:
         """Note a hook that is registered. Every rank makes the same call."""
@@ -177,6 +208,35 @@ class EditSkips:
     def was_skipped(self, key: Key, index: int) -> bool:
         """Whether the edit was skipped in the first pass of the region that is recomputed now."""
         return (key, index) in self._left
+
+    def note(
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        error: Exception | None,
+        like: Tensor,
+        holders: Mesh,
+        leads: bool,
+    ) -> Tensor:
+        """Note an attempt, and return whether it failed on any rank that holds the tensor, on its device.
+
+        Collective over `holders`. The host waits for nothing.
+        """
+        if key.step != self._step:
+            self._begin(key.step)
+        failed = any_over_ranks(error is not None, holders, like.device)
+        self._attempts[key, index] = Attempt(hook, index, key, failed, error, leads)
+        return failed
+
+    def find_attempt(self, key: Key, index: int) -> Attempt | None:
+        """The attempt in the first pass of the region that is recomputed now."""
+        return self._attempts.get((key, index))
+
+    def _begin(self, step: int) -> None:
+        self._left.clear()
+        self._attempts.clear()
+        self._step = step
 
     def attempt(self, holders: Mesh, edit: Callable[[], Tensor]) -> Tensor:
         """Run an edit; if it fails, undo its changes of trainable modules.
@@ -203,8 +263,7 @@ class EditSkips:
     def count(self, hook: HookFunction, index: int, key: Key, text: str, left: SkipEdit, leads: bool) -> None:
         """Count a skipped pass; `leads`: whether this rank counts for all ranks that hold the tensor."""
         if key.step != self._step:
-            self._left.clear()
-            self._step = key.step
+            self._begin(key.step)
         self._left.add((key, index))
         self._counted[hook] += leads
         known = self.skipped.setdefault(hook, SkipCount(0, text))
@@ -221,10 +280,19 @@ class EditSkips:
 
         Collective over the mesh; `at` and `watch` as in `max_over_ranks`.
         """
-        worst, news = max_over_ranks([failed, int(bool(self._new))], mesh, at, watch)
-        if news:
+        attempts, self._attempts = self._attempts, {}
+        news = bool(self._new) or any(a.error is not None for a in attempts.values())
+        worst, some = max_over_ranks([failed, int(news)], mesh, at, watch)
+        if some:
+            self._count_failed(list(attempts.values()))
             self._warn_of_skipped(mesh)
         return worst
+
+    def _count_failed(self, attempts: Sequence[Attempt]) -> None:
+        for one in attempts:
+            if one.failed:  # the host waits
+                text = self._describe(one.hook, one.key, one.error)
+                self.count(one.hook, one.index, one.key, text, SkipEdit(one.error), one.leads)
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
         mine, self._new = [(global_rank(), n) for n in self._new], []

@@ -79,12 +79,14 @@ def compose_step(edit: PlannedEdit, editing: EditEnvironment) -> Step:
     step = _call_function(edit, editing)
     if edit.sums is not None:
         step = _sum_over_ranks(step, edit.sums)
+    # What a failed function has changed must be known on the host, and so must the sums that it has joined.
+    changes = shares or once or bool(editing.modules) or edit.sums is not None
     if shares:
         step = _share_values(step, edit, editing, holders)
-    elif skips:
+    elif skips and changes:
         step = _attempt(step, editing, holders)
     if skips:
-        step = _leave_out(step, edit, editing)
+        step = (_leave_out if changes else _replace_failed)(step, edit, editing)
     if draws_random_numbers(edit.function):
         step = _seed(step, edit, editing)
     if editing.modules or once:
@@ -158,6 +160,41 @@ def _leave_out(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> Step:
             return tensor
 
     return left_out
+
+
+def _replace_failed(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> Step:
+    """Likewise for a function that changes nothing else: no host waits for the others.
+
+    Whether it failed on another rank is decided where the tensor is.
+    """
+    hook, index, skipping, in_place = edit.hook, edit.index, editing.skipping, not edit.returns_new_tensor
+
+    def replaced(tensor: Tensor, key: Key, replay: bool) -> Tensor:
+        first = skipping.find_attempt(key, index) if replay else None
+        if first is not None and (first.error is not None or (first.failed.is_cpu and first.failed)):
+            editing.complete = False
+            return tensor
+        error: Exception | None = None
+        edited = tensor
+        try:  # a failed function must have changed nothing in place
+            edited = step(tensor.clone() if in_place and not replay else tensor, key, replay)
+        except Exception as raised:  # counted at the end of the step
+            if replay or isinstance(raised, (STOP_RECOMPUTATION, BrokenError)):
+                raise
+            error = raised
+        if replay and first is None:
+            return edited
+        if first is None:
+            failed = skipping.note(hook, index, key, error, tensor, edit.holders, edit.leads)
+        else:
+            failed = first.failed
+        editing.complete &= error is None
+        if not failed.is_cpu:
+            return torch.where(failed, tensor, edited)
+        editing.complete &= not failed
+        return tensor if failed else edited
+
+    return replaced
 
 
 def _share_values(step: Step, edit: PlannedEdit, editing: EditEnvironment, holders: Mesh) -> Step:
