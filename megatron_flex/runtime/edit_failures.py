@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -289,8 +290,12 @@ class EditSkips:
         return worst
 
     def _count_failed(self, attempts: Sequence[Attempt]) -> None:
-        for one in attempts:
-            if one.failed:  # the host waits
+        if not attempts:
+            return
+        device = attempts[0].failed.device
+        flags = torch.stack([one.failed.to(device) for one in attempts]).tolist()  # the host waits once
+        for one, failed in zip(attempts, flags, strict=True):
+            if failed:
                 text = self._describe(one.hook, one.key, one.error)
                 self.count(one.hook, one.index, one.key, text, SkipEdit(one.error), one.leads)
 

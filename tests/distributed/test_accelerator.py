@@ -37,8 +37,7 @@ BUDGETS = {
     **dict.fromkeys(KINDS, HOOKED),
     "nothing": Budget(end=(0, 0)),
     "gathered edit without capture": Budget(end=(1, 1)),
-    "edit that may be skipped": Budget((2, 2)),  # a flag for each pass
-    "skipped edit": Budget((2, 2)),
+    "skipped edit": Budget(end=(3, 3)),  # which passes failed
     "trainable module": Budget(end=(3, 3)),  # which gradients some rank has
     "dump": Budget(end=(0, 0)),
     "statistics": Budget(end=(1, 1)),
