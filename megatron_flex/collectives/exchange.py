@@ -250,10 +250,12 @@ class UnevenTensor:
 
     joint_entrance, joint_exit = False, True
 
-    def __init__(self, layout: Layout, mesh: Mesh, local: Tensor) -> None:
-        """Collective over the axes of uneven dims."""
+    def __init__(
+        self, layout: Layout, mesh: Mesh, local: Tensor, shapes: list[tuple[int, ...]] | None = None
+    ) -> None:
+        """Collective over the axes of uneven dims, unless the shapes of all ranks are given."""
         self._layout, self._mesh, self._shape = layout, mesh, local.shape
-        self._shapes = gather_shapes(local, layout, mesh)
+        self._shapes = gather_shapes(local, layout, mesh) if shapes is None else shapes
         self._lengths = uneven_lengths(Layout(layout.dims), self._shapes, mesh.sizes) if self._shapes else {}
         self._padded = any(d.keep is not None for d in layout.dims)
 
@@ -304,7 +306,11 @@ class ExpertRows:
         """The rows of all experts, by token."""
         route = self._route
         rows = route.to_tokens(local)
-        self._tokens = choose_exchange(route.token_layout, route.mesh, rows)
+        layout, mesh = route.token_layout, route.mesh
+        if route.expert is not None and has_uneven_shards(layout, mesh):
+            self._tokens = UnevenTensor(layout, mesh, rows, route.list_shapes(layout, rows))
+        else:
+            self._tokens = choose_exchange(layout, mesh, rows)
         gathered = self._tokens.enter(rows)
         return gathered if route.order is None else gathered[route.order]
 

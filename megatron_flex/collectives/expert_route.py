@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, stack_along
+from megatron_flex.collectives.assembly_plans import has_uneven_shards
+from megatron_flex.collectives.gather_scatter import (
+    assemble_on_all_ranks,
+    assemble_uneven,
+    stack_along,
+)
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
     Dim,
@@ -51,6 +56,22 @@ class Dispatch(ExpertChoice):
         for axis in axes:
             own = stack_along(own, axis)
         return own.cpu().view(self.mesh["ep"].size, self.mesh["etp"].size, -1)
+
+    @cached_property
+    def _tokens(self) -> dict[tuple[str, ...], Tensor]:
+        return {}
+
+    def count_tokens(self, axes: tuple[str, ...]) -> Tensor:
+        """`[ranks, experts]`: the number of tokens that each rank along some axes has for each expert, on the
+        host; the last axis counts fastest. Collective over the axes, once.
+        """
+        known = self._tokens.get(axes)
+        if known is None:
+            own = self.chosen.sum(0)
+            for axis in (self.mesh[name] for name in reversed(axes)):
+                own = stack_along(own, axis) if axis.size > 1 else own
+            known = self._tokens[axes] = own.reshape(-1, self.chosen.shape[1]).cpu()
+        return known
 
     @cached_property
     def _rows(self) -> dict[int | None, RowPlan]:
@@ -140,8 +161,21 @@ class Route:
         places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
         mine = self.dispatch.host[:, self.expert].nonzero()[:, 0]
         own = places.index_select(0, to_device(mine, places.device))
-        positions, _ = assemble_on_all_ranks(own, rows, self.mesh)
-        return positions.argsort()
+        if has_uneven_shards(rows, self.mesh):
+            own = assemble_uneven(own, rows, self.mesh, self.list_shapes(rows, own))
+        return own.argsort()
+
+    def list_shapes(self, layout: Layout, rows: Tensor) -> list[tuple[int, ...]]:
+        """The shapes of all ranks' rows of one expert at their tokens. Collective once for all experts.
+
+        Args:
+            layout: the layout of the rows.
+            rows: those of this rank's tokens.
+        """
+        assert self.expert is not None
+        axes = tuple(name for name in layout.axes if name not in layout.partial)
+        lengths = self.dispatch.count_tokens(axes)[:, self.expert].tolist()
+        return [(length, *rows.shape[1:]) for length in lengths]
 
     def empty_at_tokens(self, local: Tensor) -> Tensor:
         """An empty tensor of the shape that `local` has at its tokens."""

@@ -207,7 +207,8 @@ def gather_shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, 
     """The shapes of all shards if they may be uneven, otherwise none. Collective only if they may be."""
     if not has_uneven_shards(layout, mesh):
         return []
-    tensor = torch.tensor(local.shape, dtype=torch.int64, device=local.device)
+    # The host need not wait for the few bytes: the driver has taken them when the call returns.
+    tensor = torch.tensor(local.shape, dtype=torch.int64).to(local.device, non_blocking=True)
     for name in reversed(layout.axes):
         if mesh[name].size > 1 and name not in layout.partial:
             tensor = stack_along(tensor, mesh[name])
