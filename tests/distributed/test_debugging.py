@@ -21,6 +21,7 @@ from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.messages import assert_names, raises
 from tests.support.pool import run_alone as run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -196,6 +197,7 @@ def debugged(
     """A step with a debugger in it: losses, what the person saw, what was told, and the step's error."""
     import megatron_flex as mf
     from megatron_flex.config import flex_config
+    from megatron_flex.runtime.debug import edit_debugger
 
     chunks = ranks.start(case)
     told: list[str] = []
@@ -215,6 +217,7 @@ def debugged(
         )
     if torch.distributed.get_rank() == 0 and way == "port":
         flex_config.debug_port = 0
+        changes.setattr(edit_debugger, "TYPING", 2.0)
 
         def connect() -> None:
             while len(told) < 2:

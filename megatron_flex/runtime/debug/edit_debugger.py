@@ -8,14 +8,13 @@ import hmac
 import os
 import pdb
 import secrets
-import selectors
 import socket  # noqa: TID251
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -35,8 +34,7 @@ def to_stderr(line: str) -> None:
 
 
 TERMINAL = "/dev/tty"
-TYPING = 120.0  # seconds for a connection to send the token; the connection is closed afterwards
-WAITING = 16  # connections that may wait at the same time
+TYPING = 30.0  # seconds for a connection to send the token; the connection is closed afterwards
 
 
 RunningEdit = tuple[HookFunction, Key, Mesh]  # the edit that runs on this rank now
@@ -135,61 +133,36 @@ def _terminal() -> tuple[TextIO, TextIO] | None:
 def _served(port: int) -> tuple[TextIO, TextIO]:
     """Wait on a port of localhost until a connection sends the token that this process prints.
 
-    Every user of the machine can connect, and pdb runs any code. A connection that sends another token, or
-    does not send the token in TYPING seconds, is closed and delays no other; beyond WAITING the oldest is
-    closed.
+    Every user of the machine can connect, and pdb runs any code. Connections have their turn one after the
+    other; one that sends something else, or does not send the token in TYPING seconds, is closed.
     """
     token = secrets.token_hex(8)
-    with socket.create_server(("127.0.0.1", port)) as server, selectors.DefaultSelector() as waiting:
-        waiting.register(server, selectors.EVENT_READ)
+    with socket.create_server(("127.0.0.1", port)) as server:
         to_stderr(f"waiting for a debugger: nc 127.0.0.1 {server.getsockname()[1]}, and type {token}")
-        connection = None
-        while connection is None:
-            _drop_silent(server, waiting)
-            connection = _authenticated(token.encode(), server, waiting)
-        for key in list(waiting.get_map().values()):
-            if key.fileobj not in (server, connection):
-                cast(socket.socket, key.fileobj).close()
-    connection.setblocking(True)
+        while True:
+            connection, _ = server.accept()
+            if _sends(connection, token.encode() + b"\n"):
+                break
+            connection.close()
+    connection.settimeout(None)
     reading, writing = connection.makefile("r"), connection.makefile("w")
     connection.close()  # the files keep the connection open
     return reading, writing
 
 
-def _drop_silent(server: socket.socket, waiting: selectors.BaseSelector) -> None:
-    """Close connections that have not sent the token in time, and the oldest ones if there are too many."""
-    new = sorted((k for k in waiting.get_map().values() if k.fileobj is not server), key=lambda k: k.data[0])
-    for place, key in enumerate(new):
-        if key.data[0] < time.monotonic() or place < len(new) - WAITING:
-            waiting.unregister(key.fileobj)
-            cast(socket.socket, key.fileobj).close()
-
-
-def _authenticated(
-    token: bytes, server: socket.socket, waiting: selectors.BaseSelector
-) -> socket.socket | None:
-    """Receive data of the connections; return the connection that has sent the token, if one has."""
-    for key, _ in waiting.select(TYPING / 10):
-        if key.fileobj is server:
-            new, _ = server.accept()
-            new.setblocking(False)
-            waiting.register(new, selectors.EVENT_READ, (time.monotonic() + TYPING, b""))
-            continue
-        end, before = key.data
-        connection = cast(socket.socket, key.fileobj)
-        try:  # only the line of the token: the rest is for the debugger
-            new_bytes = connection.recv(len(token) + 1 - len(before))
-        except OSError:
-            new_bytes = b""
-        received = before + new_bytes
-        if new_bytes and len(received) <= len(token) and b"\n" not in received:
-            waiting.modify(connection, selectors.EVENT_READ, (end, received))
-        elif hmac.compare_digest(received, token + b"\n"):
-            return connection
-        else:
-            waiting.unregister(connection)
-            connection.close()
-    return None
+def _sends(connection: socket.socket, line: bytes) -> bool:
+    """Whether a connection sends a line in time; no more is read, as the rest is for the debugger."""
+    end, received = time.monotonic() + TYPING, b""
+    try:
+        while len(received) < len(line) and b"\n" not in received:
+            connection.settimeout(max(end - time.monotonic(), 0.001))
+            piece = connection.recv(len(line) - len(received))
+            if not piece:
+                return False
+            received += piece
+    except OSError:
+        return False
+    return hmac.compare_digest(received, line)
 
 
 class _Debugger(pdb.Pdb):

@@ -193,7 +193,6 @@ def test_a_debuggers_port_drops_silent_connections(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     monkeypatch.setattr(edit_debugger, "to_stderr", said.append)
     monkeypatch.setattr(edit_debugger, "TYPING", 0.4)
-    monkeypatch.setattr(edit_debugger, "WAITING", 3)
     held: list[Any] = []
     waiting = threading.Thread(target=lambda: held.extend(edit_debugger._served(0)), daemon=True)
     waiting.start()
@@ -204,6 +203,7 @@ def test_a_debuggers_port_drops_silent_connections(monkeypatch: pytest.MonkeyPat
     address, token = ("127.0.0.1", int(found[1])), found[2].encode()
     silent = [socket.create_connection(address, timeout=10) for _ in range(6)]
     silent[0].sendall(token[:3])
+    silent[1].sendall(token[:-1] + b"x\n")
     begun = time.monotonic()
     assert [s.recv(1) for s in silent] == [b""] * 6
     assert time.monotonic() - begun < 5
