@@ -42,10 +42,12 @@ BUDGETS = {
     "dump": Budget(end=(0, 0)),
     "statistics": Budget(end=(1, 1)),
     "read experts": Budget((2, 2), (8, 7)),  # the numbers of rows, once a layer
+    "read selected rows of experts": Budget((6, 6), (2, 1)),
     "edit of experts": Budget((6, 6), (3, 2)),
     "gradients of experts": Budget(end=(9, 8)),
     "packed sequences": Budget((2, 2)),  # the lengths of sequences
     "fairscale read": Budget(end=(3, 3)),  # flags at the begin and at the end of `step()`
+    "fairscale layouts that are followed": Budget(end=(3, 3)),
     "fairscale edit": Budget(end=(3, 3)),
     "fairscale gradients": Budget(end=(3, 2)),
 }

@@ -9,12 +9,14 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import gpt, llama
 from tests.support.accelerator import Collective, Recording, Wait, Waits, move, simulated
@@ -24,6 +26,7 @@ LAYER = "decoder.layers.1"
 FC1, PROJECTION = f"{LAYER}.mlp.linear_fc1", f"{LAYER}.self_attention.linear_proj"
 EXPERTS = f"{LAYER}.mlp.experts"
 HEADS = f"{LAYER}.self_attention.core_attention:output"
+ACTIVATION = "layers.1.feed_forward.act"  # between fairscale's layers: no rule says how it is sharded
 LLAMA = "layers.1.feed_forward.w1"
 DEVICE = "device"  # the folder of what is written from there
 STEPS = 2  # the second is counted: in the first one sites are seen for the first time
@@ -58,6 +61,7 @@ GPT = Case(
 MEGATRON, FAIRSCALE = Setup("megatron", GPT), Setup("fairscale", GPT)
 RECOMPUTED = Setup("megatron", replace(GPT, name="recomputed", recompute=("full",)))
 PACKED = Setup("megatron", replace(GPT, name="packed", packed="flat"))
+FOLLOWED = Setup("fairscale", replace(GPT, name="followed", recompute=("full",)))
 MOE = Setup("megatron", Case("moe", tp=2, sp=True, ep=2, layers=2, experts=4, device="cuda"))
 
 
@@ -173,6 +177,9 @@ class _Model:
 
             llama_fairscale.initialize(2)
             self.parts = [llama_fairscale.model(vocabulary=True)]
+            if setup.case.recompute:
+                for layer in self.parts[0].layers.values():  # type: ignore[union-attr, operator]
+                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if on_device:
             self.parts = [move(part) for part in self.parts]
 
@@ -268,6 +275,12 @@ def _selections(H: Any, e: Any) -> list[Any]:
     return [H(site, select=wanted[n], keep_as=f"part{n}") for site, n in places]
 
 
+def _rows_of_experts(H: Any, e: Any) -> list[Any]:
+    from megatron_flex import Select
+
+    return [H(LOCAL_EXPERT, select=Select(dims={"t": [0, 2]}))]
+
+
 def _reductions(H: Any, e: Any) -> list[Any]:
     from megatron_flex import reduce
 
@@ -360,10 +373,15 @@ KINDS = {
     "read experts": _read(
         f"{LAYER}.mlp.router:logits", f"{EXPERTS}:indices", f"{EXPERTS}:dispatched", LOCAL_EXPERT, setup=MOE
     ),
+    "read selected rows of experts": Kind(_rows_of_experts, MOE),
     "edit of experts": _edit(doubled, LOCAL_EXPERT, MOE),
     "gradients of experts": _read(LOCAL_EXPERT, setup=MOE, **BACKWARD),
     "packed sequences": Kind(_several(_read(LAYER), _edit(doubled)).hooks, PACKED),
     "fairscale read": _read(LLAMA, "layers.*", "output", setup=FAIRSCALE),
+    "fairscale layouts that are followed": Kind(
+        lambda H, e: [H(ACTIVATION), H(ACTIVATION, editing_function=doubled), H(ACTIVATION, **BACKWARD)],
+        FOLLOWED,
+    ),
     "fairscale edit": _edit(doubled, LLAMA, FAIRSCALE),
     "fairscale gradients": _several(
         _read(LLAMA, setup=FAIRSCALE, **BACKWARD), _edit(doubled, "layers.0", FAIRSCALE, **BACKWARD)
