@@ -88,10 +88,6 @@ class Tap:
         """A tap whose function gets this one as its first argument."""
         return Tap(function, self.module, (self, *arguments), 0, self.uses)
 
-    def gradient_source(self) -> Any:
-        """The result of `uses` for the tensor that passes now."""
-        return None if self.uses is None else self.uses(self.index)
-
 
 class DimNames(NamedTuple):
     """What is known of the dims of one tensor.

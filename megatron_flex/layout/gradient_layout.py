@@ -5,8 +5,8 @@ result is the conjugate. What decides is the tensor, and how its framework gets 
 
 - activation of a site whose layout its framework declares: the conjugate (`find_activation_gradient`);
 - activation between modules, whose layout is propagated: the conjugate, summed over the axes of its uses too,
-  or the reason where uses differ; the tap's `gradient_source` gives the uses;
-- DTensor, and input of a module with a rule: the conjugate; `gradient_source` gives None there;
+  or the reason where uses differ; the tap's `Tap.uses` gives the uses;
+- DTensor, and input of a module with a rule: the conjugate; `Tap.uses` gives None there;
 - full tensor after a gather or before a scatter: the conjugate, as autograd needs it
   (`conjugate_layout`);
 - expert rows: the conjugate, and the layout of their tokens as it is (`find_route_gradient`);
@@ -62,8 +62,13 @@ class GradientLayout:
 class UseSource(Protocol):
     """A tap, which may know how a model uses the activations that pass it."""
 
-    def gradient_source(self) -> Callable[[], GradientUses] | None:
-        """What gives the uses of the current activation, after the forward pass; None if others decide."""
+    @property
+    def uses(self) -> Callable[[int], Callable[[], GradientUses] | None] | None:
+        """Finds what gives the uses of the current activation of an index, after the forward pass."""
+
+    @property
+    def index(self) -> int:
+        """Which activation of the call it is."""
 
 
 class ParameterUses(Protocol):
@@ -101,7 +106,7 @@ def find_activation_gradient(tap: UseSource | None, layout: Layout) -> Callable[
         tap: of its site, which tells what uses the activation, where that decides.
         layout: of the activation.
     """
-    uses = None if tap is None else tap.gradient_source()
+    uses = None if tap is None or tap.uses is None else tap.uses(tap.index)
     if uses is None:
         return partial(_find_conjugate, layout)
     return partial(_find_by_uses, uses, layout)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
+from megatron_flex.adapters.taps import any_output
 from megatron_flex.layout import Cut, Dim, Layout, assemble, replicated
 from megatron_flex.layout.gradient_layout import (
     PARTS_DIFFER,
@@ -22,6 +21,7 @@ from megatron_flex.layout.gradient_layout import (
     find_unsummed_axes,
     layout_in_pass,
 )
+from megatron_flex.sites import Tap
 from tests.support.messages import assert_names
 
 FULL = replicated("s", "h")
@@ -56,13 +56,8 @@ USES = [
 ]
 
 
-class _Tap:
-    def __init__(self, uses: GradientUses | None) -> None:
-        self.uses = uses
-
-    def gradient_source(self) -> Callable[[], GradientUses] | None:
-        uses = self.uses
-        return None if uses is None else lambda: uses
+def _tap(uses: GradientUses | None) -> Tap:
+    return Tap(any_output, None, uses=lambda index: None if uses is None else lambda: uses)
 
 
 class _Parameter:
@@ -79,7 +74,7 @@ def test_where_the_layout_alone_decides(layout: Layout, gradient: Layout) -> Non
     assert conjugate_layout(layout) is conjugate_layout(layout)  # plans are found by identity
     assert layout_in_pass(layout, backward=True) == gradient
     assert layout_in_pass(layout, backward=False) is layout
-    for tap in (None, object(), _Tap(None)):
+    for tap in (None, Tap(any_output, None), _tap(None)):
         assert find_activation_gradient(tap, layout)() == GradientLayout(gradient)
     assert find_parameter_gradient(None, layout) == GradientLayout(gradient)
     assert find_route_gradient(layout, CUT) == (gradient, CUT)
@@ -88,7 +83,7 @@ def test_where_the_layout_alone_decides(layout: Layout, gradient: Layout) -> Non
 @pytest.mark.parametrize(("layout", "uses", "gradient", "reason"), USES)
 def test_where_uses_decide(layout: Layout, uses: GradientUses, gradient: Layout | None, reason: str) -> None:
     for found in (
-        find_activation_gradient(_Tap(uses), layout)(),
+        find_activation_gradient(_tap(uses), layout)(),
         find_parameter_gradient(_Parameter(uses), layout),
     ):
         assert found.layout == gradient
@@ -97,9 +92,8 @@ def test_where_uses_decide(layout: Layout, uses: GradientUses, gradient: Layout 
 
 
 def test_uses_are_asked_for_when_they_are_over() -> None:
-    tap = _Tap(NO_USE)
     found: list[GradientUses] = [ONE_USE]
-    tap.gradient_source = lambda: lambda: found[-1]  # type: ignore[method-assign]
+    tap = Tap(any_output, None, uses=lambda index: lambda: found[-1])
     find = find_activation_gradient(tap, FULL)
     found.append(TP_USE)
     assert find().layout == PARTIAL
@@ -149,6 +143,6 @@ def test_the_gradient_of_replicated_values_with_uses_is_their_sum() -> None:
     """Two ranks use half of a replicated tensor each: what they have of its gradient adds up to it."""
     tensor = torch.arange(4.0).requires_grad_(True)
     halves = [torch.autograd.grad((tensor[at] ** 2).sum(), tensor)[0] for at in (slice(2), slice(2, 4))]
-    layout = find_activation_gradient(_Tap(TP_USE), replicated("h"))().layout
+    layout = find_activation_gradient(_tap(TP_USE), replicated("h"))().layout
     assert layout is not None
     assert torch.equal(assemble(layout, halves, {"tp": 2}), 2 * tensor.detach())
