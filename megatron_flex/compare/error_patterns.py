@@ -373,8 +373,10 @@ def _find_permutations(
         known = {}
         for share in held.get(place, ()) if dim == TOKEN_AXIS else ():
             if share.axis == "cp":
-                text = f"as if {share.run}'s ranks had contiguous parts along cp={share.size}, not zigzag"
-                known[f"{text}, and not zigzag ones"] = make_contiguous_order(share.size, share.run == "A")
+                text = (
+                    f"as if {share.run}'s ranks had contiguous parts along cp={share.size}, not zigzag ones"
+                )
+                known[text] = make_contiguous_order(share.size, share.run == "A")
         hint = find_permutation(name, a, b, pair.numbers[place], known, noise)
         if hint:
             out.append(Hint("order", hint))
