@@ -33,7 +33,7 @@ Act = Callable[[Tensor, bool], Any]
 class Edit:
     """Doubles what passes; in the second microbatch does what it is given, on the ranks it is to fail on."""
 
-    edit_traits = EditTraits(pure=False)  # not tried at registration
+    edit_traits = EditTraits(pure=False, uses_context=False)  # not tried at registration
 
     def __init__(self, act: Act, on: tuple[int, ...]) -> None:
         self.act, self.on, self.microbatch = act, on, 0

@@ -47,6 +47,11 @@ LAYOUTS = {
     "transposed": Layout((Dim("s", (Cut("tp"),)), Dim("b")), permute=(1, 0)),
     "heads before the sequence": Layout((Dim("n", (Cut("tp"),)), Dim("s", (Cut("cp", "zigzag"),)))),
 }
+VOCABULARY = Dim("v", (Cut("tp"),), keep=13)
+EDITED = LAYOUTS | {
+    "padded summands": Layout((Dim("s"), VOCABULARY), partial=("cp",)),
+    "padded with a partial gradient": Layout((Dim("s"), VOCABULARY), shared=("cp",)),
+}
 SHAPE = (16, 16)
 
 
@@ -87,11 +92,11 @@ def edits(cp: int, offset: int) -> Any:
     mesh = make_mesh(cp, offset)
     if not mesh.axes:
         return None
-    return dict(mesh.coords), dict(mesh.sizes), {n: one_edit(LAYOUTS[n], mesh) for n in fitting(mesh.sizes)}
+    return dict(mesh.coords), dict(mesh.sizes), {n: one_edit(EDITED[n], mesh) for n in fitting(mesh.sizes)}
 
 
 def fitting(sizes: Any) -> list[str]:
-    return [n for n in LAYOUTS if n != "copies" or sizes["tp"] % 2 == 0]
+    return [n for n in EDITED if n != "copies" or sizes["tp"] % 2 == 0]
 
 
 def one_edit(layout: Layout, mesh: Mesh) -> dict[str, Tensor]:
@@ -119,7 +124,7 @@ def test_gather_edit_scatter(cp: int, world: int, offset: int) -> None:
     answers = [a for a in run(world, edits, cp, offset) if a is not None]
     sizes = answers[0][1]
     for name in fitting(sizes):
-        layout = LAYOUTS[name]
+        layout = EDITED[name]
         whole, weight, out = truth(layout)
         whole.requires_grad_()
         weight.requires_grad_()
