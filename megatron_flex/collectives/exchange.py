@@ -62,6 +62,12 @@ class Exchange(Protocol):
     def joint_exit(self) -> bool:
         """The same for `exit_gradient`."""
 
+    @property
+    def zeros_count(self) -> bool:
+        """Whether such zeros are a gradient of the local tensor: other ranks cannot know that it is missing
+        here. Otherwise parameters that get no other gradient have none.
+        """
+
     def enter(self, local: Tensor) -> Tensor:
         """The tensor that editing functions see."""
 
@@ -144,7 +150,8 @@ class Enter(torch.autograd.Function):
             return exchange.enter_gradient(grad), None
         shape, dtype, device = ctx.like
         zeros = torch.zeros(shape, dtype=dtype, device=device)
-        return follow_zeros(ctx, exchange.enter_gradient(zeros) if exchange.joint_entrance else zeros), None
+        local = exchange.enter_gradient(zeros) if exchange.joint_entrance else zeros
+        return local if exchange.zeros_count else follow_zeros(ctx, local), None
 
 
 class Exit(torch.autograd.Function):
@@ -182,7 +189,7 @@ class Exit(torch.autograd.Function):
 class Identity:
     """The tensor itself, which a node of the graph is made of."""
 
-    joint_entrance = joint_exit = False
+    joint_entrance = joint_exit = zeros_count = False
 
     def enter(self, local: Tensor) -> Tensor:
         """The tensor."""
@@ -220,6 +227,7 @@ class FullTensor:
 
     joint_entrance: ClassVar[bool] = False
     joint_exit: ClassVar[bool] = True
+    zeros_count: ClassVar[bool] = False
     assembly: AssemblyPlan
     position: ShardPosition
     gradient_assembly: AssemblyPlan
@@ -248,7 +256,7 @@ class UnevenTensor:
     Made for one pass: where lengths may differ the ranks exchange them, once for both directions.
     """
 
-    joint_entrance, joint_exit = False, True
+    joint_entrance, joint_exit, zeros_count = False, True, False
 
     def __init__(
         self, layout: Layout, mesh: Mesh, local: Tensor, shapes: list[tuple[int, ...]] | None = None
@@ -297,6 +305,7 @@ class ExpertRows:
     """
 
     joint_entrance = joint_exit = True
+    zeros_count = False
 
     def __init__(self, route: Route) -> None:
         self._route, self._gradient_route = route, route.for_gradient()
@@ -346,6 +355,7 @@ class Substitute:
     def __init__(self, zeros: Tensor, inner: Exchange) -> None:
         self._zeros, self._inner = zeros, inner
         self.joint_entrance, self.joint_exit = inner.joint_entrance, inner.joint_exit
+        self.zeros_count = inner.zeros_count
         self._shape: torch.Size | None = None
 
     def enter(self, local: Tensor) -> Tensor:
@@ -375,7 +385,7 @@ class OneRank:
         holders: the result of `replica_mesh`.
     """
 
-    joint_entrance, joint_exit = True, False
+    joint_entrance, joint_exit, zeros_count = True, False, True
 
     def __init__(self, holders: Mesh) -> None:
         self._holders = holders

@@ -192,7 +192,7 @@ class ShardExchange:
         plain: whether edits see the local tensor itself.
     """
 
-    joint_entrance = joint_exit = False
+    joint_entrance = joint_exit = zeros_count = False
 
     def __init__(self, shard: Shard, layout: Layout, padded: bool, copies: bool) -> None:
         self._shard, self._padded, self._copies = shard, padded, copies
@@ -254,7 +254,7 @@ def join_sum(zeros: Tensor, axes: list[Axis]) -> Tensor:
 class PartialSum:
     """Sums over ranks. `counts`: this rank's partial sum is included; `keeps`: this rank keeps the sum."""
 
-    joint_entrance, joint_exit = True, False
+    joint_entrance, joint_exit, zeros_count = True, False, True
 
     def __init__(self, axes: list[Axis], counts: bool, keeps: bool) -> None:
         self._axes, self._counts, self._keeps = axes, counts, keeps

@@ -271,7 +271,7 @@ class GradientHooks:
     `run` is given zeros if there is no gradient, and returns another gradient or None.
     """
 
-    joint_entrance, joint_exit = True, False
+    joint_entrance, joint_exit, zeros_count = True, False, True
 
     def __init__(self, run: Callable[[Tensor], Tensor | None]) -> None:
         self._run = run

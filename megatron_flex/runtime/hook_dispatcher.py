@@ -49,7 +49,8 @@ class HookDispatcher:
         inference: infers the layouts that no framework declares.
         over_data: whether captures and edits concatenate the samples of all data parallel ranks.
         alone: whether there is one tensor parallel rank.
-        observer: takes all local tensors, with their layouts on each data parallel rank, while it is set.
+        observer: takes all local tensors after their edits, with their layouts on each data parallel rank,
+            while it is set.
     """
 
     def __init__(
@@ -231,10 +232,11 @@ class SiteDispatch:
         sinks: tuple[Record, ...] = ()
         if self._sinks:
             sinks = ((partial(captures.feed_sinks, self._sinks), own),)
+        observer: Record | None = None
         if dispatcher.observer is not None:
-            sinks = (*sinks, (partial(self._editing.apart, self._name, dispatcher.observer), own))
+            observer = partial(self._editing.apart, self._name, dispatcher.observer), own
         made, lasting = dispatcher.passes.make(
-            self._name, self._hooks, self._module, local, layout, route, sinks, attach
+            self._name, self._hooks, self._module, local, layout, route, sinks, attach, observer
         )
         if lasting:
             if len(self._passes) >= MAX_PASSES:

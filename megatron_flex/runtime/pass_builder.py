@@ -93,6 +93,7 @@ class PassBuilder:
         route: Route | None,
         sinks: tuple[Record, ...] = (),
         attach: Attach | None = None,
+        observer: Record | None = None,
         backward: bool = False,
     ) -> tuple[Pass, bool]:
         """The pass of tensors like `local`, and whether it holds for later tensors of the same shape.
@@ -108,10 +109,11 @@ class PassBuilder:
             route: the route of expert rows.
             sinks: the sinks that take the local tensor.
             attach: attaches the hooks on the gradient.
+            observer: takes the local tensor after the edits.
             backward: whether the tensor is a gradient.
         """
         if not any(h.editing_function for h in hooks):
-            records = (*sinks, *self._list_captures(hooks, layout))
+            records = (*sinks, *self._list_captures(hooks, layout), *((observer,) if observer else ()))
             return Pass(hooks, records, None, attach, self.editing, self.gradients), True
         # What fails beside an edit must not keep this rank from the collectives of the edit.
         apart = self.editing.apart
@@ -129,9 +131,10 @@ class PassBuilder:
         shape = local.shape if substitute is None else substitute.shape
         plan = self.planner.find_plan(hooks, name, shape, layout, route)
         edits = self._plan_edits(name, hooks, module, shape, layout, route, plan, backward)
-        edits = replace(
-            edits, substitute=substitute, after=self._list_after(edits, hooks, module, plan, backward)
-        )
+        after = self._list_after(edits, hooks, module, plan, backward)
+        if observer is not None:
+            after = (*after, partial(_observe, *observer))
+        edits = replace(edits, substitute=substitute, after=after)
         return Pass(hooks, records, edits, attach, self.editing, self.gradients), substitute is None
 
     def _list_captures(self, hooks: list[HookFunction], layout: Layout) -> tuple[Record, ...]:
@@ -258,6 +261,10 @@ class PassBuilder:
     def _mark_incomplete(self, tensor: Tensor, key: Key, replay: bool) -> Tensor:
         self.editing.complete = False
         return tensor
+
+
+def _observe(take: Take, layout: Layout, key: Key, _: Tensor, edited: Tensor, route: Route | None) -> None:
+    take(key, edited, layout, route)
 
 
 def _raise_no_batch_dim(site: str) -> None:

@@ -136,6 +136,7 @@ class TracedExchange:
     def __init__(self, tracer: Tracer, seen: HookCallTrace, inner: Exchange) -> None:
         self._tracer, self._seen, self._inner = weakref.ref(tracer), seen, inner
         self.joint_entrance, self.joint_exit = inner.joint_entrance, inner.joint_exit
+        self.zeros_count = inner.zeros_count
 
     def enter(self, local: Tensor) -> Tensor:
         """As the exchange."""
