@@ -121,7 +121,7 @@ class Pass:
                 take(key, local, layout, route)
         out = local
         if self._plain is not None:
-            out = self._edit_in_place_of(local, key, replay, self._plain)
+            out = self._edit_plain(local, key, replay, self._plain)
         elif self._edits is not None:
             out = self._edit(local, key, replay, route)
         return out if self._attach is None else self._attach(key, out, route)
@@ -141,7 +141,7 @@ class Pass:
             take(key, local, out, route)
         return out
 
-    def _edit_in_place_of(self, local: Tensor, key: Key, replay: bool, exchange: ShardExchange) -> Tensor:
+    def _edit_plain(self, local: Tensor, key: Key, replay: bool, exchange: ShardExchange) -> Tensor:
         """Edit the local tensor itself by presets, which need no node of the graph around them."""
         edits = self._edits
         assert edits is not None
