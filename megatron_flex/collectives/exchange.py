@@ -12,7 +12,7 @@ therefore equal on all ranks, and `enter_gradient` takes this rank's shard of th
 
 An editing function may return a tensor that does not depend on its input. On one device the backward pass
 ends there; on several ranks others wait for this one. `Enter` therefore always propagates a gradient, zeros
-if there is no other (`autograd_graph` says what becomes of these zeros).
+if there is no other (`autograd_graph` follows these zeros).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def enter(local: Tensor, exchange: Exchange) -> Tensor:
             return exchange.enter(local)
         # torch does not type `apply`
         return cast(Tensor, Enter.apply(local, exchange))  # type: ignore[no-untyped-call]
-    except Exception as error:  # raised under a name of the package
+    except Exception as error:  # raised again: as it is, or as BrokenError
         raise_broken(error)
 
 
@@ -115,7 +115,7 @@ def exit(edited: Tensor, entrance: Tensor, local: Tensor, exchange: Exchange) ->
             return exchange.exit(edited, local)
         # torch does not type `apply`
         return cast(Tensor, Exit.apply(edited, entrance, local, exchange))  # type: ignore[no-untyped-call]
-    except Exception as error:  # as above
+    except Exception as error:  # raised again, as in `enter`
         raise_broken(error)
 
 
@@ -461,7 +461,7 @@ def guard_collective() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # raised under a name of the package
+    except Exception as error:  # raised again: as it is, or as BrokenError
         raise_broken(error)
 
 

@@ -276,7 +276,7 @@ def find_mistakes(function: FunctionType, on_gpu: bool, once: bool) -> list[Mist
         found = [Mistake(text, line) for line in none_lines(code)]
     why = "only one rank runs it, so the others never come"
     if not once:
-        why = "if not every rank comes here, the others wait for ever"
+        why = "if one rank does not reach this call, the other ranks hang"
     for name, value, line in _references(function):
         home = getattr(value, "__module__", "") or ""
         if value is UNRESOLVED and name in SYNCHRONIZING and on_gpu:

@@ -268,7 +268,7 @@ class GradientDispatcher:
 class GradientHooks:
     """An exchange that leaves a tensor as it is, and calls `run` with its gradient.
 
-    `run` is given zeros if there is no gradient, and returns another gradient or None.
+    `run` gets zeros if there is no gradient. It returns another gradient, or None to keep the one it got.
     """
 
     joint_entrance, joint_exit, zeros_count = True, False, True

@@ -346,24 +346,6 @@ class HookFunction:
             )
 
 
-def name_dims_at(site: Site, local: Tensor, hooks: Iterable[HookFunction]) -> tuple[str, ...]:
-    """Bind hooks to the names of the dims of the tensor that passes a site, and return these names.
-
-    Returns:
-        Nothing where the site's layout has the names, and where no hook needs them.
-
-    Raises:
-        HookError: a dim that a hook needs is unknown.
-    """
-    needing = [] if site.dim_names is None else [h for h in hooks if h.needs_dim_names]
-    if not needing or site.dim_names is None:
-        return ()
-    known = site.dim_names.find(local)
-    for hook in needing:
-        hook.name_dims(site, known)
-    return known.names
-
-
 def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
     """The editing function for a site: the result of its method `for_site(site)`, or itself without one."""
     bind = getattr(edit, "for_site", None)

@@ -62,9 +62,9 @@ def counted(case: Case) -> tuple[int, int, int]:
             gpt.step(case, chunks, rank)
         asked = sum(a.size > 1 for a in flex.session.mesh)  # at the end of a step, whether a hook failed
         flex.debug(False)
-        before = len(told)
+        printed = len(told)
         gpt.step(case, chunks, rank)
-        left = len(told) - before
+        left = len(told) - printed
     moving = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast")
     by_torch = sum(counts[n] - plain[n] for n in moving) - asked
     by_trace = sum(len(re.findall(r"(?:all_gather|all_reduce|all_to_all|broadcast) along", t)) for t in told)

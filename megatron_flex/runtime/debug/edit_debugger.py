@@ -11,8 +11,6 @@ import secrets
 import socket  # noqa: TID251
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
@@ -48,16 +46,6 @@ class CurrentEdit:
     """
 
     edit: RunningEdit | None = None
-
-
-@contextmanager
-def track_edit(hook: HookFunction, key: Key, mesh: Mesh) -> Iterator[None]:
-    """Tell `breakpoint` which edit runs, within the context."""
-    before, CurrentEdit.edit = CurrentEdit.edit, (hook, key, mesh)
-    try:
-        yield
-    finally:
-        CurrentEdit.edit = before
 
 
 def breakpoint() -> None:

@@ -170,7 +170,7 @@ def _install_device(patch: pytest.MonkeyPatch, device: Device) -> None:
 
 
 class Runtime:
-    """CUDA's runtime: what is called of it, and else what this process has loaded."""
+    """The functions of CUDA's runtime that are simulated; others are those of this process."""
 
     def __init__(self, device: Device, loaded: Any) -> None:
         self._loaded = loaded

@@ -25,7 +25,7 @@ _host_groups: set[str] = set()  # the names of those that were made for gloo, as
 
 
 def is_nccl(group: Any) -> bool:
-    """Whether a process group stands for one of NCCL."""
+    """Whether a process group simulates one of NCCL."""
     return (dist.group.WORLD if group is None else group).group_name not in _host_groups
 
 
