@@ -103,6 +103,7 @@ class HookRegistry:
         hook.bind_sites([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
         self._expected |= self._shapes(entry)
         self.entries = [*self.entries, entry]
+        hook.registrations += 1
         self.version += 1
         self.revision += 1
         self._put(entry)
@@ -229,6 +230,9 @@ class HookRegistry:
         self._set([])
 
     def _set(self, entries: list[HookEntry]) -> None:
+        kept = {id(entry) for entry in entries}
+        for entry in self.entries:
+            entry.hook.registrations -= id(entry) not in kept
         self.entries = entries
         self._refresh()
 

@@ -129,6 +129,8 @@ class HookFunction:
         captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
             EDITED.
         records: whether the editing function itself captures tensors.
+        registrations: the number of models in which the hook is registered; while there is one, the other
+            attributes cannot be assigned.
 
     Raises:
         HookError: an argument has a value that it cannot have, name and function are swapped, the editing
@@ -211,6 +213,17 @@ class HookFunction:
         self.keep_as = keep_as
         self._at: dict[str, EditingFunction] = {}
         self._known_dims: dict[str, DimNames] = {}
+        self.registrations = 0  # registries that hold the hook, whose passes are made from its attributes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        registered = not name.startswith("_") and name != "registrations" and getattr(self, "registrations", 0)
+        if registered and getattr(self, name, None) != value:
+            raise HookError(
+                f"the hook on {self.where!r} is registered, and {name} cannot become {value!r}: what runs at its "
+                "hook points is made already; remove the hook, and register another one",
+                hook=self,
+            )
+        super().__setattr__(name, value)
 
     @property
     def needs_dim_names(self) -> bool:

@@ -183,7 +183,7 @@ def frozen(kind: str) -> dict[str, Any]:
         out: dict[str, Any] = {"frozen": dict(flex.named_full_parameters(gradients=True, everywhere=True))}
         out["probe"] = all(p.grad is not None for p in flex.trainable_modules["probe"].parameters())
         flex.unfreeze()
-        hook.editing_function = None
+        flex.remove_hook(hook)
         for _ in range(2):
             model.zero_grad()
             step()

@@ -83,6 +83,26 @@ def test_what_was_removed_by_hand_or_with_the_model():
     late.remove()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("editing_function", None), ("save", False), ("enabled", False), ("on_error", "skip")]
+)
+def test_a_registered_hook_does_not_change(name, value):
+    whole, hook = model(), twice()
+    plain = whole(X)
+    flex = mf.attach(whole)
+    flex.register_forward_hook(hook)
+    edited = whole(X)
+    with raises(HookError, hook.where, name, repr(value)):
+        setattr(hook, name, value)
+    assert torch.equal(whole(X), edited)
+    assert not torch.equal(edited, plain)
+    flex.remove_hook(hook)
+    setattr(hook, name, value)
+    flex.restore()
+    mf.attach(whole, [other := twice()]).restore()
+    other.enabled = False
+
+
 def test_detach_is_restore():
     whole = model()
     flex = mf.attach(whole)

@@ -175,13 +175,15 @@ class CaptureRecipient:
     Attributes:
         hook: the user's hook.
         native: the native hook.
-        place: the index of its kind of registration in ORDER.
+        place: the index of its kind of registration in HOOK_TYPE_ORDER.
+        number: of the hook, by its registration: hooks at one hook point run in that order.
         divisor: gradients are divided by this; 1 where they are divided already.
     """
 
     hook: HookFunction
     native: NativeHook
     place: int
+    number: int
     divisor: int
 
 
@@ -200,7 +202,13 @@ class CaptureDelivery:
         session.delivered = self.deliver
 
     def add(
-        self, name: str, hook: HookFunction, native: NativeHook, kind: HookType, divisor: int = 1
+        self,
+        name: str,
+        hook: HookFunction,
+        native: NativeHook,
+        kind: HookType,
+        number: int,
+        divisor: int = 1,
     ) -> None:
         """Append the captures of a name to the output of a hook.
 
@@ -209,10 +217,11 @@ class CaptureDelivery:
             hook: the user's hook.
             native: the native hook.
             kind: the kind of its registration.
+            number: the number of hooks registered before it.
             divisor: the divisor of gradients that are not divided yet.
         """
         self._recipients.setdefault(name, []).append(
-            CaptureRecipient(hook, native, HOOK_TYPE_ORDER.index(kind), divisor)
+            CaptureRecipient(hook, native, HOOK_TYPE_ORDER.index(kind), number, divisor)
         )
 
     def deliver(self) -> None:
@@ -238,5 +247,6 @@ def capture_name(name: str, kind: HookType) -> str:
     return name + GRADIENT_SUFFIX if kind in GRADIENT_HOOK_TYPES else name
 
 
-def _delivery_order(reader: CaptureRecipient, key: Key) -> tuple[bool, int, int, int]:
-    return HOOK_TYPE_ORDER[reader.place] in GRADIENT_HOOK_TYPES, key.microbatch, key.call, reader.place
+def _delivery_order(reader: CaptureRecipient, key: Key) -> tuple[bool, int, int, int, int]:
+    backward = HOOK_TYPE_ORDER[reader.place] in GRADIENT_HOOK_TYPES
+    return backward, key.microbatch, key.call, reader.place, reader.number

@@ -170,7 +170,7 @@ class HookRegistrationMethods:
         session.add(native)
         for place in session.registry.entries[-1].names if alone else (label,):
             captured = capture_name(place, kind) if alone else place
-            self._delivery.add(captured, hook, native, kind, divisor if alone else 1)
+            self._delivery.add(captured, hook, native, kind, number, divisor if alone else 1)
         hook._shared_state, hook._hook_type = self._shared_state, kind
         self._hook_fn_group_manager.registered(hook, native)
 

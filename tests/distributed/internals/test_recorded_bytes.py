@@ -24,9 +24,9 @@ def recorded(case: Case) -> dict[str, int]:
     taken: list[int] = []
     shard = Recorder.shard
 
-    def noted(self: Any, key: Any, local: Tensor, *more: Any) -> None:
+    def noted(self: Any, key: Any, local: Tensor, *more: Any, **named: Any) -> None:
         taken.append(local.nbytes)
-        shard(self, key, local, *more)
+        shard(self, key, local, *more, **named)
 
     changes.setattr(Recorder, "shard", noted)
     out = {}
