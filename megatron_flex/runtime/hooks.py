@@ -213,14 +213,14 @@ class HookFunction:
         self.keep_as = keep_as
         self._at: dict[str, EditingFunction] = {}
         self._known_dims: dict[str, DimNames] = {}
-        self.registrations = 0  # registries that hold the hook, whose passes are made from its attributes
+        self.registrations: int = 0  # models whose passes are made from these attributes
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        registered = not name.startswith("_") and name != "registrations" and getattr(self, "registrations", 0)
-        if registered and getattr(self, name, None) != value:
+    def __setattr__(self, name: str, value: object) -> None:
+        public = not name.startswith("_") and name != "registrations"
+        if public and vars(self).get("registrations") and getattr(self, name, None) != value:
             raise HookError(
-                f"the hook on {self.where!r} is registered, and {name} cannot become {value!r}: what runs at its "
-                "hook points is made already; remove the hook, and register another one",
+                f"the hook on {self.where!r} is registered, so that {name} cannot become {value!r}: what "
+                "runs at its hook points is made already; remove the hook, and register another one",
                 hook=self,
             )
         super().__setattr__(name, value)
