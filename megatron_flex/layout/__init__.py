@@ -30,6 +30,7 @@ from megatron_flex.layout.assembly import (
     locate_shard,
     plan_blocks,
 )
+from megatron_flex.layout.blocks import Block, blocks, first_copy, is_partial, owned_blocks, partial_plane
 from megatron_flex.layout.expert_rows import ExpertChoice, rows_by_source, select_experts, to_device
 from megatron_flex.layout.layout_drawing import draw_layout
 from megatron_flex.layout.packed_sequences import PackedSequences
@@ -38,11 +39,7 @@ from megatron_flex.layout.region import (
     RegionIndex,
     assemble_region,
     compact_index,
-    find_first_copy,
     find_region,
-    first_copy,
-    is_partial,
-    list_copies,
     take_entries,
 )
 from megatron_flex.layout.spans import (
@@ -57,6 +54,7 @@ from megatron_flex.layout.spans import (
 
 __all__ = [
     "TENSOR_AXIS",
+    "Block",
     "Coords",
     "Cut",
     "Dim",
@@ -72,6 +70,7 @@ __all__ = [
     "Span",
     "assemble",
     "assemble_region",
+    "blocks",
     "compact_index",
     "coordinates",
     "copy_blocks",
@@ -79,17 +78,17 @@ __all__ = [
     "count_parts",
     "draw_layout",
     "extract",
-    "find_first_copy",
     "find_region",
     "first_copy",
     "full_shape",
     "infer_layout",
     "is_partial",
     "is_plain",
-    "list_copies",
     "locate_shard",
     "name_batch_first",
+    "owned_blocks",
     "padded_shape",
+    "partial_plane",
     "plan_blocks",
     "replicated",
     "rows_by_source",

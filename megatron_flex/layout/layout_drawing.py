@@ -9,7 +9,7 @@ from math import prod
 from textwrap import wrap
 
 from megatron_flex.layout.algebra import Dim, Layout, Sizes, Span
-from megatron_flex.layout.region import is_partial
+from megatron_flex.layout.blocks import is_partial
 from megatron_flex.layout.spans import coordinates, spans
 
 WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: size of the tensor, and margins

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout.algebra import Coords, Dim, Layout, Lengths, Sizes
+from megatron_flex.layout.blocks import first_copy, is_partial
 from megatron_flex.layout.spans import coordinates, spans
 
 DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
@@ -73,9 +74,8 @@ def _iterate_reads(
     layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None
 ) -> Iterator[BlockRead]:
     rows_of: list[dict[tuple[int, ...], list[tuple[DimIndex, DimIndex]]]] = [{} for _ in layout.dims]
-    copies = list_copies(layout)
     for coords in coordinates(layout, sizes):
-        if find_first_copy(copies, coords, sizes) != coords:
+        if first_copy(layout, coords, sizes) != coords:
             continue
         rows = []
         for index, dim in enumerate(layout.dims):
@@ -212,32 +212,6 @@ def write_entries(out: Tensor, where: RegionIndex, block: Tensor, add: bool = Fa
         shape[dim] = len(index)
         at.append(torch.tensor(list(index), dtype=torch.int64).reshape(shape))
     out.index_put_(tuple(at), block.to(out.dtype), accumulate=add)
-
-
-def is_partial(layout: Layout, sizes: Sizes) -> bool:
-    """Whether the full tensor is a sum over ranks."""
-    cuts = [c for d in layout.dims for c in d.cuts if c.partial and c.copies > 1 and sizes.get(c.axis, 1) > 1]
-    return bool(cuts) or any(sizes.get(a, 1) > 1 for a in layout.partial)
-
-
-def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
-    """The first of the ranks that hold the same values as the one at `coords`, on the layout's axes."""
-    return find_first_copy(list_copies(layout), coords, sizes)
-
-
-def list_copies(layout: Layout) -> list[tuple[str, int]]:
-    """Each of the layout's axes, and how many neighbouring coordinates on it hold the same values."""
-    copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
-    return [(axis, copies.get(axis, 1)) for axis in layout.axes]
-
-
-def find_first_copy(copies: Sequence[tuple[str, int]], coords: Coords, sizes: Sizes) -> dict[str, int]:
-    """`first_copy`, for a caller that has `list_copies` of the layout already."""
-    out = {}
-    for axis, count in copies:
-        at = coords.get(axis, 0) if sizes.get(axis, 1) > 1 else 0
-        out[axis] = at - at % count
-    return out
 
 
 def compact_index(index: Sequence[int]) -> DimIndex:

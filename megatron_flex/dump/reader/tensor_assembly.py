@@ -24,11 +24,9 @@ from megatron_flex.layout import (
     assemble_region,
     compact_index,
     coordinates,
-    find_first_copy,
     find_region,
     first_copy,
     full_shape,
-    list_copies,
     padded_shape,
     uneven_lengths,
 )
@@ -284,17 +282,17 @@ def group_shards(
     """
     layout: Layout | None = None
     shards: dict[tuple[int, ...], StoredShard] = {}
-    dtype, copies = "", list[tuple[str, int]]()
+    dtype = ""
     for part, entry, entry_layout, coords in found:
         if layout is None:
-            layout, dtype, copies = entry_layout, entry.dtype, list_copies(entry_layout)
+            layout, dtype = entry_layout, entry.dtype
         if entry_layout != layout or entry.dtype != dtype:
             raise DumpError(
                 f"{where}: {part.path.name} has {entry.dtype} in layout {entry_layout.describe()}, and "
                 "another rank "
                 f"{dtype} in {layout.describe()}"
             )
-        place = find_first_copy(copies, coords, sizes)
+        place = first_copy(layout, coords, sizes)
         shard = shards.setdefault(tuple(place.values()), StoredShard(place))
         if entry.span is not None or not shard.pieces:
             shard.pieces.append((part, entry))

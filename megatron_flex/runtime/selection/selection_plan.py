@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import HookError, LayoutError
-from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
-from megatron_flex.layout.region import compact_index, is_partial
+from megatron_flex.layout import Coords, Dim, Layout, Sizes, compact_index, count_parts, is_partial, spans
 from megatron_flex.runtime.selection.entry_selection import EACH, DimChoice, Select, describe_missing_dim
 from megatron_flex.runtime.selection.reduce import Reduction, ReductionContext, Results
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, DimNames, Site

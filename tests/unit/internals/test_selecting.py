@@ -14,8 +14,7 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex.errors import HookError, LayoutError
-from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, count_parts, extract
-from megatron_flex.layout.region import is_partial
+from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, count_parts, extract, is_partial
 from megatron_flex.runtime.selection import INDICES, CaptureSelection, SelectionPlan, plan_selection
 from tests.support.messages import raises
 from tests.unit.test_layout import SIZES, layouts, make
