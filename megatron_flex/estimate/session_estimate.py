@@ -33,6 +33,7 @@ from megatron_flex.layout.packed_sequences import explain_uneven_sequence
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.ranges import check_count
 from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.local_edits import explain_gather
 from megatron_flex.sites import Site
 
@@ -82,7 +83,7 @@ class SessionEstimate:
         dumps: dict[int, tuple[Dump, list[EstimatedTensor]]] = {}
         for site, hooks in self._hooked_sites(of_sinks=True):
             for hook in hooks:
-                dump: Dump | None = getattr(hook.tensor_sink, "dump", None)
+                dump = hook.tensor_sink.settings if isinstance(hook.tensor_sink, DumpSink) else None
                 held = None if dump is None else self._held(site, hook.backward)
                 if dump is not None and held is not None:
                     dumps.setdefault(id(dump), (dump, []))[1].append(_in_dump_dtype(held, dump))
@@ -91,7 +92,7 @@ class SessionEstimate:
             if dump.parameters:
                 self.uncounted[f"the dump in {dump.path}"] = PARAMETERS_LATER
         for measurer in self.session.sinks.statistics:
-            words = f"statistics in {measurer.statistics.path}"
+            words = f"statistics in {measurer.settings.path}"
             yield estimate_statistics(words, measurer.sends, self.mesh, links)
 
     def _hooked_sites(self, of_sinks: bool) -> Iterator[tuple[Site, list[HookFunction]]]:

@@ -152,10 +152,10 @@ def _describe_edits(flex: FlexModel, found: ResolvedSettings) -> Iterator[str]:
 
 def _describe_sinks(flex: FlexModel) -> Iterator[str]:
     for sink in flex.session.sinks.dumps:
-        what = _describe_selection(len(sink.chosen.sites), sink.chosen.parameters, sink.dump.gradients)
-        yield f"dump of {what}{_describe_every(sink.dump.every)} to {sink.dump.path}"
+        what = _describe_selection(len(sink.chosen.sites), sink.chosen.parameters, sink.settings.gradients)
+        yield f"dump of {what}{_describe_every(sink.settings.every)} to {sink.settings.path}"
     for measured in flex.session.sinks.statistics:
-        wanted, settings = measured.wanted, measured.statistics
+        wanted, settings = measured.wanted, measured.settings
         what = _describe_selection(len(wanted.values), wanted.parameters, bool(wanted.gradients))
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
 
@@ -184,7 +184,7 @@ def describe_end(dumps: Sequence[DumpSink], mesh: Mesh) -> list[str]:
     for number, dump in enumerate(dumps):
         written, dropped, failed, nbytes, waited = zip(*(tallies[number] for tallies in ranks), strict=True)
         out.append(
-            f"dump to {dump.dump.path}: {count_words(min(written), 'iteration')} written, "
+            f"dump to {dump.settings.path}: {count_words(min(written), 'iteration')} written, "
             f"{format_bytes(sum(nbytes))} by {count_words(len(ranks), 'rank')}; {max(dropped)} dropped, "
             f"{max(failed)} failed; the model waited {max(waited):.1f} s for the disk"
         )

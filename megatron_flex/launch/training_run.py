@@ -177,7 +177,7 @@ class TrainingRun:
             >>> running.training_ends()
         """
         if self.flex is not None:
-            self.flex.session.sinks.flush_statistics()
+            self.flex.session.sinks.deliver_statistics()
 
     def evaluation(self, on: bool) -> None:
         """Begin (`on`) or end an evaluation: edits remain active; dumps and statistics are inactive.

@@ -685,7 +685,7 @@ class FlexModel(nn.Module):
             >>> train_step(chunks)
             >>> flex.remove_dump(dump)  # waits until all is written
         """
-        self._sinks.remove_dump(dump)
+        self._sinks.remove(dump)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
         """Measure tensors from the next training step on.
@@ -728,7 +728,7 @@ class FlexModel(nn.Module):
             >>> train_step(chunks)
             >>> flex.remove_statistics(measured)
         """
-        self._sinks.remove_statistics(statistics)
+        self._sinks.remove(statistics)
 
     # -- parameters and trainable modules --------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -22,11 +22,18 @@ from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.model.argument_checks import check_hook, check_sink, explain_lens_names
 from megatron_flex.runtime import HookFunction, Session
-from megatron_flex.runtime.dump_sink import DumpSelection, make_manifest
+from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
 from megatron_flex.runtime.hook_groups import check_groups, parse_selection
 from megatron_flex.runtime.hooks import HookType
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
-from megatron_flex.runtime.statistics_sink import StatisticsSelection, make_header
+from megatron_flex.runtime.session_sinks import Sink as SessionSink
+from megatron_flex.runtime.sink_cycle import DUMP_PURPOSE, STATISTICS_PURPOSE, SinkPurpose
+from megatron_flex.runtime.statistics_sink import (
+    StatisticsSelection,
+    StatisticsSink,
+    make_header,
+    open_on_all_ranks,
+)
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_records import Sink
@@ -131,13 +138,6 @@ MAX_NAMES_SHOWN = 8  # names in one warning
 HALF_FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # dtypes, and the flags of Megatron's config for them
 
 
-class SinkPurpose(NamedTuple):
-    """What hook points are selected for, in the words of warnings: the sink, and the verb for its action."""
-
-    what: str
-    done: str
-
-
 def select_sink_sites(
     session: Session,
     patterns: Sequence[Pattern],
@@ -212,10 +212,6 @@ def _is_glob(pattern: Pattern) -> bool:
     return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
-DUMP_PURPOSE = SinkPurpose("the dump", "dumped")
-STATISTICS_PURPOSE = SinkPurpose("the statistics", "measured")
-
-
 class SinkRegistration:
     """Registers dumps and statistics in a session. `FlexModel` documents each method.
 
@@ -247,18 +243,24 @@ class SinkRegistration:
         config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
         parameters = session.parameter_index.first_copies()
         manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
-        for hook in session.sinks.add_dump(dump, chosen, manifest).hooks:
+        opened = partial(DumpSink.open, dump, chosen, session.mesh, session.clock, manifest)
+        return self._register(session.sinks.add(DumpSink, dump.path, dump.describe(), opened))
+
+    def _register(self, sink: SessionSink) -> Handle:
+        """Register the hooks of a sink; the handle removes them."""
+        session, settings = self._session, sink.settings
+        for hook in sink.hooks:
             session.add(hook)
         return Handle(
-            partial(self.remove_dump, dump),
-            repr(dump),
-            lambda: session.open and session.sinks.has_dump(dump),
+            partial(self.remove, settings),
+            repr(settings),
+            lambda: session.open and session.sinks.has(settings),
         )
 
-    def remove_dump(self, dump: Dump) -> None:
-        """Remove the hooks of a dump, once the dump is written. Collective."""
+    def remove(self, settings: Dump | Statistics) -> None:
+        """Remove the hooks of a dump or of statistics, once all is written. Collective."""
         self._session.check_open()
-        for hook in self._session.sinks.remove_dump(dump).hooks:
+        for hook in self._session.sinks.remove(settings).hooks:
             self._session.remove(hook)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
@@ -276,22 +278,16 @@ class SinkRegistration:
         )
         wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
-        def opened() -> Sink:
+        def open_writers() -> Sink:
             return self._writers(statistics, wanted) if sink is None else sink
 
-        for hook in session.sinks.add_statistics(statistics, wanted, opened).hooks:
-            session.add(hook)
-        return Handle(
-            partial(self.remove_statistics, statistics),
-            repr(statistics),
-            lambda: session.open and session.sinks.has_statistics(statistics),
-        )
+        def opened() -> StatisticsSink:
+            writers = open_on_all_ranks(open_writers, session.mesh)
+            reduction = session.sinks.reduction
+            return StatisticsSink(statistics, wanted, session.mesh, session.clock, reduction, writers)
 
-    def remove_statistics(self, statistics: Statistics) -> None:
-        """Remove the hooks of statistics, once the statistics are written. Collective."""
-        self._session.check_open()
-        for hook in self._session.sinks.remove_statistics(statistics).hooks:
-            self._session.remove(hook)
+        described = f"{statistics.describe()}: {wanted.digest()}"
+        return self._register(session.sinks.add(StatisticsSink, statistics.path, described, opened))
 
     def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
         """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_flex.errors import FlexError, SiteError, suggest_nearest
 from megatron_flex.notebook_html import PAGE_BYTES, WARN_COLOUR, count_words, html_fragment, html_line
 from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.hooks import describe_edit
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
@@ -256,7 +257,7 @@ def collect_site_hooks(session: Session) -> Mapping[str, Sequence[TreeHook]]:
 
 def _describe_hook_kind(hook: HookFunction) -> tuple[str, str]:
     if hook.tensor_sink is not None:
-        return ("dump" if hasattr(hook.tensor_sink, "dump") else "statistics"), ""
+        return ("dump" if isinstance(hook.tensor_sink, DumpSink) else "statistics"), ""
     if hook.editing_function is not None:
         return "edits", describe_edit(hook.editing_function)
     return "reads", ""

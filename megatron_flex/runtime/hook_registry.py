@@ -147,7 +147,7 @@ class HookRegistry:
 
         Hooks of a sink count only in the sink's first step; afterwards the ranks do not communicate for them.
         """
-        asking = (e for e in self.active if e.hook.tensor_sink is None or e.hook.tensor_sink.first)
+        asking = (e for e in self.active if e.hook.tensor_sink is None or e.hook.tensor_sink.cycle.first)
         return any(s.propagated or self._assumed(s) for e in asking for s in e.sites) or any(
             self._assumed(p) for e in self.active for p in e.parameters
         )

@@ -24,6 +24,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_traits import needs_dim_names, traits_of
 from megatron_flex.runtime.hook_groups import check_groups
 from megatron_flex.runtime.selection import INDICES, CaptureSelection, Reduction, Select
+from megatron_flex.runtime.sink_cycle import SinkCycle
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, DimNames, Pattern, Site, describe_pattern
 
 
@@ -31,18 +32,14 @@ class TensorSink(Protocol):
     """An active dump or statistics on this rank, which receives tensors from hooks.
 
     Attributes:
-        first: whether no step has been completed yet.
+        cycle: the steps that the sink records.
     """
 
-    first: bool
+    cycle: SinkCycle
 
     @property
     def needs_dim_names(self) -> bool:
         """Whether what it records depends on which dim is which."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether a tensor that cannot be recorded in this step is an error, which all ranks then raise."""
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
         """Record what the sink needs of a local tensor. Nothing is communicated, and no error is raised.
@@ -55,12 +52,9 @@ class TensorSink(Protocol):
             factor: divides a gradient to get the gradient of the microbatch's own loss.
 
         Returns:
-            Why the tensor cannot be recorded, if that is an error of the step (see `omits_site`); otherwise
-            empty.
+            Why the tensor cannot be recorded, if that is an error of the step (see `SinkCycle.omits_site`);
+            otherwise empty.
         """
-
-    def omits_site(self, name: str, why: str) -> bool:
-        """Whether a site that cannot be recorded is omitted with a warning; otherwise it is an error."""
 
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
@@ -316,7 +310,7 @@ class HookFunction:
         False for a dump or statistics: a tensor that cannot be recorded is omitted, or the sink reports the
         failure itself. Exception: the first step of a site that the user named.
         """
-        return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.asks
+        return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.cycle.asks
 
     def __repr__(self) -> str:
         return f"<HookFunction {self.describe()}>"

@@ -44,6 +44,7 @@ from megatron_flex.runtime.model_verification import Finding, VerificationReques
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
+from megatron_flex.runtime.sink_cycle import StepStart
 from megatron_flex.runtime.step_agreement import STEP_END, StepAgreement
 from megatron_flex.runtime.trainable_modules import NO_GRADIENT, TrainableModules
 from megatron_flex.sites import Site, SiteTable, model_order
@@ -364,7 +365,7 @@ class Session:
         self.parameter_index.called = False
         given = self.clock.given_iteration
         self.clock.begin(iteration if given is None else given, gradient_factor)
-        self.sinks.begins(microbatches, self.mesh, probing=self.probing is not None)
+        self.sinks.begins(StepStart(self.mesh, microbatches), probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.context_relay.begin()
         self._in_schedule = True
@@ -469,7 +470,7 @@ class Session:
         self._awaits_backward = False  # left over if a backward pass raised
         self.parameter_index.called = torch.is_grad_enabled() or self.parameter_index.called
         self.clock.begin(None, gradient_factor)
-        self.sinks.begins(1, self._replica(), called=True)
+        self.sinks.begins(StepStart(self._replica(), 1, called=True))
         self.trainable.begins(None)
         self.context_relay.begin()
         self.editing.scopes.begin()

@@ -1,23 +1,60 @@
-"""The dumps and statistics of a session: registered, begun and ended with its steps, and closed with it."""
+"""The sinks of a session: registered, given their steps, and closed with the session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from os.path import realpath
+from pathlib import Path
+from typing import ClassVar, Protocol, TypeVar
 
-from megatron_flex.collectives import Agreement, agreement_seconds
+from megatron_flex.collectives import Agreement, BackgroundReduction, agreement_seconds
 from megatron_flex.dump import Dump
-from megatron_flex.dump.schema import Manifest
+from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, SessionDumps
+from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.statistics_sink import SessionStatistics, StatisticsSelection, StatisticsSink
+from megatron_flex.runtime.hooks import HookFunction, TensorSink
+from megatron_flex.runtime.sink_cycle import StepStart
+from megatron_flex.runtime.statistics_sink import StatisticsSink
 from megatron_flex.statistics import Statistics
-from megatron_flex.statistics.statistics_records import Sink
+
+
+class Sink(TensorSink, Protocol):
+    """A dump or statistics on this rank.
+
+    Attributes:
+        settings: what the user registered.
+        hooks: the hooks that feed the sink.
+        error: the class of its errors.
+    """
+
+    hooks: list[HookFunction]
+    error: ClassVar[type[FlexError]]
+
+    @property
+    def settings(self) -> Dump | Statistics: ...
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether gradients may still arrive after the call of the model."""
+
+    def due(self, start: StepStart) -> bool:
+        """Begin a step, and return whether the sink records it; on all ranks alike."""
+
+    def flush(self, failed: bool, mesh: Mesh) -> None:
+        """End a step, recorded or not; `failed`: what was recorded of it is dropped."""
+
+    def close(self, failed: bool) -> None:
+        """Wait until everything is written. Collective, unless `failed`."""
+
+
+S = TypeVar("S", bound=Sink)
 
 
 class SessionSinks:
-    """The dumps and statistics of a session.
+    """The dumps and statistics of a session, in the order of registration.
 
     Args:
         registry: the hooks of the session.
@@ -30,30 +67,30 @@ class SessionSinks:
     def __init__(
         self, registry: HookRegistry, mesh: Mesh, clock: Clock, name: str, update_taps: Callable[[], None]
     ) -> None:
+        self.mesh, self.clock = mesh, clock
         self._registry, self._update_taps = registry, update_taps
         # A separate agreement: a rank still inside a step would match the session's with a different text.
-        agreement = Agreement(f"{name}/sinks", agreement_seconds(), mesh.ranks)
-        self._dumps = SessionDumps(registry, mesh, clock, agreement.compare)
-        self._statistics = SessionStatistics(registry, mesh, clock, agreement.compare)
+        self._agreement = Agreement(f"{name}/sinks", agreement_seconds(), mesh.ranks)
+        self._sinks: list[Sink] = []
+        self._reduction: BackgroundReduction | None = None
+
+    def __iter__(self) -> Iterator[Sink]:
+        return iter(self._sinks)
 
     @property
-    def dumps(self) -> Sequence[DumpSink]:
-        """The registered dumps, in the order of registration."""
-        return self._dumps.dumps
+    def dumps(self) -> list[DumpSink]:
+        """The registered dumps."""
+        return [s for s in self._sinks if isinstance(s, DumpSink)]
 
     @property
-    def statistics(self) -> Sequence[StatisticsSink]:
-        """The registered statistics, in the order of registration."""
-        return self._statistics.statistics_sinks
+    def statistics(self) -> list[StatisticsSink]:
+        """The registered statistics."""
+        return [s for s in self._sinks if isinstance(s, StatisticsSink)]
 
     @property
     def groups(self) -> set[str]:
-        """The groups of all dumps and statistics, including those of parameters alone, which have no
-        hooks.
-        """
-        dumps = [d.dump.groups for d in self.dumps]
-        statistics = [s.statistics.groups for s in self.statistics]
-        return {group for groups in (*dumps, *statistics) for group in groups}
+        """The groups of all sinks, including those of parameters alone, which have no hooks."""
+        return {group for sink in self._sinks for group in sink.settings.groups}
 
     @property
     def need_step(self) -> bool:
@@ -62,68 +99,99 @@ class SessionSinks:
         Gradients of parameters exist at the end of a step, and statistics are combined over data parallel
         ranks there.
         """
-        return bool(self.statistics) or any(
-            d.dump.gradients and d.chosen.parameters is not None for d in self.dumps
-        )
+        return bool(self.statistics) or any(d.parameter_gradients for d in self.dumps)
 
-    def add_dump(self, dump: Dump, chosen: DumpSelection, manifest: Manifest) -> DumpSink:
-        """Open a dump; the caller adds its hooks. Arguments and errors as for `SessionDumps.add`."""
-        return self._dumps.add(dump, chosen, manifest)
+    @property
+    def reduction(self) -> BackgroundReduction:
+        """The sums of statistics over all ranks. The first access is collective."""
+        if self._reduction is None:
+            self._reduction = BackgroundReduction(self.mesh)
+        return self._reduction
 
-    def remove_dump(self, dump: Dump) -> DumpSink:
-        """Remove a dump after all of it is written; the caller removes its hooks. Collective.
+    def add(self, kind: type[S], path: str | Path, description: str, open_sink: Callable[[], S]) -> S:
+        """Add a sink; the caller registers its hooks. Collective over the mesh.
 
-        Raises:
-            DumpError: the dump is not registered; or writing failed and the settings ask to raise.
-        """
-        return self._dumps.remove(dump)
-
-    def has_dump(self, dump: Dump) -> bool:
-        """Whether a dump is registered."""
-        return any(d.dump is dump for d in self.dumps)
-
-    def add_statistics(
-        self, statistics: Statistics, wanted: StatisticsSelection, opened: Callable[[], Sink]
-    ) -> StatisticsSink:
-        """Add statistics; the caller adds their hooks. As for `SessionStatistics.add`."""
-        return self._statistics.add(statistics, wanted, opened)
-
-    def remove_statistics(self, statistics: Statistics) -> StatisticsSink:
-        """Remove statistics after all are written; the caller removes their hooks. Collective.
+        Args:
+            kind: the class of the sink.
+            path: its folder.
+            description: what all ranks must have alike.
+            open_sink: makes the sink. Collective.
 
         Raises:
-            FlexError: the statistics are not registered.
+            FlexError: on all ranks: another sink of this kind writes to the folder, or the folder cannot be
+                written.
+            HookError: on all ranks: the ranks have different sinks.
         """
-        return self._statistics.remove(statistics)
+        self._agreement.compare(description)
+        for other in self._sinks:
+            if type(other) is kind and realpath(other.settings.path) == realpath(path):
+                raise kind.error(
+                    f"{path}: another {type(other.settings).__name__} of this model is written there; name "
+                    "another folder"
+                )
+        sink = open_sink()
+        self._sinks.append(sink)
+        return sink
 
-    def has_statistics(self, statistics: Statistics) -> bool:
-        """Whether statistics are registered."""
-        return any(m.statistics is statistics for m in self.statistics)
+    def has(self, settings: Dump | Statistics) -> bool:
+        """Whether a dump or statistics are registered."""
+        return any(s.settings is settings for s in self._sinks)
 
-    def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
-        """Begin a step, and deactivate the hooks of sinks that skip it. Arguments as for
-        `SessionDumps.begins`.
+    def remove(self, settings: Dump | Statistics) -> Sink:
+        """Remove a sink after all of it is written; the caller removes its hooks. Collective.
+
+        Raises:
+            FlexError: nothing of these settings is registered.
+            DumpError: writing failed, and the settings ask to raise.
         """
-        resting = self._dumps.begins(microbatches, mesh, called, probing)
-        resting |= self._statistics.begins(mesh, called, probing)
+        sink = next((s for s in self._sinks if s.settings is settings), None)
+        if sink is None:
+            error = DumpSink.error if isinstance(settings, Dump) else FlexError
+            raise error(
+                f"the {type(settings).__name__} in {settings.path} is not registered here; nothing to remove"
+            )
+        self._sinks.remove(sink)
+        sink.close(False)
+        return sink
+
+    def begins(self, start: StepStart, probing: bool = False) -> None:
+        """Begin a step, and deactivate the hooks of sinks that do not record it.
+
+        Args:
+            start: the step.
+            probing: whether the model runs only to be captured, which is not a step of the training loop.
+        """
+        resting: set[HookFunction] = set()
+        for sink in self._sinks:
+            if sink.cycle.active:  # the backward pass that the last call waited for did not come
+                sink.cycle.warn_of_missing_backward()
+                sink.flush(False, start.mesh)
+            wanted = not probing and self._registry.takes(sink.settings.groups)
+            if not wanted or not sink.due(start):
+                resting |= set(sink.hooks)
         if self._registry.rest(resting):
             self._update_taps()
 
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
         """End the step; with `later` only its forward pass, after which a backward pass may follow."""
-        try:
-            self._dumps.ends(failed, mesh, later)
-        finally:  # each of these errors is raised on all ranks
-            self._statistics.ends(failed, later)
+        due = [s for s in self._sinks if failed or not (later and s.awaits_gradients)]
+        _call_all([partial(sink.flush, failed, mesh) for sink in due])
 
-    def flush_statistics(self) -> None:
+    def deliver_statistics(self) -> None:
         """Write the statistics of the last measured step now. Collective over the mesh, between steps."""
         for sink in self.statistics:
-            sink.flush()
+            sink.deliver_last()
 
     def close(self, failed: bool) -> None:
         """Finish all sinks. Collective over the mesh, unless `failed`."""
+        sinks, self._sinks = self._sinks, []
+        _call_all([partial(sink.close, failed) for sink in sinks])
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    """Make all calls, whatever one raises: each error is raised on all ranks. The first is raised."""
+    if calls:
         try:
-            self._dumps.close(failed)
+            calls[0]()
         finally:
-            self._statistics.close(failed)
+            _call_all(calls[1:])

@@ -29,7 +29,7 @@ class SiteRejection:
         tensor.
         """
         self.editing.fired.add(hook)
-        if hook.tensor_sink is None or not hook.tensor_sink.omits_site(name, why):
+        if hook.tensor_sink is None or not hook.tensor_sink.cycle.omits_site(name, why):
             self.editing.guard(hook, key, refuse)
 
 

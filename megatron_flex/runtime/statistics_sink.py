@@ -4,14 +4,12 @@ header of the file.
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
-from os.path import realpath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import BackgroundReduction, PendingReduction, Route, gather_objects
 from megatron_flex.dump import layout_to_json, list_replica_axes
-from megatron_flex.errors import FlexError, FlexWarning, HookError, LayoutError, describe_error
+from megatron_flex.errors import FlexError, HookError, LayoutError, describe_error
 from megatron_flex.layout import Dim, Layout, count_parts, is_partial, name_batch_first, spans
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Key
@@ -27,9 +25,9 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debug.error_origin import format_user_line
 from megatron_flex.runtime.dump_sink import collect_versions
 from megatron_flex.runtime.edit_failures import StepFailure, raise_on_all_ranks
-from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.hooks import HookFunction, explain_unmeasurable, make_sink_hooks
+from megatron_flex.runtime.hooks import explain_unmeasurable, make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
+from megatron_flex.runtime.sink_cycle import STATISTICS_PURPOSE, SinkCycle, StepStart
 from megatron_flex.sites import GRADIENT_SUFFIX, Site, describe_pattern
 from megatron_flex.statistics import MeasuredSite, Statistics, StatisticsHeader
 from megatron_flex.statistics.moments import (
@@ -146,9 +144,6 @@ def _list_unpadded(
     return out or [(0, 0)]
 
 
-MAX_NAMES = 8  # bounds the names in one warning
-
-
 class StatisticsSelection(NamedTuple):
     """The sites and parameters that statistics measure.
 
@@ -163,6 +158,11 @@ class StatisticsSelection(NamedTuple):
     gradients: tuple[Site, ...]
     exact: frozenset[str]
     parameters: ParameterSelection | None
+
+    def digest(self) -> str:
+        """A text of a few characters, which differs where other tensors are measured."""
+        names = " ".join(e.name for e in self.entries())
+        return sha256(names.encode()).hexdigest()[:16]
 
     def entries(self) -> list[MomentEntry]:
         """All measured entries, in order."""
@@ -185,11 +185,12 @@ class StatisticsSink:
     """Active statistics on this rank.
 
     Attributes:
-        statistics: the settings.
-        hooks: the hooks that the sink registered.
-        active: whether this step is measured.
-        first: whether no step has been measured completely yet.
+        settings: the statistics.
+        hooks: the hooks that feed the sink.
+        cycle: the steps that are measured.
     """
+
+    error: ClassVar[type[FlexError]] = FlexError
 
     def __init__(
         self,
@@ -200,8 +201,8 @@ class StatisticsSink:
         adding: BackgroundReduction,
         sink: Sink,
     ) -> None:
-        self.statistics, self.wanted, self.mesh, self.clock = statistics, wanted, mesh, clock
-        self.active, self.first = False, True
+        self.settings, self.wanted, self.mesh, self.clock = statistics, wanted, mesh, clock
+        self.cycle = SinkCycle(STATISTICS_PURPOSE, mesh, clock, wanted.exact)
         words = f"statistics in {statistics.path}"
         self.hooks = make_sink_hooks(self, words, wanted.values, wanted.gradients, statistics.groups)
         self._adding, self._sink = adding, sink
@@ -216,9 +217,7 @@ class StatisticsSink:
         self._unknown: set[int] = set()
         self._posted: tuple[int, PendingReduction] | None = None
         self._failure: StepFailure | None = None  # an error of this rank, sent with its sums
-        self._step, self._number = -1, -1
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
-        self._warned: set[str] = set()
 
     @property
     def sends(self) -> list[int]:
@@ -227,65 +226,52 @@ class StatisticsSink:
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def begins(self, mesh: Mesh, called: bool) -> bool:
+    def due(self, start: StepStart) -> bool:
         """Begin a step that the selection of groups includes; return whether the step is measured.
 
-        Args:
-            mesh: the ranks that take part in the step.
-            called: whether the step is a single call of the model outside a schedule.
-
         Raises:
-            FlexError: on all ranks: the statistics ask for gradients of parameters in such a call.
+            FlexError: on all ranks: the statistics ask for gradients of parameters in a call outside a
+                schedule.
         """
-        number = self.clock.iteration
-        if not torch.is_grad_enabled() or number % self.statistics.every:
+        if not torch.is_grad_enabled() or self.clock.iteration % self.settings.every:
             return False
-        if called and mesh["dp"].size != self.mesh["dp"].size:
-            self._warn_once(
+        if start.called and start.mesh["dp"].size != self.mesh["dp"].size:
+            self.cycle.warn_once(
                 "called",
                 "calls of the model by themselves are not measured where there are several data parallel "
                 "ranks, which need not call it equally often; make them in `with flex.step():`",
             )
             return False
-        if called and self.wanted.parameters is not None:
+        if start.called and self.wanted.parameters is not None:
             raise FlexError(CALL_HAS_NO_GRADIENTS)
-        self.active, self._step, self._number = True, self.clock.step, number
+        self.cycle.begin()
         self._sums.clear()
         return True
 
     @property
     def awaits_gradients(self) -> bool:
         """Whether gradients may still arrive after the call of the model."""
-        return self.active and bool(self.wanted.gradients)
+        return self.cycle.active and bool(self.wanted.gradients)
 
-    def end_overdue_step(self) -> None:
-        """End the previous step if the backward pass that it waited for did not come."""
-        if self.active:
-            self._warn_once(
-                "late",
-                f"the call of iteration {self._number} is measured without gradients: another one began "
-                "before its backward pass; take such calls together in `with flex.step():`",
-            )
-            self.ends(False)
+    def flush(self, failed: bool, mesh: Mesh) -> None:
+        """End a step, measured or not: its sums are on their way, and those of the step before are written.
 
-    def ends(self, failed: bool) -> None:
-        """End a step, measured or not. All ranks of the mesh make the same call, unless the step `failed`
-        there.
+        All ranks of the mesh make the same call, unless the step `failed` there.
 
         Raises:
             FlexError: on all ranks: gradients of parameters are not available.
             HookError: on all ranks: the ranks were in different steps, or one could not measure the last
                 step.
         """
-        active, self.active = self.active, False
+        active, self.cycle.active = self.cycle.active, False
         if failed:
             self._sums.clear()
             return
         before, self._posted = self._posted, None
         failure, self._failure = self._failure, None
         if active:
-            self._posted = self._number, self._measured()
-            self.first = False
+            self._posted = self.cycle.iteration, self._measured()
+            self.cycle.complete()
         if before is not None:
             self._deliver(*before, failure)
 
@@ -300,7 +286,7 @@ class StatisticsSink:
         except FlexError:  # raised on all ranks
             raise
         except Exception as error:  # sent with the sums, and raised on all ranks
-            words = f"statistics in {self.statistics.path} could not measure iteration {self._number}"
+            words = f"statistics in {self.settings.path} could not measure iteration {self.cycle.iteration}"
             message = f"{words}: {describe_error(error)} in {format_user_line(error)}"
             self._failure = StepFailure(message, error)
             self._sums.clear()
@@ -320,19 +306,19 @@ class StatisticsSink:
                 mine = select_counted_part(found.local.detach(), found.part, found.layout, self.mesh, over)
             except FlexError as error:
                 self._unknown.add(row)
-                self._warn_once(found.name, f"the gradient of {found.name} is not measured: {error}")
+                self.cycle.warn_once(found.name, f"the gradient of {found.name} is not measured: {error}")
                 continue
             self._add(row, mine, 1.0)
 
     def _add(self, row: int, values: Tensor, factor: float) -> None:
         if row not in self._sums:
-            self._sums[row] = MomentSums(values.device, self.statistics.histogram)
+            self._sums[row] = MomentSums(values.device, self.settings.histogram)
         self._sums[row].add(values, factor)
 
     def _packed(self, failed: float) -> tuple[Tensor, Tensor | None]:
         counts = self.mesh.is_first(a.name for a in self.mesh if a.name != "dp")
         head = [0.0] * HEAD_WIDTH
-        head[HEAD_RANKS], head[HEAD_ITERATION], head[FAILED] = 1.0, float(self._number), failed
+        head[HEAD_RANKS], head[HEAD_ITERATION], head[FAILED] = 1.0, float(self.cycle.iteration), failed
         head[HEAD_MICROBATCHES] = float(self.clock.microbatches if counts else 0)
         vector = self._table.pack(self._sums, self._unknown, head, self._rank)
         return vector, self._table.maxima(self._sums, vector)
@@ -352,11 +338,11 @@ class StatisticsSink:
         if self._sink.wanted:
             self._sink.write(number, self._table.measured(number, vector, maxima))
 
-    def flush(self) -> None:
+    def deliver_last(self) -> None:
         """Write the last measured step, without waiting for the next one to end. Collective, between steps.
 
         Raises:
-            HookError: as for `ends`.
+            HookError: as for `flush`.
         """
         before, self._posted = self._posted, None
         failure, self._failure = self._failure, None
@@ -365,8 +351,8 @@ class StatisticsSink:
 
     def close(self, failed: bool) -> None:
         """Wait for reductions in progress, unless the session `failed` and they may never end."""
-        if self.active:
-            self.ends(failed)
+        if self.cycle.active:
+            self.flush(failed, self.mesh)
         before, self._posted = self._posted, None
         try:
             if before is not None and not failed:
@@ -375,17 +361,9 @@ class StatisticsSink:
                 self._deliver(*before, None)
         finally:
             self._sink.close()
-        if not failed and not self.first:
-            self._warn_of_omitted()
-
-    def _warn_of_omitted(self) -> None:
-        """Warn of the sites that were never measured."""
-        absent = [e.name for e, p in zip(self._table.entries, self._passed.tolist(), strict=True) if not p]
-        absent = [n for n in absent if n not in self._warned]
-        if absent and self.mesh.is_first(a.name for a in self.mesh):
-            more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
-            words = ", ".join(absent[:MAX_NAMES]) + more
-            self._warn_once("quiet", f"in the steps that were measured nothing was recorded at {words}")
+        if not failed and self.mesh.is_first(a.name for a in self.mesh):
+            measured = zip(self._table.entries, self._passed.tolist(), strict=True)
+            self.cycle.warn_of_absent(e.name for e, passed in measured if not passed)
 
     # -- recording -------------------------------------------------------------------------------------
 
@@ -393,16 +371,11 @@ class StatisticsSink:
         """Count this rank's shard of a tensor; see `TensorSink.take`."""
         name = key.site.removesuffix(GRADIENT_SUFFIX)
         row = self._place["gradient" if key.site.endswith(GRADIENT_SUFFIX) else "value", key.site]
-        if not self.active or key.step != self._step:
-            self._warn_once(
-                "late",
-                f"gradients of step {key.step} came when it was over, and are not measured; take calls whose "
-                "backward passes come later, or twice, together in `with flex.step():`",
-            )
+        if not self.cycle.belongs(key):
             return ""
         if why := explain_unmeasurable(local):
             self._unknown.add(row)
-            self._warn_once(name, f"{name} is left out of the statistics: {why}")
+            self.cycle.warn_omitted(name, why)
             return ""
         over = None
         if route is not None:
@@ -415,7 +388,7 @@ class StatisticsSink:
             self._add(row, select_counted(local.detach(), layout, self.mesh, over), factor)
         except Exception as error:  # other ranks continue, so this rank does too
             self._unknown.add(row)
-            return "" if self.omits_site(name, describe_error(error)) else describe_error(error)
+            return "" if self.cycle.omits_site(name, describe_error(error)) else describe_error(error)
         return ""
 
     @property
@@ -423,123 +396,24 @@ class StatisticsSink:
         """Nothing depends on them: statistics are of all entries; see `TensorSink.needs_dim_names`."""
         return False
 
-    @property
-    def asks(self) -> bool:
-        """Whether a tensor that cannot be recorded in this step is an error; see `TensorSink.asks`."""
-        return self.first and bool(self.wanted.exact)
 
-    def omits_site(self, name: str, why: str) -> bool:
-        """Whether a site that cannot be measured is omitted with a warning; otherwise it is an error.
+def open_on_all_ranks(opened: Callable[[], Sink], mesh: Mesh) -> Sink:
+    """Open what receives the numbers on this rank. Collective: an error on one rank is raised on all.
 
-        It is an error in the first step, at whose end all ranks compare failures, if the user named the site.
-        """
-        if self.first and name in self.wanted.exact:
-            return False
-        self._warn_once(name, f"{name} is left out of the statistics: {why}")
-        return True
-
-    def _warn_once(self, what: str, text: str) -> None:
-        """Warn once."""
-        if what not in self._warned:
-            self._warned.add(what)
-            warnings.warn(text, FlexWarning, stacklevel=2)
-
-
-class SessionStatistics:
-    """The statistics of a session.
-
-    Args:
-        registry: the hooks of the session.
-        mesh: the axes of the run.
-        clock: the current step and iteration.
-        agree: compares the settings of statistics with those of other ranks.
+    Raises:
+        FlexError: on all ranks: the folder cannot be written on one of them.
     """
-
-    def __init__(
-        self, registry: HookRegistry, mesh: Mesh, clock: Clock, agree: Callable[[str], None]
-    ) -> None:
-        self.registry, self.mesh, self.clock = registry, mesh, clock
-        self._agree = agree
-        self._adding: BackgroundReduction | None = None
-        self.statistics_sinks: list[StatisticsSink] = []
-
-    def add(
-        self, statistics: Statistics, wanted: StatisticsSelection, opened: Callable[[], Sink]
-    ) -> StatisticsSink:
-        """Measure from the next step on. Collective over the mesh.
-
-        Args:
-            statistics: the settings.
-            wanted: the sites and parameters to measure.
-            opened: makes the sink of the numbers, one on each rank.
-
-        Raises:
-            FlexError: on all ranks: other statistics use the same folder, or the folder cannot be written.
-            HookError: on all ranks: the ranks have different statistics.
-        """
-        names = " ".join(e.name for e in wanted.entries())
-        self._agree(f"{statistics.describe()}: {sha256(names.encode()).hexdigest()[:16]}")
-        if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.statistics_sinks):
-            raise FlexError(f"statistics are written to {statistics.path} already; name another folder")
-        sink = self._open(opened)
-        if self._adding is None:
-            self._adding = BackgroundReduction(self.mesh)
-        measurer = StatisticsSink(statistics, wanted, self.mesh, self.clock, self._adding, sink)
-        self.statistics_sinks.append(measurer)
-        return measurer
-
-    def _open(self, opened: Callable[[], Sink]) -> Sink:
-        """Open the sink of this rank; an error on one rank is raised on all."""
-        sink, why = None, ""
-        try:
-            sink = opened()
-        except FlexError as error:
-            why = str(error)
-        problems = [w for w in gather_objects(why, self.mesh, [a.name for a in self.mesh]) if w]
-        if problems or sink is None:
-            if sink is not None:
-                sink.close()
-            raise FlexError("; ".join(dict.fromkeys(problems)))
-        return sink
-
-    def remove(self, statistics: Statistics) -> StatisticsSink:
-        """Remove statistics after all of them are written. Every rank makes the same call.
-
-        Raises:
-            FlexError: the statistics are not open.
-        """
-        found = next((m for m in self.statistics_sinks if m.statistics is statistics), None)
-        if found is None:
-            raise FlexError(f"the statistics in {statistics.path} are not registered here; nothing to remove")
-        self.statistics_sinks.remove(found)
-        found.close(False)
-        return found
-
-    def begins(self, mesh: Mesh, called: bool = False, probing: bool = False) -> set[HookFunction]:
-        """Begin a step; arguments as for `SessionDumps.begins`.
-
-        Returns:
-            The hooks to deactivate in this step.
-        """
-        resting: set[HookFunction] = set()
-        for measurer in self.statistics_sinks:
-            measurer.end_overdue_step()
-            wanted = not probing and self.registry.takes(measurer.statistics.groups)
-            if not wanted or not measurer.begins(mesh, called):
-                resting |= set(measurer.hooks)
-        return resting
-
-    def ends(self, failed: bool, later: bool = False) -> None:
-        """End the step; with `later` only its forward pass, after which a backward pass may follow."""
-        for measurer in self.statistics_sinks:
-            if failed or not (later and measurer.awaits_gradients):
-                measurer.ends(failed)
-
-    def close(self, failed: bool) -> None:
-        """Wait until everything is written. Every rank makes the same call, unless `failed`."""
-        statistics_sinks, self.statistics_sinks = self.statistics_sinks, []
-        for measurer in statistics_sinks:
-            measurer.close(failed)
+    sink, why = None, ""
+    try:
+        sink = opened()
+    except FlexError as error:
+        why = str(error)
+    problems = [w for w in gather_objects(why, mesh, [a.name for a in mesh]) if w]
+    if problems or sink is None:
+        if sink is not None:
+            sink.close()
+        raise FlexError("; ".join(dict.fromkeys(problems)))
+    return sink
 
 
 def make_header(
