@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,8 +116,6 @@ class DumpSink:
         cycle: the steps that are dumped.
         tally: what this rank has written, from `close` on.
     """
-
-    error: ClassVar[type[FlexError]] = DumpError
 
     def __init__(
         self, dump: Dump, chosen: DumpSelection, mesh: Mesh, clock: Clock, run: tuple[Path, int]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from os.path import realpath
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from megatron_flex.collectives import Agreement, BackgroundReduction, agreement_seconds
 from megatron_flex.dump import Dump
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dump_sink import DumpSink
@@ -27,11 +27,9 @@ class Sink(TensorSink, Protocol):
     Attributes:
         settings: what the user registered.
         hooks: the hooks that feed the sink.
-        error: the class of its errors.
     """
 
     hooks: list[HookFunction]
-    error: ClassVar[type[FlexError]]
 
     @property
     def settings(self) -> Dump | Statistics: ...
@@ -125,9 +123,10 @@ class SessionSinks:
         self._agreement.compare(description)
         for other in self._sinks:
             if type(other) is kind and realpath(other.settings.path) == realpath(path):
-                raise kind.error(
+                raise _make_error(
+                    other.settings,
                     f"{path}: another {type(other.settings).__name__} of this model is written there; name "
-                    "another folder"
+                    "another folder",
                 )
         sink = open_sink()
         self._sinks.append(sink)
@@ -146,9 +145,9 @@ class SessionSinks:
         """
         sink = next((s for s in self._sinks if s.settings is settings), None)
         if sink is None:
-            error = DumpSink.error if isinstance(settings, Dump) else FlexError
-            raise error(
-                f"the {type(settings).__name__} in {settings.path} is not registered here; nothing to remove"
+            raise _make_error(
+                settings,
+                f"the {type(settings).__name__} in {settings.path} is not registered here; nothing to remove",
             )
         self._sinks.remove(sink)
         sink.close(False)
@@ -186,6 +185,10 @@ class SessionSinks:
         """Finish all sinks. Collective over the mesh, unless `failed`."""
         sinks, self._sinks = self._sinks, []
         _call_all([partial(sink.close, failed) for sink in sinks])
+
+
+def _make_error(settings: Dump | Statistics, text: str) -> FlexError:
+    return DumpError(text, path=settings.path) if isinstance(settings, Dump) else FlexError(text)
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

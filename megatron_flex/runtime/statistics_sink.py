@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,8 +189,6 @@ class StatisticsSink:
         hooks: the hooks that feed the sink.
         cycle: the steps that are measured.
     """
-
-    error: ClassVar[type[FlexError]] = FlexError
 
     def __init__(
         self,
