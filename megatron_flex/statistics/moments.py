@@ -1,7 +1,8 @@
 """Sums over the values of a tensor, which add up over shards and ranks, and the statistics from them.
 
 On a CPU values in up to 32 bits go through blocks that stay in its cache, in fp32, about each block's mean;
-the result becomes sums of powers in fp64. Everything else is summed in fp64, without waiting for it.
+the result becomes sums of powers in fp64. On a device `device_moments` adds them. Everything else is summed
+in fp64, without waiting for it.
 Sums of powers of the values themselves lose the fourth power of |mean| / std: the kurtosis has six digits up
 to a ratio of 300, the standard deviation up to 10000. A table has the sums of all tensors of a step side by
 side, as ranks add them up.
@@ -20,6 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_flex.statistics.device_moments import (
+    COUNTED_DTYPES,
+    DEVICE_BLOCK,
+    DEVICE_DTYPES,
+    add_fp32,
+    add_patterns,
+    find_bins,
+)
 from megatron_flex.statistics.statistics_records import (
     BINS_PER_SIGN,
     HIGHEST_EXPONENT,
@@ -33,7 +42,6 @@ MOMENTS_WIDTH = (
     HISTOGRAM + 2 * BINS_PER_SIGN
 )  # numbers of a tensor that add up: those above, and the bins of nonzero values
 CPU_BLOCK = 1 << 17  # values: few calls, and what is made of them stays in the cache
-DEVICE_BLOCK = 1 << 24  # values of a block on another device
 SAFE_MAGNITUDES = 1e-8, 1e8  # magnitudes whose fourth powers are far from the ends of fp32
 CODES, LANES = 512, 4  # of sign and exponent; how many values' are counted apart
 SHIFT_THRESHOLD = 0.05  # of a block's mean square, the part that is its mean's from which on it is shifted
@@ -55,12 +63,13 @@ class MomentSums:
     """Of one tensor, part by part.
 
     Attributes:
-        row: `[WIDTH]` in fp64, on the device of the added tensors.
+        row: `[MOMENTS_WIDTH + 1]` in fp64, on the device of the added tensors; the last entry counts values
+            without a bin.
         absmax: the greatest finite magnitude, likewise; 0 of none.
     """
 
     def __init__(self, device: torch.device | str = "cpu", histogram: bool = True) -> None:
-        self.row = torch.zeros(MOMENTS_WIDTH, dtype=torch.float64, device=device)
+        self.row = torch.zeros(MOMENTS_WIDTH + 1, dtype=torch.float64, device=device)
         self.absmax = torch.zeros((), dtype=torch.float64, device=device)
         self._histogram = histogram
 
@@ -75,10 +84,19 @@ class MomentSums:
         # Some twenty calls for each block: whoever looks at every call of torch would take a quarter of the
         # time.
         with torch._C.DisableTorchFunction():
+            if flat.device.type != "cpu" and flat.dtype in DEVICE_DTYPES:
+                self._on_device(flat, factor)
+                return
             quick = flat.device.type == "cpu" and flat.dtype in FP32_DTYPES
             if len(flat) and not (quick and self._quickly(flat, factor)):
                 for block in flat.split(CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK):
                     self._surely(block, factor)
+
+    def _on_device(self, flat: Tensor, factor: float) -> None:
+        """Add values in up to 32 bits by few kernels."""
+        add = add_patterns if flat.dtype in COUNTED_DTYPES else add_fp32
+        for block in flat.split(DEVICE_BLOCK) if len(flat) else ():
+            self.absmax = add(self.row, self.absmax, block, factor, HISTOGRAM if self._histogram else None)
 
     def _quickly(self, flat: Tensor, factor: float) -> bool:
         """Add values in fp32; whether it could be: some may be no numbers, or denormal."""
@@ -112,7 +130,7 @@ class MomentSums:
             [float(len(flat)), 0.0, 0.0, float(zeros), *powers], dtype=torch.float64
         )
         if bins is not None:
-            self.row[HISTOGRAM:] += bins[:-1]
+            self.row[HISTOGRAM:] += bins
         self.absmax.clamp_(min=max(f.absmax for f in found))
         return True
 
@@ -130,7 +148,7 @@ class MomentSums:
         self.row[:HISTOGRAM] += torch.stack([n.to(torch.float64) for n in (*numbers, *powers)])
         self.absmax = torch.maximum(self.absmax, values.abs().amax())
         if self._histogram:
-            self.row[HISTOGRAM:] += _count_bins(values, finite)
+            self.row[HISTOGRAM:].index_add_(0, find_bins(values, finite), torch.ones_like(values))
 
 
 def _flatten_values(values: Tensor) -> Tensor:
@@ -221,17 +239,6 @@ def _make_bin_table() -> Tensor:
             else BINS_PER_SIGN - 1 - place
         )
     return torch.tensor(out)
-
-
-def _count_bins(values: Tensor, finite: Tensor) -> Tensor:
-    """`[2 * SIDE]`: how many of some values in fp64 are in each bin."""
-    place = (torch.frexp(values).exponent - 1).clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
-    where = torch.where(values > 0, BINS_PER_SIGN + place, BINS_PER_SIGN - 1 - place)
-    where = where.masked_fill(~finite | (values == 0), 2 * BINS_PER_SIGN)
-    if where.device.type == "cpu":
-        return torch.bincount(where, minlength=2 * BINS_PER_SIGN + 1)[:-1]
-    edges = 2 * BINS_PER_SIGN + 1  # the GPU's bincount waits for the greatest value
-    return torch.histc(where.float(), bins=edges, min=0, max=edges)[:-1]
 
 
 # How many add up, the sum of their iterations, of their microbatches, and how many could not measure.

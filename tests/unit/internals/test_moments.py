@@ -11,6 +11,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Cut, Dim, Layout, extract, is_partial
@@ -157,6 +159,81 @@ def test_the_quick_way_is_taken(monkeypatch: Any) -> None:
         sums(values * 1e-20)
     with raises(AssertionError, "fp64"):
         sums(torch.tensor([1.0, math.nan]))
+
+
+def on_device(values: Tensor, factor: float = 1.0) -> MomentSums:
+    """The sums that a device comes to, whose kernels are torch's on any device."""
+    out = MomentSums()
+    out._on_device(moments._flatten_values(values), factor)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("factor", [1.0, 1024.0, 3.0])
+def test_a_device_comes_to_the_same_sums(dtype: torch.dtype, factor: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(moments, "DEVICE_BLOCK", 5000)
+    torch.manual_seed(3)
+    for values in (
+        torch.randn(20_001),
+        torch.randn(7000).relu() * 3e-3,
+        20 + torch.randn(9000) / 4,
+        torch.zeros(50),
+        torch.tensor([1.0, math.nan, math.inf, -math.inf, -0.0, 6e4, -3e-5]),
+        torch.tensor([2.0]).expand(70),
+        torch.randn(90)[::3],
+    ):
+        given = values.to(dtype)
+        exact = given / factor if dtype == torch.float32 else given.double() / factor
+        close(measured([on_device(given, factor)]), exact, 1e-6)
+
+
+def test_a_device_sums_great_and_small_values() -> None:
+    for values in (torch.randn(4000) * 1e36, torch.randn(4000) * 1e-30):
+        close(measured([on_device(values)]), values, 1e-6)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.nbytes = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.is_view:
+            return out
+        nbytes = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+        self.count += 1
+        self.nbytes += nbytes
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "kernels", "nbytes"), [(torch.bfloat16, 10, 40), (torch.float32, 30, 95)])
+def test_kernels_and_traffic_of_a_device(dtype: torch.dtype, kernels: int, nbytes: int) -> None:
+    values = torch.randn(moments.DEVICE_BLOCK).to(dtype)
+    sums_there = on_device(values)  # makes the tables
+    with Kernels() as counted:
+        sums_there._on_device(values, 1.0)
+    assert counted.count <= kernels
+    assert counted.nbytes <= nbytes * len(values)
+
+
+def test_a_device_with_deterministic_algorithms(monkeypatch: Any) -> None:
+    histc, seen = torch.histc, []
+
+    def alerting(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return histc(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "histc", alerting)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        on_device(torch.randn(100))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False], "CUDA's histc refuses to run there"
 
 
 def test_without_a_histogram() -> None:
