@@ -216,7 +216,7 @@ def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
 
 def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
-    survey, gpt = flex.session.parameter_index, flex.session.sites.gpt_names
+    survey, gpt = flex.session.parameters.index, flex.session.sites.gpt_names
     layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
     own = {gpt.to_gpt(n) or n if gpt.renames else n: n for n in survey.sites}
     names = [n for n in own if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]

@@ -74,7 +74,7 @@ class CandidateRun:
     def __init__(self, flex: FlexModel, family: Family) -> None:
         self.session, self.names = flex.session, flex.interp.names
         self._gpt = self.session.sites.gpt_names
-        parameters = frozenset(self._gpt.index(self.session.parameter_index.sites))
+        parameters = frozenset(self._gpt.index(self.session.parameters.index.sites))
         own = {site.name: site for site in self.session.sites}
         sites = {name: own[n] for name, n in self._gpt.index(own).items()}
         self._own = {name: site.name for name, site in sites.items()}

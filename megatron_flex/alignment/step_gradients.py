@@ -169,7 +169,7 @@ def _full_loss(flex: FlexModel, part: float | None) -> float:
 
 def _padding_rows(flex: FlexModel, hf_model: Any) -> Tensor | None:
     """The rows of the output layer after Hugging Face's vocabulary, on the first rank. Collective."""
-    index = flex.session.parameter_index
+    index = flex.session.parameters.index
     name = OUTPUT_WEIGHT if OUTPUT_WEIGHT in index.sites else WORD_EMBEDDINGS
     weight = gather_parameter(index, name, ParameterRequest(padded=True), None)
     if weight is None or hf_model is None:
@@ -179,7 +179,7 @@ def _padding_rows(flex: FlexModel, hf_model: Any) -> Tensor | None:
 
 def _full_gradients(flex: FlexModel, reduced: bool | None) -> Iterator[tuple[str, Tensor]]:
     """The full gradients, averaged over replicas. Collective: every rank iterates to the end."""
-    index = flex.session.parameter_index
+    index = flex.session.parameters.index
     if reduced is False:
         index.average_replicas()
     return gather_all_parameters(index, ParameterRequest(True, reduced, averaged=reduced is False))

@@ -48,7 +48,7 @@ class NormFile:
         self._writes = all(coord == 0 for coord in session.mesh.coords.values())
         self._path = path
         run_or_raise_on_all(session.mesh, self._begin)
-        self._norms = GradientNorms(session.parameter_index)
+        self._norms = GradientNorms(session.parameters.index)
 
     def _begin(self) -> None:
         if self._writes:

@@ -136,7 +136,7 @@ class Control:
         if isinstance(content, str):
             raise FlexError(content)
         try:
-            return self._flex.session.parse_switches(parse_control_words(content))
+            return self._flex.session.hooks.parse_switches(parse_control_words(content))
         except FlexError as error:
             raise FlexError(f"{self._path}: {error}") from error
 

@@ -264,4 +264,4 @@ def _describe_verified(flex: FlexModel, steps: int) -> str:
 
 def _add_edit_hooks(flex: FlexModel, found: ResolvedSettings) -> None:
     for hook in found.edits:
-        flex.session.add(hook)
+        flex.session.hooks.add(hook)

@@ -66,7 +66,7 @@ class FullWeights:
             self._agreement.compare(f"weights {', '.join(missing)}")
         for name in missing:
             found = full_parameters.gather_parameter(
-                self._session.parameter_index, name, ParameterRequest(everywhere=True), None
+                self._session.parameters.index, name, ParameterRequest(everywhere=True), None
             )
             assert found is not None
             self._kept[name] = found

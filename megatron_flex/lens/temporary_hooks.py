@@ -55,13 +55,13 @@ class TemporaryCaptures:
         if new:
             hook = HookFunction(match_sites(new))
             hook.captures_edited = True
-            self.session.add(hook, always=True)
+            self.session.hooks.add(hook, always=True)
             self._hooks.append(hook)
 
     def stop(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
-            self.session.remove(hook)
+            self.session.hooks.remove(hook)
         self._hooks = []
 
     def collect(self, everywhere: bool = True) -> dict[str, Tensor]:
@@ -299,13 +299,13 @@ class TemporaryEdits:
         vars(edit)["edit_traits"] = EditTraits(user_functions=(function,))
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         hook = HookFunction(match_sites([site]), editing_function=edit, save=False)
-        self.session.add(hook, always=True)
+        self.session.hooks.add(hook, always=True)
         self._hooks.append(hook)
 
     def clear(self) -> None:
         """Remove all."""
         for hook in self._hooks:
-            self.session.remove(hook)
+            self.session.hooks.remove(hook)
         self._hooks = []
 
 

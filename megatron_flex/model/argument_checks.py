@@ -13,10 +13,11 @@ from torch import nn
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError, SiteError, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE
+from megatron_flex.handles import Handle
 from megatron_flex.lens import LensNames
 from megatron_flex.lens.lens_names import LENS_PREFIXES
 from megatron_flex.runtime import HookFunction, Session
-from megatron_flex.runtime.hooks import name_function
+from megatron_flex.runtime.hooks import HookType, name_function
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics import Statistics
 
@@ -36,6 +37,26 @@ def check_hook(hook: object, method: str) -> HookFunction:
     if isinstance(hook, HookFunction):
         return hook
     raise HookError(f"{method} takes a HookFunction, {_suggest_hook(hook)}")
+
+
+REGISTER_METHODS: dict[HookType, str] = {
+    "forward": "register_forward_hook",
+    "forward_pre": "register_forward_pre_hook",
+    "full_backward": "register_full_backward_hook",
+    "full_backward_pre": "register_full_backward_pre_hook",
+    "tensor": "register_hook",
+}
+
+
+def register_hook(session: Session, hook: HookFunction, kind: HookType) -> Handle:
+    """Check a hook, and register it with a hook type.
+
+    Raises:
+        HookError: it is not a HookFunction, or cannot be registered.
+    """
+    check_hook(hook, REGISTER_METHODS[kind])
+    with explain_lens_names(session, lambda: [hook.module_name]):
+        return session.hooks.register(hook, kind)
 
 
 def _suggest_hook(given: object) -> str:
@@ -108,7 +129,7 @@ def explain_lens_names(session: Session, patterns: Callable[[], Sequence[Pattern
     try:
         yield
     except SiteError:
-        names = LensNames(session.sites, session.adapter.architecture(), list(session.parameter_index.sites))
+        names = LensNames(session.sites, session.adapter.architecture(), list(session.parameters.index.sites))
         for pattern in (p for p in patterns() if isinstance(p, str)):
             alias = names.aliases.get(names.resolve(pattern))
             if alias is not None:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_flex.dump import Dump
-from megatron_flex.model.argument_checks import check_attach_arguments
+from megatron_flex.model.argument_checks import check_attach_arguments, register_hook
 from megatron_flex.model.flex_model import FlexModel, Model
-from megatron_flex.model.registration import HookRegistration
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -67,9 +66,8 @@ def attach(
         verify=verify,
     )
     try:
-        registration = HookRegistration(flex.session)
         for hook in hooks:
-            registration.add(hook)
+            register_hook(flex.session, hook, hook.hook_type)
         for dump in [dumps] if isinstance(dumps, Dump) else dumps:
             flex.register_dump(dump)
         for measured in [statistics] if isinstance(statistics, Statistics) else statistics:

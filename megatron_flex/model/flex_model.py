@@ -17,11 +17,11 @@ from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
 from megatron_flex.layout import PackedSequences
-from megatron_flex.model.argument_checks import explain_lens_names
+from megatron_flex.model.argument_checks import explain_lens_names, register_hook
 from megatron_flex.model.hook_explanation import HookExplanation
 from megatron_flex.model.interp import Interp
-from megatron_flex.model.parameter_access import ModelState, ParameterAccess, TrainableModuleRegistration
-from megatron_flex.model.registration import HookRegistration, SinkRegistration
+from megatron_flex.model.model_state import ModelState
+from megatron_flex.model.registration import SinkRegistration
 from megatron_flex.model.report import Report
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
@@ -94,11 +94,8 @@ class FlexModel(nn.Module):
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
         with shared_walk():  # which modules there are stays until hooks are registered
             self.session = Session(detect(chunks, sizes, process_group), gather_data_parallel)
-        self._registration = HookRegistration(self.session)
         self._sinks = SinkRegistration(self.session, self.chunks)
-        self._access = ParameterAccess(self.session)
-        self._trainable = TrainableModuleRegistration(self.session)
-        self.trainable_modules = self._trainable.modules
+        self.trainable_modules = self.session.trainable.modules
         if verify:
             self.verify()
 
@@ -371,7 +368,7 @@ class FlexModel(nn.Module):
             >>> flex.output_dict["decoder.layers.0.mlp:output"][0].shape
             torch.Size([16, 2, 32])
         """
-        return self._registration.register(hook, "forward")
+        return register_hook(self.session, hook, "forward")
 
     def register_forward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
         """Capture, and perhaps edit, a module's input.
@@ -385,7 +382,7 @@ class FlexModel(nn.Module):
             >>> list(flex.output_dict)
             ['decoder.layers.0.mlp:input']
         """
-        return self._registration.register(hook, "forward_pre")
+        return register_hook(self.session, hook, "forward_pre")
 
     def register_full_backward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
         """Capture, and perhaps edit, a module's input gradient.
@@ -399,7 +396,7 @@ class FlexModel(nn.Module):
             >>> list(flex.output_dict)
             ['decoder.layers.0.mlp:input.grad']
         """
-        return self._registration.register(hook, "full_backward")
+        return register_hook(self.session, hook, "full_backward")
 
     def register_full_backward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
         """Capture, perhaps edit, a module's output gradient.
@@ -413,7 +410,7 @@ class FlexModel(nn.Module):
             >>> list(flex.output_dict)
             ['decoder.layers.0.mlp:output.grad']
         """
-        return self._registration.register(hook, "full_backward_pre")
+        return register_hook(self.session, hook, "full_backward_pre")
 
     def register_hook(self, hook: HookFunction) -> Handle:
         """Capture, and perhaps edit, a gradient at a parameter or hook point.
@@ -427,7 +424,7 @@ class FlexModel(nn.Module):
             >>> flex.output_dict["decoder.layers.0.mlp.linear_fc1.weight.grad"][0].shape
             torch.Size([96, 32])
         """
-        return self._registration.register(hook, "tensor")
+        return register_hook(self.session, hook, "tensor")
 
     def remove_hook(self, hook: HookFunction) -> None:
         """Remove one hook.
@@ -439,7 +436,7 @@ class FlexModel(nn.Module):
             >>> flex.groups
             {}
         """
-        self._registration.remove(hook)
+        self.session.hooks.remove(hook)
 
     @property
     def groups(self) -> dict[str, list[HookFunction]]:
@@ -450,7 +447,7 @@ class FlexModel(nn.Module):
             >>> flex.groups["reads"]
             [<HookFunction forward on decoder.layers.0>]
         """
-        return self._registration.groups
+        return self.session.hooks.groups
 
     @property
     def skipped(self) -> dict[HookFunction, SkipCount]:
@@ -468,7 +465,7 @@ class FlexModel(nn.Module):
             >>> flex.skipped[edit].count
             2
         """
-        return self.session.skipped
+        return self.session.hooks.skipped
 
     def add_to_groups(self, hook: HookFunction, *groups: str) -> None:
         """Add a registered hook to groups, on every rank.
@@ -480,7 +477,7 @@ class FlexModel(nn.Module):
             >>> flex.groups["mlps"] == [hook]
             True
         """
-        self._registration.add_to_groups(hook, groups)
+        self.session.hooks.add_to_groups(hook, groups)
 
     def remove_from_groups(self, hook: HookFunction, *groups: str) -> None:
         """Remove a hook from groups, on every rank.
@@ -495,7 +492,7 @@ class FlexModel(nn.Module):
             >>> list(flex.groups)
             []
         """
-        self._registration.remove_from_groups(hook, groups)
+        self.session.hooks.remove_from_groups(hook, groups)
 
     def select(self, *words: str) -> None:
         """Switch groups on and off from the next step on, on every rank.
@@ -516,7 +513,7 @@ class FlexModel(nn.Module):
             >>> flex.select("-steer")  # off, until
             >>> flex.select()  # on again
         """
-        self._registration.select(words)
+        self.session.hooks.select(words)
 
     def hooks(self, *groups: str, complement: bool = False) -> AbstractContextManager[None]:
         """Choose which hooks are active in a scope, on every rank.
@@ -543,7 +540,7 @@ class FlexModel(nn.Module):
             >>> flex.output_dict
             Captures()
         """
-        return self._registration.scope(groups, complement)
+        return self.session.hooks.scope(groups, complement)
 
     def dry_run(self) -> None:
         """Run each active editing function on a small random tensor. Every rank calls it.
@@ -566,7 +563,7 @@ class FlexModel(nn.Module):
             >>> handle = flex.register_forward_hook(edit)
             >>> flex.dry_run()  # before the model runs
         """
-        self._registration.dry_run()
+        self.session.hooks.dry_run()
 
     def debug(self, on: bool = True) -> None:
         """Start or stop printing hook calls to stderr. FLEX_DEBUG=1 starts it at once.
@@ -772,7 +769,9 @@ class FlexModel(nn.Module):
             >>> full.shape if flex.is_leader else None
             torch.Size([96, 32])
         """
-        return self._access.get(name, expected_shape, ParameterRequest(gradient, reduced, padded, everywhere))
+        return self.session.parameters.get(
+            name, expected_shape, ParameterRequest(gradient, reduced, padded, everywhere)
+        )
 
     def set_module_parameter(
         self,
@@ -807,7 +806,7 @@ class FlexModel(nn.Module):
             >>> full = flex.get_module_parameter(name)
             >>> flex.set_module_parameter(name, 2 * full if flex.is_leader else None)
         """
-        self._access.set(name, value, ParameterRequest(gradient, reduced, padded), optimizer)
+        self.session.parameters.set(name, value, ParameterRequest(gradient, reduced, padded), optimizer)
 
     def named_full_parameters(
         self,
@@ -834,7 +833,7 @@ class FlexModel(nn.Module):
             >>> sum(full.numel() for name, full in flex.named_full_parameters())
             35104
         """
-        return self._access.named(ParameterRequest(gradients, reduced, padded, everywhere))
+        return self.session.parameters.named(ParameterRequest(gradients, reduced, padded, everywhere))
 
     def parameters_without_layout(self) -> dict[str, str]:
         """Return the parameters that cannot be gathered, by name, with the class of their module.
@@ -843,7 +842,7 @@ class FlexModel(nn.Module):
             >>> flex.parameters_without_layout()
             {}
         """
-        return self._access.without_layout()
+        return self.session.parameters.without_layout
 
     def register_trainable_module(self, name: str, module: nn.Module) -> Handle:
         """Let editing functions train a module.
@@ -874,7 +873,7 @@ class FlexModel(nn.Module):
             >>> flex.trainable_modules["lens"].weight.grad.shape
             torch.Size([32, 32])
         """
-        return self._trainable.register(name, module)
+        return self.session.register_trainable(name, module)
 
     def remove_trainable_module(self, name: str) -> None:
         """Remove a module, between steps, on every rank.
@@ -888,7 +887,7 @@ class FlexModel(nn.Module):
             >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
             >>> flex.remove_trainable_module("lens")
         """
-        self._trainable.remove(name)
+        self.session.remove_trainable(name)
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters of the trainable modules, for an optimizer.
@@ -913,7 +912,8 @@ class FlexModel(nn.Module):
             >>> any(p.requires_grad for p in chunks[0].parameters())
             False
         """
-        self._trainable.freeze()
+        self.session.check_open()
+        self.session.trainable.freeze()
 
     def unfreeze(self) -> None:
         """Restore `requires_grad` to its values before `freeze()`. Every rank calls it.
@@ -924,4 +924,4 @@ class FlexModel(nn.Module):
             >>> all(p.requires_grad for p in chunks[0].parameters())
             True
         """
-        self._trainable.unfreeze()
+        self.session.trainable.unfreeze()

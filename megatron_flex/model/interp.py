@@ -49,7 +49,7 @@ class Interp:
              'blocks.0.hook_mlp_out', 'blocks.0.hook_resid_post']
         """
         session = self._session
-        return LensNames(session.sites, session.adapter.architecture(), list(session.parameter_index.sites))
+        return LensNames(session.sites, session.adapter.architecture(), list(session.parameters.index.sites))
 
     def run_with_cache(
         self,

@@ -1,11 +1,10 @@
-"""Registration for FlexModel: hooks in groups, dumps, statistics, and trials before a step."""
+"""Registration of dumps and statistics: the hook points and parameters that they record."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,11 +19,9 @@ from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
-from megatron_flex.model.argument_checks import check_hook, check_sink, explain_lens_names
-from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.model.argument_checks import check_sink, explain_lens_names
+from megatron_flex.runtime import Session
 from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
-from megatron_flex.runtime.hook_groups import check_groups, parse_selection
-from megatron_flex.runtime.hooks import HookType
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
 from megatron_flex.runtime.session_sinks import Sink as SessionSink
 from megatron_flex.runtime.sink_cycle import DUMP_PURPOSE, STATISTICS_PURPOSE, SinkPurpose
@@ -37,101 +34,6 @@ from megatron_flex.runtime.statistics_sink import (
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_records import Sink
-
-REGISTER_METHODS: dict[HookType, str] = {
-    "forward": "register_forward_hook",
-    "forward_pre": "register_forward_pre_hook",
-    "full_backward": "register_full_backward_hook",
-    "full_backward_pre": "register_full_backward_pre_hook",
-    "tensor": "register_hook",
-}
-
-
-class HookRegistration:
-    """Registers hooks in a session, and selects the active hooks. `FlexModel` documents each method.
-
-    Args:
-        session: the session of the model.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def register(self, hook: HookFunction, kind: HookType) -> Handle:
-        """Register a hook with the given hook type, and return a handle that removes the hook."""
-        check_hook(hook, REGISTER_METHODS[kind]).hook_type = kind
-        self.add(hook)
-        return Handle(partial(self.remove, hook), repr(hook), partial(self._session.has_hook, hook))
-
-    def add(self, hook: HookFunction) -> None:
-        """Register a hook with its own hook type."""
-        with explain_lens_names(self._session, lambda: [hook.module_name]):
-            self._session.add(hook)
-
-    def remove(self, hook: HookFunction) -> None:
-        """Remove a hook."""
-        self._session.check_open()
-        self._session.remove(hook)
-
-    @property
-    def groups(self) -> dict[str, list[HookFunction]]:
-        """The hooks of each group."""
-        return self._session.registry.groups()
-
-    def add_to_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
-        """Add a hook to groups."""
-        self._session.check_open()
-        hook.groups |= check_groups(groups)
-        self._session.registry.groups_changed()
-
-    def remove_from_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
-        """Remove a hook from groups.
-
-        Raises:
-            HookError: the hook is not in one of the groups.
-        """
-        self._session.check_open()
-        missing = check_groups(groups) - hook.groups
-        if missing:
-            names = ", ".join(sorted(missing))
-            raise HookError(
-                f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.groups)}", hook=hook
-            )
-        hook.groups -= set(groups)
-        self._session.registry.groups_changed()
-
-    def select(self, words: Sequence[str]) -> None:
-        """Switch groups on and off from the next step on."""
-        self._session.registry.switches = self._session.parse_switches(words)
-
-    @contextmanager
-    def scope(self, groups: Sequence[str], complement: bool) -> Iterator[None]:
-        """Select the hooks that are active in a scope."""
-        self._session.check_open()
-        registry = self._session.registry
-        before = registry.selection
-        registry.selection = parse_selection(groups, self.groups, complement)
-        try:
-            yield
-        finally:
-            registry.selection = before
-
-    def dry_run(self) -> None:
-        """Run each active editing function once on a small random tensor. Collective.
-
-        Raises:
-            HookError: on all ranks, for an error that would occur in a step.
-        """
-        session = self._session
-        session.check_open()
-        own = session.taps.own
-        found = session.dry_run.all(session.registry.active, own, session.editing.modules)
-        bad = [f for f, certain in found if certain]
-        if bad:
-            raise HookError("; ".join(f.text for f in bad), site=bad[0].site)
-        for failure, _ in found:
-            warnings.warn_explicit(failure.text, FlexWarning, *failure.place)
-
 
 INDEXED_POINT = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and the index of one of its tensors
 MAX_NAMES_SHOWN = 8  # names in one warning
@@ -230,8 +132,8 @@ class SinkRegistration:
         check_sink(dump, Dump, "register_dump")
         with explain_lens_names(session, lambda: dump.sites):
             sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        buffers = select_buffers(session.buffer_index, dump.parameters)
-        selected = select_parameters(session.parameter_index, dump.parameters, also=buffers.names)
+        buffers = select_buffers(session.parameters.buffers, dump.parameters)
+        selected = select_parameters(session.parameters.index, dump.parameters, also=buffers.names)
         chosen = DumpSelection(
             sites,
             exact,
@@ -241,7 +143,7 @@ class SinkRegistration:
         )
         # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
         config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
-        parameters = session.parameter_index.first_copies()
+        parameters = session.parameters.index.first_copies()
         manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
         opened = partial(DumpSink.open, dump, chosen, session.mesh, session.clock, manifest)
         return self._register(session.sinks.add(DumpSink, dump.path, dump.describe(), opened))
@@ -250,7 +152,7 @@ class SinkRegistration:
         """Register the hooks of a sink; the handle removes them."""
         session, settings = self._session, sink.settings
         for hook in sink.hooks:
-            session.add(hook)
+            session.hooks.add(hook)
         return Handle(
             partial(self.remove, settings),
             repr(settings),
@@ -261,7 +163,7 @@ class SinkRegistration:
         """Remove the hooks of a dump or of statistics, once all is written. Collective."""
         self._session.check_open()
         for hook in self._session.sinks.remove(settings).hooks:
-            self._session.remove(hook)
+            self._session.hooks.remove(hook)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
         """Open statistics, and register their hooks. Collective."""
@@ -274,7 +176,7 @@ class SinkRegistration:
             )
         gradients = self._gradients(values, exact) if statistics.gradients else ()
         parameters = select_parameters(
-            session.parameter_index, statistics.parameters, STATISTICS_PURPOSE.what
+            session.parameters.index, statistics.parameters, STATISTICS_PURPOSE.what
         )
         wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
@@ -292,7 +194,7 @@ class SinkRegistration:
     def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
         """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
         session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
-        copies = session.parameter_index.first_copies()
+        copies = session.parameters.index.first_copies()
         parameters = [copies[name] for name in names]
         model = self._describe_model()
         header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)
@@ -306,7 +208,7 @@ class SinkRegistration:
         weight = next((p for p in self._chunks[0].parameters() if p.is_floating_point()), None)
         dtype = half or ("" if weight is None else str(weight.dtype).removeprefix("torch."))
         sizes = {n: getattr(config, n, None) for n in ("hidden_size", "num_layers")}
-        layers = layer_pattern(self._session.parameter_index.sites)
+        layers = layer_pattern(self._session.parameters.index.sites)
         return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}, "layers": layers}
 
     def _why_unmeasurable(self, site: Site) -> str:

@@ -5,9 +5,10 @@ and ends steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,8 @@ from megatron_flex.collectives import (
     running_transform,
 )
 from megatron_flex.config import flex_config
-from megatron_flex.errors import FlexError, HookError, error_attributes
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
@@ -33,15 +35,15 @@ from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
 from megatron_flex.runtime.edit_environment import BACKWARD_PASS, FORWARD_PASS, EditEnvironment
-from megatron_flex.runtime.edit_failures import SkipCount, StepFailure, global_rank, raise_on_all_ranks
+from megatron_flex.runtime.edit_failures import StepFailure, global_rank, raise_on_all_ranks
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.function_transforms import check_transform
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
-from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.model_verification import Finding, VerificationRequest, make_verify_error
 from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.session_hooks import SessionHooks
+from megatron_flex.runtime.session_parameters import SessionParameters
 from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
 from megatron_flex.runtime.sink_cycle import StepStart
@@ -108,6 +110,9 @@ class Session:
         self.tracer: Tracer | None = None
         self.trace(flex_config.debug)
         self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.taps.update_taps)
+        self.hooks = SessionHooks(
+            self.registry, self.taps, self.dry_run, self.editing, self.check_open, lambda: self.sinks.groups
+        )
         self._objection = ""
         self._in_schedule, self._in_call = False, False
         self._calls: Counter[int] = Counter()  # calls of each of this rank's chunks in this step
@@ -147,8 +152,11 @@ class Session:
             {name: kind for *_, names in reports for name, kind in names[n].items()} for n in (0, 1)
         )
         self.dry_run = DryRun(adapter, parameters, self.mesh)
-        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown, owners)
-        self.buffer_index = ParameterIndex(adapter, buffers, [b for _, _, bs, _ in reports for b in bs])
+        self.parameters = SessionParameters(
+            ParameterIndex(adapter, parameters, everywhere, unknown, owners),
+            ParameterIndex(adapter, buffers, [b for _, _, bs, _ in reports for b in bs]),
+            self.check_open,
+        )
         return own, parameters
 
     @property
@@ -191,59 +199,18 @@ class Session:
                 "the model was restored, and this FlexModel does nothing to it any more; attach it again"
             )
 
-    def add(self, hook: HookFunction, always: bool = False) -> None:
-        """Register a hook. Every rank makes the same call.
-
-        Args:
-            hook: the hook.
-            always: whether the hook is active whichever groups are selected.
-
-        Raises:
-            HookError: the hook cannot be at this hook point, the dry run rejects its editing function, or the
-                model was restored.
-        """
-        self.check_open()
-        with error_attributes(site=hook.where, hook=hook):
-            entry = self.registry.add(hook, always)
-            self._skips.expect(hook)
-            try:
-                self.dry_run.consider(entry)
-            except Exception:  # raised again
-                self.registry.remove(hook)
-                raise
-        if any(e is entry for e in self.registry.active[-1:]):
-            self.taps.tap(entry)
-
-    def remove(self, hook: HookFunction) -> None:
-        """Remove a hook, and the taps that no other hook needs. Every rank makes the same call."""
-        self.registry.remove(hook)
-        self.taps.update_taps()
-
-    def has_hook(self, hook: HookFunction) -> bool:
-        """Whether the hook is registered in this session and the model is not restored."""
-        return self.open and any(entry.hook is hook for entry in self.registry.entries)
-
-    @property
-    def skipped(self) -> dict[HookFunction, SkipCount]:
-        """The hooks with `on_error="skip"` that failed, and the number of passes skipped on this rank."""
-        return dict(self._skips.skipped)
-
-    def parse_switches(self, words: Sequence[str]) -> Switches:
-        """Return the switches that the arguments of `FlexModel.select()` name.
-
-        Raises:
-            HookError: a named group has no hook, or the model was restored.
-        """
-        self.check_open()
-        groups = self.registry.groups()
-        return parse_switches(words, [*groups, *sorted(self.sinks.groups - set(groups))])
-
-    def register_trainable(self, name: str, module: nn.Module) -> None:
-        """Register a trainable module. Every rank makes the same call."""
+    def register_trainable(self, name: str, module: nn.Module) -> Handle:
+        """Register a trainable module; the handle removes it. Every rank makes the same call."""
         self.check_open()
         self.agreement.compare(self.trainable.check(name, module))
         self.trainable.add(name, module)
         self.registry.note_change()
+
+        def is_there() -> bool:
+            modules = self.trainable.modules
+            return self.open and name in modules and modules[name] is module
+
+        return Handle(partial(self.remove_trainable, name), f"trainable module {name!r}", is_there)
 
     def remove_trainable(self, name: str) -> None:
         """Remove a trainable module. Every rank makes the same call."""
@@ -265,7 +232,7 @@ class Session:
     def verify(self, steps: int) -> None:
         """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
-        self.verification.begin(self._plain, self.parameter_index, self.dispatcher, self.taps, steps)
+        self.verification.begin(self._plain, self.parameters.index, self.dispatcher, self.taps, steps)
         self.agreement.compare_again()
 
     def compare_norms(self) -> None:
@@ -362,7 +329,7 @@ class Session:
                 "a schedule is a step of its own, and so is step(); do not run one inside the other"
             )
         self._compare()
-        self.parameter_index.called = False
+        self.parameters.index.called = False
         given = self.clock.given_iteration
         self.clock.begin(iteration if given is None else given, gradient_factor)
         self.sinks.begins(StepStart(self.mesh, microbatches), probing=self.probing is not None)
@@ -468,7 +435,7 @@ class Session:
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
             self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
-        self.parameter_index.called = torch.is_grad_enabled() or self.parameter_index.called
+        self.parameters.index.called = torch.is_grad_enabled() or self.parameters.index.called
         self.clock.begin(None, gradient_factor)
         self.sinks.begins(StepStart(self._replica(), 1, called=True))
         self.trainable.begins(None)
@@ -518,7 +485,7 @@ class Session:
     def _list_model_ids(self) -> set[int]:
         """The ids of the modules and parameters of the model on this rank."""
         modules = [m for s in self.taps.own.values() if s.tap and (m := s.tap.module) is not None]
-        parameters = [p.parameter for sites in self.parameter_index.own.values() for p in sites]
+        parameters = [p.parameter for sites in self.parameters.index.own.values() for p in sites]
         parameters += [t for m in modules for t in m.parameters(recurse=False)]
         return {
             id(one) for one in (*modules, *parameters, *self.trainable.modules.modules()) if one is not None

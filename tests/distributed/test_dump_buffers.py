@@ -135,7 +135,7 @@ def loaded(case: Case, path: str) -> dict[str, list[float]]:
     chunks = ranks.start(case)
     with mf.attach(chunks) as flex:
         assert any(name.endswith("expert_bias") for name in load_parameters(flex, path, STEPS - 1))
-        names = flex.session.buffer_index.sites
+        names = flex.session.parameters.buffers.sites
         full = {name: flex.get_module_parameter(name, everywhere=True) for name in names}
     for name, bias in _biases(chunks).items():
         assert torch.equal(bias, full[name])

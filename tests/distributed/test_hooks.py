@@ -93,7 +93,7 @@ def restored(case: Case) -> Any:
     parameter = "decoder.layers.0.mlp.linear_fc1.weight"
     hooks += [mf.HookFunction(parameter, hook_type="tensor")]
     for hook in hooks:
-        flex.session.add(hook)
+        flex.session.hooks.add(hook)
     edited = gpt.step(case, chunks, rank)
     during = ranks.fingerprint(chunks)
     flex.remove_hook(hooks[0])

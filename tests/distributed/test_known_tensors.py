@@ -55,7 +55,7 @@ def tensors(cases: list[Case], first: Case) -> dict[str, dict[str, Any]]:
     for case in cases:
         chunks = ranks.start(case)
         with mf.attach(chunks, []) as flex:
-            index = flex.session.parameter_index
+            index = flex.session.parameters.index
             told = {}
             for name in [*index.unknown, *index.buffers]:
                 try:
@@ -77,7 +77,7 @@ def tensors(cases: list[Case], first: Case) -> dict[str, dict[str, Any]]:
                 "unknown": index.unknown,
                 "buffers": owners,
                 "told": told,
-                "readable": sorted(flex.session.buffer_index.sites),
+                "readable": sorted(flex.session.parameters.buffers.sites),
             }
     return out
 

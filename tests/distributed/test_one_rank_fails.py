@@ -84,7 +84,7 @@ def steps(case: Case, hook: dict[str, Any], count: int, change: str) -> dict[str
     gpt.step(case, chunks, 0)
     odd = OddShards(chunks[0].get_submodule(SITE), CHANGES[change])
     flex = mf.FlexModel(chunks)
-    flex.session.add(mf.HookFunction(**hook))
+    flex.session.hooks.add(mf.HookFunction(**hook))
     odd.end()
     texts = []
     start = time.monotonic()

@@ -151,7 +151,7 @@ def shared(kind: str, chunks: int, scale_grads: bool) -> dict[str, Any]:
     with mf.FlexModel(schedule) as flex:
         flex.register_trainable_module("probe", proof.probe())
         for hook in hooks:
-            flex.session.add(hook)
+            flex.session.hooks.add(hook)
         out["loss"] = step(*data)
         out["gradients"] = {n: t.clone() for n, t in flex.named_full_parameters(True, everywhere=True)}
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}

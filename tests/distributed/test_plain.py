@@ -119,7 +119,7 @@ def cut(tp: int) -> dict[str, Any]:
         flex.register_forward_hook(hook) if (hook := hooks_on(name)).hook_type == "forward" else (
             flex.register_forward_pre_hook(hook)
         )
-        flex.session.add(hooks_on(name, backward=True))
+        flex.session.hooks.add(hooks_on(name, backward=True))
     for name, shape in PARAMETERS.items():
         flex.register_hook(mf.HookFunction(name, shape))
     losses(flex, x).backward()
@@ -131,7 +131,7 @@ def cut(tp: int) -> dict[str, Any]:
         for kind, backward in (("edited", False), ("turned", True)):
             model.zero_grad()
             with mf.FlexModel(model, tensor_parallel_size=tp) as flex:
-                flex.session.add(hooks_on(name, mixed, backward))
+                flex.session.hooks.add(hooks_on(name, mixed, backward))
                 loss = losses(flex, x)
                 loss.backward()
                 grads = [

@@ -225,7 +225,7 @@ def hooked(framework: str, tp: int, order: str) -> Any:
         there = {s.name for s in flex.sites()}
         sites = [s for s in LLAMA if s in there]
         for hook in hooks(sites, order):
-            flex.session.add(hook)
+            flex.session.hooks.add(hook)
         tokens, labels = llama.batch(0)
         loss = llama.loss_of(model(tokens), labels)
         loss.backward()

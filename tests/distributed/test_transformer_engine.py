@@ -61,7 +61,7 @@ def told(case: Case) -> dict[str, Any]:
     missing = {n for n, _ in gpt.global_names(chunks[0])} - set(parameters)
     classes = {n: f"{type(m).__module__}.{type(m).__name__}" for n, m in chunks[0].named_modules()}
     try:
-        flex.session.add(mf.HookFunction("decoder.layers.0.input_layernorm:output"))
+        flex.session.hooks.add(mf.HookFunction("decoder.layers.0.input_layernorm:output"))
         refusal = ""
     except mf.FlexError as error:
         refusal = str(error)

@@ -236,7 +236,7 @@ def steps(case: Case, chunks: list[nn.Module], row: Row, fails: bool) -> list[di
         if row.frozen == "model":
             flex.freeze()
         for hook in hooks(case, row, weight):
-            flex.session.add(hook)
+            flex.session.hooks.add(hook)
         failing_rank = rank_that_fails(flex, row)
         for number in range(row.step + 2):
             os.environ[FAILING] = "1" * (fails and number == row.step and dist.get_rank() == failing_rank)

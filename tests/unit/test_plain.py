@@ -139,7 +139,7 @@ def test_every_tensor_of_a_nested_call(leaf: str, index: int, output: bool) -> N
     model = Model()
     flex = mf.FlexModel(model)
     for kind in (forward, backward):
-        flex.session.add(HookFunction("nest", (5, 4), unpack_idx=index, hook_type=kind))
+        flex.session.hooks.add(HookFunction("nest", (5, 4), unpack_idx=index, hook_type=kind))
     gradients(flex, data())
     name = f"nest:{'output' if output else 'input'}" + (f"[{index}]" if index else "")
     assert torch.equal(flex.output_dict[name][0], seen["value"])

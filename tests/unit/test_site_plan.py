@@ -56,7 +56,7 @@ def passes(hooks: list[mf.HookFunction], count: int = PASSES) -> list[tuple[Tens
     net, out = model(), []
     with mf.FlexModel(net) as flex:
         for hook in hooks:
-            flex.session.add(hook)
+            flex.session.hooks.add(hook)
         for _ in range(count):
             inputs = torch.arange(8.0).view(2, 4).requires_grad_()
             with flex.step():
@@ -151,7 +151,7 @@ def test_an_error_of_a_later_pass_is_raised_at_the_end_of_its_step(
     raise_later.calls = 0
     net, seen = model(), []
     with mf.FlexModel(net) as flex:
-        flex.session.add(*edited(function))
+        flex.session.hooks.add(*edited(function))
         with flex.step():
             net(torch.ones(2, 4))
         with raises(mf.HookError, "0:output", function.__name__, *words), flex.step():
@@ -164,7 +164,7 @@ def test_what_changes_between_passes_is_seen() -> None:
     plain = net(inputs)
     with mf.FlexModel(net) as flex:
         hook = edited(tripled)[0]
-        flex.session.add(hook)
+        flex.session.hooks.add(hook)
 
         def run() -> Tensor:
             with flex.step():
@@ -173,10 +173,10 @@ def test_what_changes_between_passes_is_seen() -> None:
         one, two = run(), run()
         assert torch.equal(one, two)
         assert not torch.equal(one, plain)
-        flex.session.add(edited(shifted)[0])
+        flex.session.hooks.add(edited(shifted)[0])
         more = run()
         assert not torch.equal(more, two)
-        flex.session.remove(hook)
+        flex.session.hooks.remove(hook)
         assert not torch.equal(run(), more)
         flex.session.trace(True)
         traced = run()
@@ -196,7 +196,7 @@ def test_replays_get_the_numbers_of_their_passes(reentrant: bool) -> None:
         return inputs * drawn
 
     with mf.FlexModel(net) as flex:
-        flex.session.add(*edited(draws))
+        flex.session.hooks.add(*edited(draws))
         for _ in range(PASSES):
             numbers.clear()
             with flex.step():
@@ -210,7 +210,7 @@ def test_replays_get_the_numbers_of_their_passes(reentrant: bool) -> None:
 def test_shapes_and_dims_that_change_have_passes_of_their_own() -> None:
     net = model()
     with mf.FlexModel(net) as flex:
-        flex.session.add(mf.HookFunction("0:output"))
+        flex.session.hooks.add(mf.HookFunction("0:output"))
         shapes = [(2, 4), (3, 4), (2, 2, 4), (2, 4)]
         for shape in shapes:
             with flex.step():

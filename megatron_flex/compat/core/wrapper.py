@@ -57,7 +57,7 @@ class ModuleNames:
         parts = self._prefix.rstrip(".").split(".") if self._prefix else []
         wrappers = [".".join(parts[:n]) for n in range(len(parts))]
         self.modules = [*wrappers, *(self._outside(name) for name in inside)]
-        self._known = {*inside, *session.parameter_index.sites, *(s.name for s in session.sites)}
+        self._known = {*inside, *session.parameters.index.sites, *(s.name for s in session.sites)}
 
     def _outside(self, name: str) -> str:
         return f"{self._prefix}{name}" if name else self._prefix.rstrip(".")
@@ -85,7 +85,7 @@ class ModuleNames:
         if kind == "tensor":
             names: Iterable[str] = (
                 n
-                for n, parameter in self._session.parameter_index.first_copies().items()
+                for n, parameter in self._session.parameters.index.first_copies().items()
                 if not parameter.hidden
             )
         else:
@@ -167,7 +167,7 @@ class HookRegistrationMethods:
             native.editing_function = wrap_editing_function(
                 hook, kind, self._shared_state, session, self._rewind, label, divisor
             )
-        session.add(native)
+        session.hooks.add(native)
         for place in session.registry.entries[-1].names if alone else (label,):
             captured = capture_name(place, kind) if alone else place
             self._delivery.add(captured, hook, native, kind, number, divisor if alone else 1)
@@ -177,7 +177,7 @@ class HookRegistrationMethods:
     def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
         """The global name of a hook's module or parameter, and the names of its sites."""
         name, session = self._names.resolve(hook.module_name), self._flex.session
-        if kind == "tensor" and name in session.parameter_index.sites:
+        if kind == "tensor" and name in session.parameters.index.sites:
             return name, [name]
         return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
 

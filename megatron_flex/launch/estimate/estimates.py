@@ -469,7 +469,7 @@ def estimate_live_dump(flex: FlexModel, args: Namespace, dump: Dump) -> DumpEsti
     mesh, own = session.mesh, session.taps.own
     chosen = select_estimated_sites(list(session.sites), dump.sites)
     here = [*session.adapter.parameters(), *session.adapter.buffers()]
-    all_parameters = [*session.parameter_index.all_copies(), *session.buffer_index.all_copies()]
+    all_parameters = [*session.parameters.index.all_copies(), *session.parameters.buffers.all_copies()]
     wanted = {p.name for p in select_estimated_parameters(all_parameters, dump.parameters)}
     numbers = range(args.iteration, args.train_iters or 0)
     run = TensorSizes(

@@ -73,7 +73,7 @@ def unsent(case: Case) -> dict[str, Any]:
 
     chunks = ranks.start(case)
     flex = mf.FlexModel(chunks)
-    flex.session.add(mf.HookFunction(SITE))
+    flex.session.hooks.add(mf.HookFunction(SITE))
     if dist.get_rank() == RANK:
         changes.setattr(ContextRelay, "forward_ends", fails)
     texts = []

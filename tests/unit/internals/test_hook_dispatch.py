@@ -52,7 +52,7 @@ def _count_calls(hook: dict[str, Any]) -> int:
         calls += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
     with mf.FlexModel(model) as flex:
-        flex.session.add(mf.HookFunction(**hook))
+        flex.session.hooks.add(mf.HookFunction(**hook))
         for _ in range(3):
             calls, before = 0, sys.getprofile()
             with flex.step():

@@ -148,7 +148,7 @@ def broken_step(
         if not planned:
             flex.register_trainable_module("probe", nn.Linear(gpt.HIDDEN, gpt.HIDDEN))
         for hook in planned_hooks() if planned else hooks():
-            flex.session.add(hook)
+            flex.session.hooks.add(hook)
         if planned:
             gpt.step(ONE, chunks, 0)
         handle = chunks[0].embedding.word_embeddings.weight.register_hook(lambda g: done.append(1))
@@ -324,7 +324,7 @@ def failing(case: Case, name: str) -> dict[str, Any]:
     if here and "owner" in broken:
         changes.setattr(broken["owner"], broken["name"], raising)
     for hook in hooks:
-        flex.session.add(mf.HookFunction(**hook))
+        flex.session.hooks.add(mf.HookFunction(**hook))
     start = time.monotonic()
     try:
         gpt.step(case, chunks, 0)
