@@ -21,7 +21,7 @@ from megatron_flex.model.argument_checks import explain_lens_names, register_hoo
 from megatron_flex.model.hook_explanation import HookExplanation
 from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
-from megatron_flex.model.registration import SinkRegistration
+from megatron_flex.model.registration import register_dump, register_statistics, remove_sink
 from megatron_flex.model.report import Report
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
@@ -94,7 +94,6 @@ class FlexModel(nn.Module):
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
         with shared_walk():  # which modules there are stays until hooks are registered
             self.session = Session(detect(chunks, sizes, process_group), gather_data_parallel)
-        self._sinks = SinkRegistration(self.session, self.chunks)
         self.trainable_modules = self.session.trainable.modules
         if verify:
             self.verify()
@@ -668,7 +667,7 @@ class FlexModel(nn.Module):
             >>> open_dump("dumps/new").iterations
             [0]
         """
-        return self._sinks.register_dump(dump)
+        return register_dump(self.session, dump, self.chunks[0])
 
     def remove_dump(self, dump: Dump) -> None:
         """Remove a dump once it is written. Every rank calls it, between steps.
@@ -682,7 +681,7 @@ class FlexModel(nn.Module):
             >>> train_step(chunks)
             >>> flex.remove_dump(dump)  # waits until all is written
         """
-        self._sinks.remove(dump)
+        remove_sink(self.session, dump)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
         """Measure tensors from the next training step on.
@@ -711,7 +710,7 @@ class FlexModel(nn.Module):
             >>> open_statistics("stats/new")["decoder.layers.3"].iterations
             [0]
         """
-        return self._sinks.register_statistics(statistics, sink)
+        return register_statistics(self.session, statistics, self.chunks[0], sink)
 
     def remove_statistics(self, statistics: Statistics) -> None:
         """Remove statistics once written. Ranks call it between steps.
@@ -725,7 +724,7 @@ class FlexModel(nn.Module):
             >>> train_step(chunks)
             >>> flex.remove_statistics(measured)
         """
-        self._sinks.remove(statistics)
+        remove_sink(self.session, statistics)
 
     # -- parameters and trainable modules --------------------------------------------------------------
 

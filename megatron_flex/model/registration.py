@@ -19,6 +19,7 @@ from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
+from megatron_flex.mesh import Mesh
 from megatron_flex.model.argument_checks import check_sink, explain_lens_names
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
@@ -114,125 +115,126 @@ def _is_glob(pattern: Pattern) -> bool:
     return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
-class SinkRegistration:
-    """Registers dumps and statistics in a session. `FlexModel` documents each method.
+def register_dump(session: Session, dump: Dump, module: nn.Module) -> Handle:
+    """Open a dump, and register its hooks. Collective.
 
     Args:
         session: the session of the model.
-        chunks: the modules of this rank, whose configuration dumps record.
+        dump: the settings.
+        module: this rank's first module, whose configuration the dump records.
     """
+    session.check_open()
+    check_sink(dump, Dump, "register_dump")
+    with explain_lens_names(session, lambda: dump.sites):
+        sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
+    index, buffer_index = session.parameters.index, session.parameters.buffers
+    buffers = select_buffers(buffer_index, dump.parameters)
+    selected = select_parameters(index, dump.parameters, also=buffers.names)
+    chosen = DumpSelection(
+        sites,
+        exact,
+        selected if selected.names else None,
+        buffers if buffers.names else None,
+        {**selected.left_out, **buffers.left_out},
+    )
+    # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
+    config = getattr(unwrap(module), "config", getattr(session.adapter, "config", None))
+    manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, index.first_copies(), config)
+    opened = partial(DumpSink.open, dump, chosen, session.mesh, session.clock, manifest)
+    return _register_hooks(session, session.sinks.add(DumpSink, dump.path, dump.describe(), opened))
 
-    def __init__(self, session: Session, chunks: nn.ModuleList) -> None:
-        self._session, self._chunks = session, chunks
 
-    def register_dump(self, dump: Dump) -> Handle:
-        """Open a dump, and register its hooks. Collective."""
-        session = self._session
-        session.check_open()
-        check_sink(dump, Dump, "register_dump")
-        with explain_lens_names(session, lambda: dump.sites):
-            sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        buffers = select_buffers(session.parameters.buffers, dump.parameters)
-        selected = select_parameters(session.parameters.index, dump.parameters, also=buffers.names)
-        chosen = DumpSelection(
-            sites,
-            exact,
-            selected if selected.names else None,
-            buffers if buffers.names else None,
-            {**selected.left_out, **buffers.left_out},
+def register_statistics(
+    session: Session, statistics: Statistics, module: nn.Module, sink: Sink | None = None
+) -> Handle:
+    """Open statistics, and register their hooks. Collective. Arguments as for `register_dump`.
+
+    `sink` receives the numbers instead of files, if one is given.
+    """
+    session.check_open()
+    check_sink(statistics, Statistics, "register_statistics")
+    mesh = session.mesh
+    with explain_lens_names(session, lambda: statistics.sites):
+        values, exact = select_sink_sites(
+            session, statistics.sites, STATISTICS_PURPOSE, partial(_explain_unmeasurable, mesh)
         )
-        # A wrapper may have a config of its own: DeepSpeed's engine has that of DeepSpeed.
-        config = getattr(unwrap(self._chunks[0]), "config", getattr(session.adapter, "config", None))
-        parameters = session.parameters.index.first_copies()
-        manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
-        opened = partial(DumpSink.open, dump, chosen, session.mesh, session.clock, manifest)
-        return self._register(session.sinks.add(DumpSink, dump.path, dump.describe(), opened))
+    gradients = _select_gradients(mesh, values, exact) if statistics.gradients else ()
+    parameters = select_parameters(session.parameters.index, statistics.parameters, STATISTICS_PURPOSE.what)
+    wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
-    def _register(self, sink: SessionSink) -> Handle:
-        """Register the hooks of a sink; the handle removes them."""
-        session, settings = self._session, sink.settings
-        for hook in sink.hooks:
-            session.hooks.add(hook)
-        return Handle(
-            partial(self.remove, settings),
-            repr(settings),
-            lambda: session.open and session.sinks.has(settings),
+    def opened() -> StatisticsSink:
+        open_sink = (
+            partial(_open_files, session, statistics, wanted, module) if sink is None else lambda: sink
         )
+        writers = open_on_all_ranks(open_sink, mesh)
+        return StatisticsSink(statistics, wanted, mesh, session.clock, session.sinks.reduction, writers)
 
-    def remove(self, settings: Dump | Statistics) -> None:
-        """Remove the hooks of a dump or of statistics, once all is written. Collective."""
-        self._session.check_open()
-        for hook in self._session.sinks.remove(settings).hooks:
-            self._session.hooks.remove(hook)
+    described = f"{statistics.describe()}: {wanted.digest()}"
+    return _register_hooks(session, session.sinks.add(StatisticsSink, statistics.path, described, opened))
 
-    def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
-        """Open statistics, and register their hooks. Collective."""
-        session = self._session
-        session.check_open()
-        check_sink(statistics, Statistics, "register_statistics")
-        with explain_lens_names(session, lambda: statistics.sites):
-            values, exact = select_sink_sites(
-                session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
-            )
-        gradients = self._gradients(values, exact) if statistics.gradients else ()
-        parameters = select_parameters(
-            session.parameters.index, statistics.parameters, STATISTICS_PURPOSE.what
-        )
-        wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
-        def open_writers() -> Sink:
-            return self._writers(statistics, wanted) if sink is None else sink
+def remove_sink(session: Session, settings: Dump | Statistics) -> None:
+    """Remove the hooks of a dump or of statistics, once all is written. Collective."""
+    session.check_open()
+    for hook in session.sinks.remove(settings).hooks:
+        session.hooks.remove(hook)
 
-        def opened() -> StatisticsSink:
-            writers = open_on_all_ranks(open_writers, session.mesh)
-            reduction = session.sinks.reduction
-            return StatisticsSink(statistics, wanted, session.mesh, session.clock, reduction, writers)
 
-        described = f"{statistics.describe()}: {wanted.digest()}"
-        return self._register(session.sinks.add(StatisticsSink, statistics.path, described, opened))
+def _register_hooks(session: Session, sink: SessionSink) -> Handle:
+    """Register the hooks of a sink; the handle removes them."""
+    settings = sink.settings
+    for hook in sink.hooks:
+        session.hooks.add(hook)
+    remove = partial(remove_sink, session, settings)
+    return Handle(remove, repr(settings), lambda: session.open and session.sinks.has(settings))
 
-    def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
-        """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
-        session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
-        copies = session.parameters.index.first_copies()
-        parameters = [copies[name] for name in names]
-        model = self._describe_model()
-        header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)
-        first = session.mesh.is_first(a.name for a in session.mesh)
-        return open_writers(statistics, header, first, training_writers)
 
-    def _describe_model(self) -> dict[str, Any]:
-        """The compute dtype, width, depth and layers of the model, as far as the framework has them."""
-        config = getattr(self._chunks[0], "config", getattr(self._session.adapter, "config", None))
-        half = next((n for n, attribute in HALF_FLAGS.items() if getattr(config, attribute, False)), None)
-        weight = next((p for p in self._chunks[0].parameters() if p.is_floating_point()), None)
-        dtype = half or ("" if weight is None else str(weight.dtype).removeprefix("torch."))
-        sizes = {n: getattr(config, n, None) for n in ("hidden_size", "num_layers")}
-        layers = layer_pattern(self._session.parameters.index.sites)
-        return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}, "layers": layers}
+def _open_files(
+    session: Session, statistics: Statistics, wanted: StatisticsSelection, module: nn.Module
+) -> Sink:
+    """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
+    copies = session.parameters.index.first_copies()
+    parameters = [copies[name] for name in ([] if wanted.parameters is None else wanted.parameters.names)]
+    model = _describe_model(session, module)
+    header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)
+    first = session.mesh.is_first(a.name for a in session.mesh)
+    return open_writers(statistics, header, first, training_writers)
 
-    def _why_unmeasurable(self, site: Site) -> str:
-        if not site.inferred and is_partial(site.layout, self._session.mesh.sizes):
-            sums = ", ".join(site.layout.partial)
-            return f"the tensor is partial over {sums}, and no rank has the sum; measure :output instead"
-        return ""
 
-    def _gradients(self, values: tuple[Site, ...], exact: frozenset[str]) -> tuple[Site, ...]:
-        """Return the hook points whose gradients can be measured."""
-        out, barred = [], {}
-        for site in values:
-            layout = layout_in_pass(site.layout, backward=True)
-            if site.read_only_reason:
-                continue
-            if not site.inferred and is_partial(layout, self._session.mesh.sizes):
-                why = f"it is partial ({layout.describe(self._session.mesh.sizes)})"
-                if site.name in exact:
-                    raise HookError(
-                        f"the gradient at {site.name} cannot be measured: {why}; measure another",
-                        site=site.name,
-                    )
-                barred[site.name + GRADIENT_SUFFIX] = why
-            else:
-                out.append(site)
-        warn_left_out(barred, STATISTICS_PURPOSE)
-        return tuple(out)
+def _describe_model(session: Session, module: nn.Module) -> dict[str, Any]:
+    """The compute dtype, width, depth and layers of the model, as far as the framework has them."""
+    config = getattr(module, "config", getattr(session.adapter, "config", None))
+    half = next((n for n, attribute in HALF_FLAGS.items() if getattr(config, attribute, False)), None)
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = half or ("" if weight is None else str(weight.dtype).removeprefix("torch."))
+    sizes = {n: getattr(config, n, None) for n in ("hidden_size", "num_layers")}
+    layers = layer_pattern(session.parameters.index.sites)
+    return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}, "layers": layers}
+
+
+def _explain_unmeasurable(mesh: Mesh, site: Site) -> str:
+    """Why a hook point cannot be measured; empty if it can."""
+    if not site.inferred and is_partial(site.layout, mesh.sizes):
+        sums = ", ".join(site.layout.partial)
+        return f"the tensor is partial over {sums}, and no rank has the sum; measure :output instead"
+    return ""
+
+
+def _select_gradients(mesh: Mesh, values: tuple[Site, ...], exact: frozenset[str]) -> tuple[Site, ...]:
+    """The hook points whose gradients can be measured."""
+    out, barred = [], {}
+    for site in values:
+        layout = layout_in_pass(site.layout, backward=True)
+        if site.read_only_reason:
+            continue
+        if not site.inferred and is_partial(layout, mesh.sizes):
+            why = f"it is partial ({layout.describe(mesh.sizes)})"
+            if site.name in exact:
+                raise HookError(
+                    f"the gradient at {site.name} cannot be measured: {why}; measure another", site=site.name
+                )
+            barred[site.name + GRADIENT_SUFFIX] = why
+        else:
+            out.append(site)
+    warn_left_out(barred, STATISTICS_PURPOSE)
+    return tuple(out)
