@@ -23,7 +23,7 @@ from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, refere
 from megatron_flex.alignment.site_rows import Dtypes, make_rows, make_verdict, sum_site
 from megatron_flex.alignment.step_gradients import StepGradients
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import broadcast_object
 from megatron_flex.compare.comparison import Row
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.compare.tolerance import Tolerances, make_precision
@@ -190,7 +190,7 @@ def _on_first(flex: FlexModel, work: Callable[[], ResultT]) -> ResultT:
             problem = str(error)
         except Exception as error:  # of the Hugging Face model, on which the other ranks would wait
             problem = f"the Hugging Face model cannot be compared: {describe_error(error)}"
-    result, raised = gather_objects((found, problem), mesh, [axis.name for axis in mesh])[0]
+    result, raised = broadcast_object((found, problem), mesh)
     if raised:
         raise FlexError(raised)
     shared: ResultT = result

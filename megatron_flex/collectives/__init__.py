@@ -47,6 +47,12 @@ from megatron_flex.collectives.leader_gather import (
 from megatron_flex.collectives.local_shard import Shard, ShardExchange, ShardSum, join_sum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
+from megatron_flex.collectives.object_exchange import (
+    broadcast_object,
+    gather_distinct,
+    gather_numbers_to_first,
+    gather_reports,
+)
 from megatron_flex.collectives.pipeline_gather import PipelineGather, gather_up_pipeline
 from megatron_flex.collectives.pipeline_relay import (
     PipelineRelay,
@@ -133,6 +139,7 @@ __all__ = [
     "broadcast_from_first",
     "broadcast_in_buckets",
     "broadcast_items",
+    "broadcast_object",
     "broadcast_package",
     "buffer_pool",
     "check_shard",
@@ -145,8 +152,11 @@ __all__ = [
     "find_differing_axes",
     "follow_replaced_gradient",
     "gather_along",
+    "gather_distinct",
     "gather_full",
+    "gather_numbers_to_first",
     "gather_objects",
+    "gather_reports",
     "gather_to_leader",
     "gather_up_pipeline",
     "guard_collective",

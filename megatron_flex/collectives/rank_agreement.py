@@ -7,9 +7,10 @@ import json
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.collectives.rank_liveness import FINISHED, rank_liveness
+from megatron_flex.collectives.store_round import COMPLETE, DIFFERENT, Statements, StoreRound
 from megatron_flex.config import flex_config
 from megatron_flex.errors import MAX_NAMED_RANKS, HookError, describe_error, name_ranks
 from megatron_flex.mesh import Axis, Mesh
@@ -34,13 +36,15 @@ GAVE_UP = (
     "rank {rank} came to {place} and waited for this rank, rank {me}, but gave up: {why}; call it again on "
     "all ranks, or let ranks wait longer (FLEX_AGREE_SECONDS)"
 )
-COMPLETE = "complete"  # the outcome of a round in which all ranks have arrived
 PLACE_SEPARATOR = "\n"  # in a place: the text after it is compared too, but not shown
 PLACE_MARK = "@"  # prefix of the places at which ranks compare hooks
+AT_HOOKS = "hooks"  # where a rank waits that compares hooks
+LOOKS = 100  # how often in a second the ranks of a job look whether others wait, all together
 MEETING = 1800.0  # seconds, as for torch's collectives: a rank may still have steps to run
 FAILED_MEETING = 30.0  # seconds after a failed step: the others may wait for this rank inside of it
 LEAST_WAIT = 600.0  # seconds; the first step of a large job compiles, reads data and opens connections
-WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its watcher
+WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its watcher, in a small job
+WATCHING_RANKS = 1000  # ranks that may call their watchers in one second, which ask the store
 FIRST_FLAGS = 28  # flags in the first message of an exchange
 EXCHANGE_BYTES = 8 * (4 + FIRST_FLAGS)  # bytes of that message
 Watcher = Callable[[], None]
@@ -101,22 +105,27 @@ def _all_reduce_max(
     return [int(n) for n in tensor.tolist()]
 
 
+def watch_seconds() -> float:
+    """Seconds that a rank waits for others before it looks what keeps them: longer in a large job."""
+    return max(WATCH_SECONDS, dist.get_world_size() / WATCHING_RANKS)
+
+
 def _wait_and_watch(work: Any, watch: Watcher, blocking: bool) -> None:
     """Wait for other ranks and call the watcher meanwhile; `blocking`: a timeout of a wait aborts nothing."""
     if blocking:
         while True:
             try:
-                work.wait(timedelta(seconds=WATCH_SECONDS))
+                work.wait(timedelta(seconds=watch_seconds()))
                 return
             except RuntimeError:
                 if work.is_completed():
                     raise
                 watch()
-    patience, pause = time.monotonic() + WATCH_SECONDS, 1e-5
+    patience, pause = time.monotonic() + watch_seconds(), 1e-5
     while not work.is_completed():
         if time.monotonic() > patience:
             watch()
-            patience = time.monotonic() + WATCH_SECONDS
+            patience = time.monotonic() + watch_seconds()
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     work.wait()
@@ -165,12 +174,21 @@ def _all_gather_rows(row: torch.Tensor, group: Any) -> torch.Tensor:
     return rows
 
 
+class _Statement(NamedTuple):
+    """What a rank compares: see `Agreement.compare_details`."""
+
+    what: str
+    code: str
+    where: str
+    values: str
+
+
 class Agreement:
     """Compares values on all ranks; all ranks raise if the values differ.
 
     The ranks compare through the rendezvous store instead of a collective: if a rank never takes part
     (because a hook was registered on some ranks only), the others raise after a timeout, where a collective
-    would hang.
+    would hang. Each comparison is a `StoreRound`; between comparisons ranks make next to no requests.
     """
 
     def __init__(
@@ -179,11 +197,12 @@ class Agreement:
         """For `ranks`, or all ranks of the job if empty; `absent` is the error message for missing ranks."""
         joined = dist.is_available() and dist.is_initialized()
         self._ranks = tuple(ranks) or tuple(range(dist.get_world_size() if joined else 1))
-        few = f"ranks{'-'.join(map(str, self._ranks))}/" if joined and ranks else ""
-        self.name, self.seconds, self.absent, self.round = few + name, seconds, absent, 0
+        few = f"ranks{_digest('-'.join(map(str, self._ranks)))}/" if joined and ranks else ""
+        self.name, self.seconds, self.absent, self._number = few + name, seconds, absent, 0
         joined = joined and len(self._ranks) > 1
-        self._members = frozenset(self._ranks)
         self._store: Any = rank_liveness().store if joined else None
+        self._members = {rank: member for member, rank in enumerate(self._ranks)}
+        self._looked = time.monotonic()
 
     @property
     def meets(self) -> bool:
@@ -195,8 +214,19 @@ class Agreement:
         """The global ranks that take part."""
         return self._ranks
 
+    def looks_due(self) -> bool:
+        """Whether this rank may look for waiting ranks again: all ranks together look `LOOKS` times a second.
+
+        The many ranks of a large job would otherwise ask the one process that serves the store at each step.
+        """
+        now = time.monotonic()
+        if self._store is None or now - self._looked < len(self._ranks) / LOOKS:
+            return False
+        self._looked = now
+        return True
+
     def wanted(self, step: int, replica: int | None = None) -> bool:
-        """Whether another rank waits for this one, for example to compare hooks. Reads the store once if not.
+        """Whether another rank has waited for this one for a while, for example to compare hooks.
 
         A rank that waits at a later place, such as `restore()` after a step that this rank has not run yet,
         is not counted: without communication, ranks may be several steps apart.
@@ -205,12 +235,13 @@ class Agreement:
             step: the step that this rank begins, or is in.
             replica: its data parallel replica, if replicas may run different numbers of steps.
         """
-        if self._store is None or not self._store.check([self._key("arrived")]):
+        if self._store is None:
             return False
-        if self._store.check([self._key("hooks")]):
+        at = self._round()
+        if at.find_waiting(AT_HOOKS) is not None:
             return True
-        place = self._key(_place_key(replica))
-        return bool(self._store.check([place])) and int(self._store.get(place)) < step
+        waiting = at.find_waiting(_place_key(replica))
+        return waiting is not None and waiting < step
 
     def meet(
         self,
@@ -234,21 +265,10 @@ class Agreement:
         Raises:
             HookError: on every rank, if some ranks are at another place, or did not arrive in time.
         """
-        if self._store is not None and after is not None:
-            step, replica = after
-            for key in (self._key(_place_key(None)), self._key(_place_key(replica))):
-                self._store_least(key, step)
         what = f"{PLACE_MARK}{place}{PLACE_SEPARATOR}{where}" if alike else PLACE_MARK + place
-        self.compare_details(what, where=where, seconds=FAILED_MEETING if failed else MEETING)
-
-    def _store_least(self, key: str, step: int) -> None:
-        """Lower a number in the store, atomically: other ranks may do so at the same time."""
-        known, mine = b"", str(step)
-        while True:
-            found = self._store.compare_set(key, known.decode(), mine)
-            if int(found) <= step:
-                return
-            known = found
+        seconds = FAILED_MEETING if failed else MEETING
+        waits = {_place_key(None): after[0], _place_key(after[1]): after[0]} if after else {}
+        self._compare(_Statement(what, "", where, ""), None, seconds, waits)
 
     def check_ended(self) -> None:
         """Raise if a rank ended with an error, or was killed.
@@ -260,11 +280,6 @@ class Agreement:
         for rank, why in ended.items():
             if why != FINISHED and rank in self._members:
                 raise HookError(f"rank {rank} ended ({why}); see its own error, and restart the job")
-
-    def note(self, where: str) -> None:
-        """Publish the step of this rank, for ranks that may wait for it."""
-        if self._store is not None:
-            self._store.set(f"megatron_flex/{self.name}/at{dist.get_rank()}", where)
 
     def compare(self, what: str, where: str = "") -> None:
         """Compare `what` on all ranks; `where` is shown with it if they differ.
@@ -281,7 +296,6 @@ class Agreement:
         values: str = "",
         differ: Callable[[dict[int, str]], str] | None = None,
         where: str = "",
-        seconds: float | None = None,
     ) -> dict[int, str]:
         """Compare a text and its details on all ranks, in one exchange.
 
@@ -291,7 +305,6 @@ class Agreement:
             values: a text that may differ; each rank reads at most a few of the others'.
             differ: describes the `code` of each rank.
             where: a text that is shown if ranks are at different places.
-            seconds: the time to wait for other ranks; by default the Agreement's.
 
         Returns:
             If `values` differ, those of the rank that arrived first and of some ranks that differ from it, by
@@ -300,147 +313,124 @@ class Agreement:
         Raises:
             HookError: on every rank, if `what` or `code` of any two differ, or a rank did not arrive in time.
         """
+        return self._compare(_Statement(what, code, where, values), differ, self.seconds, {AT_HOOKS: 0})
+
+    def _compare(
+        self,
+        mine: _Statement,
+        differ: Callable[[dict[int, str]], str] | None,
+        seconds: float,
+        waits: Mapping[str, int],
+    ) -> dict[int, str]:
+        """Compare in the next round; `waits`: what to tell ranks that do not come, and the step."""
         if self._store is None:
             return {}
+        at, gave_up = self._round(), True
         try:
-            return self._compare_round(what, code, values, differ, where, seconds or self.seconds)
-        finally:  # also after an error: this rank has been counted in this round
-            self.round += 1
-            while self._outcome() not in ("", COMPLETE):  # ranks that came before gave up more than once
-                self.round += 1
+            at.arrive(_digest(json.dumps(mine[:2])), _digest(mine.values), json.dumps(mine))
+            outcome = self._await_outcome(at, mine, seconds, waits)
+            gave_up = outcome not in (COMPLETE, DIFFERENT)
+            if gave_up:
+                other, _, why = outcome.partition(" ")
+                place, me = _describe_place(mine.what), dist.get_rank()
+                raise HookError(GAVE_UP.format(rank=other, place=place, me=me, why=why))
+            if outcome == DIFFERENT:
+                raise HookError(self._differing(at.statements("different"), differ))
+            return self._differing_values(at.statements("values")) if mine.values else {}
+        finally:
+            with suppress(Exception):  # of a store that has ended; what was raised before says so
+                self._leave(at)
+                while gave_up and self._round().outcome():
+                    self._leave(self._round())  # ranks that came before gave up more than once
+            self._looked = time.monotonic()
 
-    def _compare_round(
-        self,
-        what: str,
-        code: str,
-        values: str,
-        differ: Callable[[dict[int, str]], str] | None,
-        where: str,
-        seconds: float,
-    ) -> dict[int, str]:
-        if not what.startswith(PLACE_MARK):
-            self._store.set(self._key("hooks"), "1")
-        world, rank = len(self._ranks), dist.get_rank()
-        digest = _digest(json.dumps([what, code]))
-        self._store.set(self._key(f"rank{rank}"), json.dumps([what, code, where]))
-        self._store.add(self._key(f"equal{digest}"), 1)
-        if values:
-            self._publish_values(rank, values)
-        if self._store.add(self._key("arrived"), 1) == world:
-            self._store.compare_set(self._key("outcome"), "", COMPLETE)
-        outcome = self._await_outcome(what, where, seconds)
-        if outcome != COMPLETE:
-            other, _, why = outcome.partition(" ")
-            raise HookError(GAVE_UP.format(rank=other, place=_describe_place(what), me=rank, why=why))
-        equal = int(self._store.add(self._key(f"equal{digest}"), 0))
-        if equal != world:
-            raise HookError(self._differing(differ))
-        return self._differing_values() if values else {}
+    def _round(self) -> StoreRound:
+        prefix = f"megatron_flex/{self.name}/{self._number}"
+        return StoreRound(self._store, prefix, len(self._ranks), self._members[dist.get_rank()])
 
-    def _await_outcome(self, what: str, where: str, seconds: float) -> str:
+    def _leave(self, at: StoreRound) -> None:
+        self._number += 1  # also where the store fails: this rank has been counted in this round
+        at.leave()
+
+    def _await_outcome(
+        self, at: StoreRound, mine: _Statement, seconds: float, waits: Mapping[str, int]
+    ) -> str:
         """Wait until all ranks have arrived, or one has given up: the first of them sets the outcome.
 
         Raises:
             HookError: this rank gave up: a rank has ended, or did not arrive in time.
         """
-        key, end = self._key("outcome"), time.monotonic() + seconds
+        place, me, end = _describe_place(mine.what), dist.get_rank(), time.monotonic() + seconds
         while True:
             began = time.monotonic()
-            pause = min(WATCH_SECONDS, max(end - began, 0.01))
+            pause = min(watch_seconds() / (2 if waits else 1), max(end - began, 0.01))
             try:
-                self._store.wait([key], timedelta(seconds=pause))
-                return self._outcome()
+                return at.await_outcome(pause)
             except Exception as error:  # stores raise various errors for a timeout
                 if time.monotonic() - began < pause / 2:
                     raise HookError(
-                        f"rank {dist.get_rank()} cannot compare with other ranks at {_describe_place(what)}: "
+                        f"rank {me} cannot compare with other ranks at {place}: "
                         f"the rendezvous store failed ({describe_error(error)}); restart the job"
                     ) from error
-                why, text = f"it waited {seconds:g} s", ""
-                if ended := self._find_ended():
+                for name, step in waits.items():
+                    at.say_waiting(name, step)
+                waits, why, text = {}, f"it waited {seconds:g} s", ""
+                if ended := self._find_ended(at):
                     why = ", ".join(f"rank {r} ended ({reason})" for r, reason in ended.items())
                     text = (
-                        f"{why} before it came to {_describe_place(what)}, where rank {dist.get_rank()} is; "
+                        f"{why} before it came to {place}, where rank {me} is; "
                         "see its own error, and restart the job"
                     )
                 elif time.monotonic() >= end:
-                    text = self._absent(what, where, seconds)
-                mine = f"{dist.get_rank()} {why}"
-                if text and self._store.compare_set(key, "", mine).decode() == mine:
+                    text = self._absent(at, mine, seconds)
+                if text and at.set_outcome(f"{me} {why}"):
                     raise HookError(text) from error
 
-    def _find_ended(self) -> dict[int, str]:
+    def _find_ended(self, at: StoreRound) -> dict[int, str]:
         """The ranks that have ended without arriving in this round."""
         ended = rank_liveness().find_ended()
-        missing = [r for r in ended if r in self._members and self._statement_of(r) is None]
+        missing = [r for r in ended if r in self._members and not at.has_arrived(self._members[r])]
         return {r: ended[r] for r in missing[:MAX_NAMED_RANKS]}
 
-    def _outcome(self) -> str:
-        """How the current round ended; empty if it has not."""
-        key = self._key("outcome")
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
-
-    def _publish_values(self, rank: int, values: str) -> None:
-        """Publish the values of the rank that arrives first, and of some ranks with different values."""
-        mine = f"{rank} {_digest(values)}"
-        first = self._store.compare_set(self._key("first"), "", mine).decode()
-        if first.partition(" ")[2] == mine.partition(" ")[2]:
-            if first == mine:
-                self._store.set(self._key(f"values{rank}"), values)
-            return
-        number = self._store.add(self._key("others"), 1)
-        if number <= MAX_NAMED_RANKS:
-            self._store.set(self._key(f"values{rank}"), values)
-            self._store.set(self._key(f"other{number}"), str(rank))
-
-    def _differing_values(self) -> dict[int, str]:
-        ranks = [int(self._store.get(self._key("first")).decode().partition(" ")[0])]
-        number = 1
-        while number <= MAX_NAMED_RANKS and self._store.check([self._key(f"other{number}")]):
-            ranks.append(int(self._store.get(self._key(f"other{number}"))))
-            number += 1
-        if len(ranks) == 1:
-            return {}
-        return {r: self._store.get(self._key(f"values{r}")).decode() for r in sorted(ranks)}
-
-    def _key(self, what: str) -> str:
-        return f"megatron_flex/{self.name}/{self.round}/{what}"
-
-    def _statement_of(self, rank: int) -> tuple[str, str, str] | None:
-        key = self._key(f"rank{rank}")
-        if not self._store.check([key]):
-            return None
-        what, code, where = json.loads(self._store.get(key))
-        return what, code, where
-
-    def _absent(self, what: str, where: str, seconds: float) -> str:
-        missing = [r for r in self._ranks if self._statement_of(r) is None]
-        if not what.startswith(PLACE_MARK):
-            return self.absent.format(ranks=name_ranks(missing), seconds=seconds)
-        keys = {r: f"megatron_flex/{self.name}/at{r}" for r in missing[:MAX_NAMED_RANKS]}
-        last = {r: self._store.get(k).decode() if self._store.check([k]) else "" for r, k in keys.items()}
-        seen = "".join(f"; rank {r} was last in {at}" for r, at in last.items() if at)
+    def _absent(self, at: StoreRound, mine: _Statement, seconds: float) -> str:
+        missing = name_ranks([self._ranks[member] for member in at.find_missing()])
+        if not mine.what.startswith(PLACE_MARK):
+            return self.absent.format(ranks=missing, seconds=seconds)
         return (
-            f"{name_ranks(missing)} did not come within {seconds:g} s to "
-            f"{_describe_place(what)}, where rank "
-            f"{dist.get_rank()} is ({where}){seen}: run as many steps on every rank, and call it on all"
+            f"{missing} did not come within {seconds:g} s to {_describe_place(mine.what)}, where rank "
+            f"{dist.get_rank()} is ({mine.where}): run as many steps on every rank, and call it on all"
         )
 
-    def _differing(self, differ: Callable[[dict[int, str]], str] | None) -> str:
-        statements = {r: self._statement_of(r) or ("", "", "") for r in self._ranks}
-        if any(what.startswith(PLACE_MARK) for what, _, _ in statements.values()):
-            return _describe_difference(
-                [(rank, f"{_describe_place(what)}, {where}") for rank, (what, _, where) in statements.items()]
-            )
+    def _differing_values(self, known: Statements) -> dict[int, str]:
+        """The values of the first rank and of those that differ from it; empty if there are none."""
+        texts = {known.first: known.text, **known.others} if known.others else {}
+        return {self._ranks[m]: _Statement(*json.loads(texts[m])).values for m in sorted(texts)}
+
+    def _differing(self, known: Statements, differ: Callable[[dict[int, str]], str] | None) -> str:
+        """Describe statements that differ; of many that differ from the first rank's only some are named."""
+        first, first_rank = _Statement(*json.loads(known.text)), self._ranks[known.first]
+        others = {self._ranks[m]: _Statement(*json.loads(text)) for m, text in known.others.items()}
+        # Whether further ranks are like the first one is known only if all that differ are.
+        alike = [first_rank] if known.unnamed else [r for r in self._ranks if r not in others]
+        statements = dict(sorted({**dict.fromkeys(alike, first), **others}.items()))
+        more = f"; and {known.unnamed} more ranks differ from rank {first_rank}" if known.unnamed else ""
+        if any(one.what.startswith(PLACE_MARK) for one in statements.values()):
+            # Ranks at one place may have come from different steps; the first one's is known.
+            shown = {first_rank, *others}
+            places = [
+                (r, _describe_place(one.what) + (f", {one.where}" if r in shown else ""))
+                for r, one in statements.items()
+            ]
+            return _describe_difference(places, more)
         groups: dict[str, list[int]] = {}
-        for rank, (what, _, _) in statements.items():
-            groups.setdefault(what or "no hook", []).append(rank)
+        for rank, one in statements.items():
+            groups.setdefault(one.what or "no hook", []).append(rank)
         if len(groups) == 1 and differ is not None:
-            return differ({r: code for r, (_, code, _) in statements.items()})
+            return differ({r: one.code for r, one in statements.items()})
         differences = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in groups.items())
         return (
-            f"hooks differ between ranks ({differences}); register the same hooks, in the same order, on "
-            "every rank"
+            f"hooks differ between ranks ({differences}{more}); register the same hooks, in the same order, "
+            "on every rank"
         )
 
 
@@ -471,11 +461,12 @@ def _describe_place(what: str) -> str:
     )
 
 
-def _describe_difference(found: Sequence[tuple[int, str]]) -> str:
+def _describe_difference(found: Sequence[tuple[int, str]], more: str = "") -> str:
     places: dict[str, list[int]] = {}
     for rank, at in found:
         places.setdefault(at, []).append(rank)
-    return DIFFERENT_PLACES.format(places="; ".join(f"{name_ranks(r)}: {at}" for at, r in places.items()))
+    texts = "; ".join(f"{name_ranks(ranks)}: {at}" for at, ranks in places.items())
+    return DIFFERENT_PLACES.format(places=texts + more)
 
 
 def store_value(key: str, value: Any) -> None:

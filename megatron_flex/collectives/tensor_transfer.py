@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.leader_gather import PendingShard, gather_to_leader, is_leader
-from megatron_flex.collectives.rank_agreement import gather_objects
+from megatron_flex.collectives.object_exchange import broadcast_object
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 
@@ -80,8 +80,7 @@ def broadcast_items(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tup
     if not axes:
         return list(items)
     first = mesh.is_first(a.name for a in axes)
-    note = [(tag, tuple(t.shape), t.dtype) for tag, t in items] if first else None
-    notes = next(n for n in gather_objects(note, mesh, [a.name for a in mesh]) if n is not None)
+    notes = broadcast_object([(tag, tuple(t.shape), t.dtype) for tag, t in items] if first else None, mesh)
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
     out = []
     for number, (tag, shape, dtype) in enumerate(notes):
@@ -113,8 +112,8 @@ def broadcast_in_buckets(
     if not axes:
         return list(items)
     first = mesh.is_first(a.name for a in mesh)
-    note: list[TensorHeader] = [(tag, tuple(t.shape), t.dtype) for tag, t in items] if first else []
-    headers: list[TensorHeader] = gather_objects(note, mesh, [a.name for a in mesh])[0]
+    note: list[TensorHeader] = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
+    headers = broadcast_object(note, mesh)
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
     mine, out = iter(items), []
     for bucket in _buckets(headers, bucket_bytes):

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, detect, list_model_chunks
 from megatron_flex.adapters.megatron_core import MegatronAdapter
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import (
+    broadcast_object,
+    gather_distinct,
+    gather_objects,
+    gather_reports,
+    max_over_ranks,
+)
 from megatron_flex.conversion.architecture_arguments import MegatronArguments
 from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, HuggingFaceArchitecture
 from megatron_flex.conversion.checkpoints import (
@@ -223,11 +229,12 @@ def to_hf(
         _write_by_bridge(bridge, list_model_chunks(chunks), target, config)
         return
     model = MegatronWeights(chunks)
-    given = model.gather((target is not None, isinstance(target, nn.Module)))
-    everywhere = any(in_memory for _, in_memory in given[1:])
+    gives_memory = isinstance(target, nn.Module)
+    given = broadcast_object(target is not None, model.adapter.mesh)
+    (everywhere,) = max_over_ranks([int(gives_memory and not model.leader)], model.adapter.mesh)
 
     def prepare() -> tuple[ConversionPlan, ModelWeights | FolderWriter] | None:
-        if target is None and given[0][0]:
+        if target is None and given:
             return None
         known = read_config(config if config is not None else target)
         found = architecture or find_architecture(known)
@@ -245,7 +252,7 @@ def to_hf(
 
     prepared = _on_all_ranks(prepare, model.adapter)
     problem = ""
-    for name, full in gather_all_parameters(model.index, PADDED._replace(everywhere=everywhere)):
+    for name, full in gather_all_parameters(model.index, PADDED._replace(everywhere=bool(everywhere))):
         if prepared is None or problem:
             continue
         try:
@@ -254,8 +261,8 @@ def to_hf(
             problem = describe_error(error)
     if prepared is not None and isinstance(prepared[1], FolderWriter):
         problem = _finish(prepared[1], problem)
-    if found := next((p for p in model.gather(problem) if p), ""):
-        raise FlexError(f"{target} was not written: {found}")
+    if reports := gather_reports(problem or None, model.adapter.mesh):
+        raise FlexError(f"{target} was not written: {reports[0][1]}")
 
 
 class MegatronWeights:
@@ -298,10 +305,6 @@ class MegatronWeights:
             for name, site in self.index.first_copies().items()
         }
 
-    def gather(self, item: Any) -> list[Any]:
-        """The items of all ranks, the leader's first. Collective over the mesh."""
-        return gather_objects(item, self.adapter.mesh, [axis.name for axis in self.adapter.mesh])
-
     @property
     def leader(self) -> bool:
         """Whether full tensors arrive on this rank."""
@@ -323,8 +326,8 @@ class MegatronWeights:
         Raises:
             FlexError: on all ranks: they do not.
         """
-        found = self.gather(hashlib.sha256(repr(sorted(forms.items())).encode()).hexdigest())
-        if len(set(found)) > 1:
+        digest = hashlib.sha256(repr(sorted(forms.items())).encode()).hexdigest()
+        if len(gather_distinct(digest, self.adapter.mesh)) > 1:
             raise FlexError(
                 f"{where} has other tensors on some ranks than on others; give all ranks the same"
             )
@@ -403,10 +406,8 @@ def _on_all_ranks(action: Callable[[], Any], adapter: Adapter) -> Any:
         result = action()
     except Exception as error:  # raised on all ranks below
         problem, cause = describe_error(error), error
-    mesh = adapter.mesh
-    found = gather_objects(problem, mesh, [axis.name for axis in mesh])
-    if first := next((p for p in found if p), ""):
-        raise FlexError(first) from cause
+    if reports := gather_reports(problem or None, adapter.mesh):
+        raise FlexError(reports[0][1]) from cause
     return result
 
 

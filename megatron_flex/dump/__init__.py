@@ -24,7 +24,12 @@ from megatron_flex.dump.token_selection import (
 )
 from megatron_flex.dump.writer.dump_writer import DumpWriter
 from megatron_flex.dump.writer.ownership import Ownership, list_replica_axes
-from megatron_flex.dump.writer.run_creation import create_run, find_access_problem, find_earlier_runs
+from megatron_flex.dump.writer.run_creation import (
+    RunMade,
+    create_run,
+    find_access_problem,
+    find_earlier_runs,
+)
 
 sampled = RandomTokens
 
@@ -41,6 +46,7 @@ __all__ = [
     "Manifest",
     "Ownership",
     "RandomTokens",
+    "RunMade",
     "ShardEntry",
     "SiteRecord",
     "compute_partial_mean",

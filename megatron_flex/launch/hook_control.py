@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.collectives import gather_objects, max_over_ranks
+from megatron_flex.collectives import broadcast_object, max_over_ranks
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime.hook_groups import ALL_GROUPS, NO_GROUP, Switches
@@ -65,7 +65,7 @@ class Control:
         self._watcher: _FileWatcher | None = None
         if self._path is not None:
             now = read_control_file(self._path) if self._first else None
-            (content, *_) = gather_objects(now, self._mesh, self._axes)
+            (content,) = broadcast_object((now,), self._mesh)
             if content is None:
                 self._print(f"{self._path} is not there; until it is all hooks are as they were asked for")
             else:
@@ -102,7 +102,7 @@ class Control:
             return
         why = str(self._path)
         if read:
-            ((content,), *_) = gather_objects(found or (None,), self._mesh, self._axes)
+            (content,) = broadcast_object(found or (None,), self._mesh)
             try:
                 self._switches = self._read(content)
             except FlexError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_flex.alignment import Alignment, align
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import broadcast_object
 from megatron_flex.dump.json_form import format_json
 from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
@@ -43,7 +43,7 @@ def align_with_folder(flex: FlexModel, folder: str, tokens: str | None, report: 
             batch = _read_tokens(tokens, int(hf_model.config.vocab_size))  # type: ignore[union-attr, arg-type]
         except Exception as error:  # of transformers and json, which raise many kinds
             problem = f"--flex-align {folder}: {describe_error(error)}"
-    batch, problem = gather_objects((batch, problem), mesh, [axis.name for axis in mesh])[0]
+    batch, problem = broadcast_object((batch, problem), mesh)
     if problem:
         raise FlexError(problem)
     found: Alignment = align(hf_model, flex, batch)

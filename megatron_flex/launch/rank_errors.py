@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import gather_reports
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flag_prefix import with_prefix
 from megatron_flex.mesh import Axis, Mesh
@@ -45,16 +45,12 @@ def run_or_raise_on_all(mesh: Mesh, act: Callable[[], T]) -> T:
         result = act()
     except Exception as caught:  # sent to all ranks, and raised unchanged on this one
         error = caught
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    reports = gather_objects(
-        (rank, None if error is None else _error_text(error)), mesh, [a.name for a in mesh]
-    )
+    reports = gather_reports(None if error is None else _error_text(error), mesh)
     if error is not None:
         raise error
     wrong: dict[str, list[int]] = {}
     for who, what in reports:
-        if what is not None:
-            wrong.setdefault(what, []).append(who)
+        wrong.setdefault(what, []).append(who)
     if wrong:
         raise FlexError("; ".join(f"{what} (rank {_list_first_ranks(who)})" for what, who in wrong.items()))
     return cast(T, result)

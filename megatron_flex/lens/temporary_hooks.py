@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.collectives import broadcast_in_buckets, checksum, gather_objects
+from megatron_flex.collectives import broadcast_in_buckets, checksum, gather_distinct
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.lens.full_weights import FullWeights
@@ -165,7 +165,7 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
     mesh = session.mesh.replica()
     wrong = explain_no_tokens(tokens)
     own = (wrong, (), 0) if wrong else ("", tuple(tokens.shape), checksum(tokens))
-    digests = gather_objects(own, mesh, [a.name for a in mesh])
+    digests = gather_distinct(own, mesh)
     for why, _, _ in digests:
         if why:
             raise FlexError(why)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from collections import Counter
@@ -20,7 +21,14 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import Route, gather_objects, max_over_ranks
+from megatron_flex.collectives import (
+    Route,
+    broadcast_object,
+    gather_numbers_to_first,
+    gather_objects,
+    gather_reports,
+    max_over_ranks,
+)
 from megatron_flex.dump import (
     GRADIENT,
     ROUTING,
@@ -28,6 +36,7 @@ from megatron_flex.dump import (
     Dump,
     DumpWriter,
     Manifest,
+    RunMade,
     ShardEntry,
     SiteRecord,
     create_run,
@@ -355,29 +364,32 @@ def _begin_run(dump: Dump, mesh: Mesh, manifest: Manifest) -> tuple[Path, int]:
     Raises:
         DumpError: on all ranks: the first rank cannot make the folder, or another one cannot write there.
     """
-    axes, rank, path = [a.name for a in mesh], global_rank(), Path(dump.path)
-    ranks = gather_objects((rank, dict(mesh.coords)), mesh, axes)
-    answer: Manifest | DumpError | None = None
-    if rank == ranks[0][0]:
+    rank, path, coords = global_rank(), Path(dump.path), dict(mesh.coords)
+    numbers = gather_numbers_to_first((rank, *coords.values()), mesh)
+    made: RunMade | DumpError | None = None
+    if mesh.is_first(axis.name for axis in mesh):
+        ranks = tuple((number, dict(zip(coords, at, strict=True))) for number, *at in numbers)
         try:
-            answer = create_run(path, replace(manifest, ranks=tuple(ranks)))
+            written = create_run(path, replace(manifest, ranks=ranks))
+            made = RunMade(written.run, written.created, rank)
         except DumpError as error:
-            answer = error
-    answer = gather_objects(answer, mesh, axes)[0]
-    if not isinstance(answer, Manifest):
-        assert answer is not None  # the first rank's
-        raise answer
-    report = gather_objects((rank, find_access_problem(path, answer)), mesh, axes)
-    blind = {why: [r for r, w in report if w == why] for _, why in report if why}
-    if blind:
+            made = error
+    run: RunMade | DumpError = broadcast_object(made, mesh)
+    if isinstance(run, DumpError):
+        raise run
+    # The ranks of a node see the same folder, and a shared file system serves one of them.
+    asks = os.environ.get("LOCAL_RANK", "0") == "0"
+    report = gather_reports((find_access_problem(path, run) or None) if asks else None, mesh)
+    if report:
+        blind = {why: [r for r, w in report if w == why] for _, why in report}
         why = "; ".join(f"{name_ranks(who)} {why}" for why, who in blind.items())
-        folder = path / format_run_folder(answer.run)
+        folder = path / format_run_folder(run.run)
         raise DumpError(
-            f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
+            f"{folder} was made by rank {run.rank}, and {why}: name a folder on a file system that "
             "all ranks share and may write to",
             path=folder,
         )
-    return path, answer.run
+    return path, run.run
 
 
 REPORTED_PACKAGES = ("torch", "megatron-core", "fairscale", "deepspeed", "transformers", "accelerate")

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import FailedElsewhere, any_over_ranks, gather_objects, max_over_ranks
+from megatron_flex.collectives import (
+    FailedElsewhere,
+    any_over_ranks,
+    gather_objects,
+    gather_reports,
+    max_over_ranks,
+)
 from megatron_flex.errors import MAX_MESSAGE, AbsentError, FlexWarning, HookError, shorten_message
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -300,8 +306,8 @@ class EditSkips:
                 self.count(one.hook, one.index, one.key, text, SkipEdit(one.error), one.leads)
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
-        mine, self._new = [(global_rank(), n) for n in self._new], []
-        found = [item for items in gather_objects(mine, mesh, [a.name for a in mesh]) for item in items]
+        mine, self._new = self._new, []
+        found = [(rank, n) for rank, items in gather_reports(mine or None, mesh) for n in items]
         for number in dict.fromkeys(n.number for _, n in found):
             reports = [(rank, n) for rank, n in found if n.number == number]
             text, ranks = next(iter(group_ranks((r, n.text) for r, n in reports).items()))
@@ -327,10 +333,8 @@ class EditSkips:
         mine = [
             (self._counted[h], self.skipped[h].first if h in self.skipped else "") for h in self._expected
         ]
-        if not max_over_ranks([int(any(n for n, _ in mine))], self._mesh)[0]:
-            return
-        reports = gather_objects(mine, self._mesh, [a.name for a in self._mesh])
-        if self._mesh.is_first(a.name for a in self._mesh):
+        reports = [one for _, one in gather_reports(mine if any(n for n, _ in mine) else None, self._mesh)]
+        if reports and self._mesh.is_first(a.name for a in self._mesh):
             for hook, row in zip(self._expected, zip(*reports, strict=True), strict=True):
                 _warn_of_count(hook, row)
 

@@ -20,7 +20,7 @@ from megatron_flex.collectives import (
     broadcast_from_first,
     checksum,
     find_differing_axes,
-    gather_objects,
+    gather_distinct,
     join_flat_parts,
     send_from_stage,
     sum_along,
@@ -251,7 +251,7 @@ class ParameterIndex:
         mine = {n: note for n in names if (note := self.note(n, want)) is not None}
         found: dict[str, ParameterReport] = {}
         others: dict[str, str] = {}
-        for reports in gather_objects(mine, self.mesh, [a.name for a in self.mesh]):
+        for reports in gather_distinct(mine, self.mesh):
             for name, note in reports.items():
                 if note.problem:
                     raise FlexError(f"{name}: {note.problem}")
@@ -471,7 +471,7 @@ def _share_shape(parameter_index: ParameterIndex, value: Tensor | None) -> tuple
     over the mesh.
     """
     given = None if value is None else tuple(value.shape)
-    answers = gather_objects(given, parameter_index.mesh, [a.name for a in parameter_index.mesh])
+    answers = gather_distinct(given, parameter_index.mesh)
     return next((shape for shape in answers if shape is not None), None)
 
 
@@ -481,7 +481,7 @@ def _agree_on_value(
     """Return the value on every rank, after all ranks have validated its type."""
     mesh = parameter_index.mesh
     given = None if value is None else (tuple(value.shape), value.dtype, checksum(value))
-    answers = gather_objects((parameter_index.note(name, want), given), mesh, [a.name for a in mesh])
+    answers = gather_distinct((parameter_index.note(name, want), given), mesh)
     notes = [note for note, _ in answers if note is not None]
     if problem := next((n.problem for n in notes if n.problem), ""):
         raise FlexError(f"{name}: {problem}")

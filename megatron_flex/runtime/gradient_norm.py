@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Undo
-from megatron_flex.collectives import gather_objects, sum_along
+from megatron_flex.collectives import gather_distinct, gather_reports, sum_along
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.edit_failures import format_ranks, global_rank
+from megatron_flex.runtime.edit_failures import format_ranks
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.parameter_selection import LocalParameterGradient, ParameterSelection
 from megatron_flex.runtime.statistics_sink import select_counted_part
@@ -113,25 +113,22 @@ class GradientNorms:
         reported, self._reported = self._reported, None
         measured, self._measured = self._measured, None
         complete = not self._problem and not self._index.unknown
-        report = (global_rank(), reported, complete, self._precision)
-        answers = gather_objects(report, mesh, [a.name for a in mesh])
-        norms = {rank: norm for rank, norm, _, _ in answers if norm is not None}
+        answers = gather_distinct((reported, complete, self._precision), mesh)
+        norms = dict.fromkeys(norm for norm, _, _ in answers if norm is not None)
         self._calls_left -= 1
         self.left = min(self.left - bool(norms), self._calls_left)
         if self.left <= 0:
             self.stop()
-        if not norms or not all(whole for _, _, whole, _ in answers):
+        if not norms or not all(whole for _, whole, _ in answers):
             return []
         squares = self._sum(measured or {}, mesh)
         rounding = max(ROUNDING, *(precision for *_, precision in answers))
-        by_norm: dict[float, list[int]] = {}
-        for rank, (norm, scale) in norms.items():
-            by_norm.setdefault(norm * scale, []).append(rank)
-        scale = next(iter(norms.values()))[1]
-        return [
-            explain_norm(norm, squares, rounding, ranks if len(by_norm) > 1 else (), scale)
-            for norm, ranks in by_norm.items()
-        ]
+        by_norm: dict[float, list[int]] = {norm * scale: [] for norm, scale in norms}
+        if len(by_norm) > 1:
+            for rank, (norm, scale) in gather_reports(reported, mesh):
+                by_norm[norm * scale].append(rank)
+        (_, scale), *_ = norms
+        return [explain_norm(norm, squares, rounding, ranks, scale) for norm, ranks in by_norm.items()]
 
     def _measure(
         self, skipped: set[int], counts: Callable[[nn.Parameter], bool] | None

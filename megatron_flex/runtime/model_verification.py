@@ -8,6 +8,7 @@ hold copies, and local edits with gathered edits.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, checksum, find_differing_axes, gather_full, gather_objects
+from megatron_flex.collectives import (
+    Route,
+    checksum,
+    find_differing_axes,
+    gather_distinct,
+    gather_full,
+    gather_objects,
+    max_over_ranks,
+)
 from megatron_flex.errors import LayoutError, VerifyError, describe_error
 from megatron_flex.layout import Coords, Layout, Sizes, full_shape
 from megatron_flex.mesh import Mesh
@@ -78,6 +87,8 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
     if mesh["dp"].size == 1:
         return []
     mine = parameter_index.adapter.shards()
+    if not max_over_ranks([len(mine)], mesh)[0]:
+        return []
     gathered = gather_objects(
         (global_rank(), {n: (part, checksum(t)) for n, (part, t) in mine.items()}), mesh, ["dp"]
     )
@@ -93,7 +104,7 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
             ranks = tuple(sorted(rank for sides in differ for side in sides for rank in side))
             text = f"parameter {name} is not the same on all ranks along dp ({texts} differ)"
             here.append(Finding(text, name, ranks))
-    elsewhere = gather_objects(here, mesh, [a.name for a in mesh if a.name != "dp"])
+    elsewhere = gather_distinct(here, mesh, [a.name for a in mesh if a.name != "dp"])
     return list({one.text: one for several in elsewhere for one in several}.values())
 
 
@@ -369,13 +380,24 @@ class SiteVerifier:
         if failed:
             return []
         self.checked += 1
-        answers = gather_objects((dict(mesh.coords), seen, edits), mesh, ["dp", "cp", "tp"])
-        reports = [(coords, passes) for coords, passes, _ in answers]
+        reports = gather_objects((dict(mesh.coords), seen), mesh, self._list_compared_axes(seen, mesh))
         here = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
-        here += dict.fromkeys(finding for _, _, found in answers for finding in found)
-        stages = gather_objects(here, mesh, ["pp"])
+        stages = gather_distinct([*here, *dict.fromkeys(edits)], mesh)
         copies = dict.fromkeys([*before, *find_unequal_copies(self.parameter_index, mesh)])
-        return [*copies, *(finding for stage in stages for finding in stage)]
+        return [*copies, *dict.fromkeys(finding for stage in stages for finding in stage)]
+
+    def _list_compared_axes(self, seen: Sequence[SiteObservation], mesh: Mesh) -> list[str]:
+        """The axes over which ranks exchange what they saw: data parallel ranks rarely have to.
+
+        Each of them has other samples. They compare how often each site was passed; copies of expert tensors
+        are within a replica, unless its tensor parallel ranks are fewer than those of its experts.
+        """
+        replica = {rank for name in ("cp", "tp") for rank in mesh[name].ranks}
+        passes = zlib.crc32(repr([(one.site, one.microbatch, one.call) for one in seen]).encode())
+        across = int(not replica.issuperset(mesh["etp"].ranks) and mesh["etp"].size > 1)
+        data = Mesh((mesh["dp"], mesh["cp"], mesh["tp"]))
+        most, least, across = max_over_ranks([passes, -passes, across], data, "passes of a verified step")
+        return ["cp", "tp"] if most == -least and not across else ["dp", "cp", "tp"]
 
     def _forget(self) -> None:
         self._seen, self._comparing.found = [], []

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from megatron_flex.adapters import ParameterSite, Undo
-from megatron_flex.collectives import gather_objects, max_over_ranks
+from megatron_flex.collectives import gather_distinct, max_over_ranks
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher, SiteDispatch
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
@@ -155,7 +155,7 @@ class SessionTaps:
         if not silent:
             return []
         reasons = [next((r for n, r in self.editing.reasons.items() if n in e.names), "") for e in silent]
-        reported = gather_objects(reasons, self._mesh, [a.name for a in self._mesh])
+        reported = gather_distinct(reasons, self._mesh)
         known = [next((r for r in row if r), "") for row in zip(*reported, strict=True)]
         return [(e.hook, why) for e, why in zip(silent, known, strict=True)]
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import BackgroundReduction, PendingReduction, Route, gather_objects
+from megatron_flex.collectives import (
+    BackgroundReduction,
+    PendingReduction,
+    Route,
+    gather_reports,
+)
 from megatron_flex.dump import layout_to_json, list_replica_axes
 from megatron_flex.errors import FlexError, HookError, LayoutError, describe_error
 from megatron_flex.layout import Dim, Layout, count_parts, is_partial, name_batch_first, spans
@@ -406,7 +411,7 @@ def open_on_all_ranks(opened: Callable[[], Sink], mesh: Mesh) -> Sink:
         sink = opened()
     except FlexError as error:
         why = str(error)
-    problems = [w for w in gather_objects(why, mesh, [a.name for a in mesh]) if w]
+    problems = [text for _, text in gather_reports(why or None, mesh)]
     if problems or sink is None:
         if sink is not None:
             sink.close()

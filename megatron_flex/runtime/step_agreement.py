@@ -72,9 +72,11 @@ class StepAgreement:
         Raises:
             HookError: on all ranks, if hooks differ or some rank does not arrive.
         """
-        registry, following = self._registry, self._clock.step + 1
+        registry, following, exchange = self._registry, self._clock.step + 1, self._exchange
         self._apart = apart
-        due = registry.version != self._compared or self._exchange.wanted(following, self._replica())
+        due = registry.version != self._compared
+        if not due and exchange.looks_due():  # a rank whose hooks changed may wait
+            due = exchange.wanted(following, self._replica())
         if due:
             plan = ContextPlan.of(registry.active, self._mesh["pp"].size)
             more = plan.describe() + (", verify()" if verifying else "")
@@ -82,8 +84,6 @@ class StepAgreement:
             self._functions.compare(registry.describe() + more, selected, f"step {following}")
             adopt(plan)
             self._compared = registry.version
-        if registry.active:
-            self._exchange.note(f"step {following}")
         return due
 
     def meet(self, place: str, failed: bool = False) -> None:

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
+from typing import NamedTuple
 
 from megatron_flex.dump.part_format import format_run_folder, list_complete_parts
 from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
 from megatron_flex.dump.writer.part_writer import sync_folder
 from megatron_flex.errors import DumpError
 
+VISIBLE_SECONDS = 120.0  # a network's file system may show a new folder after its caches expire, in 60 s
 CHANGEABLE_SETTINGS = ("every", "iterations")  # settings in which runs of one dump may differ
 
 
@@ -63,20 +65,34 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
         raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}", path=path) from error
 
 
-def find_access_problem(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
+class RunMade(NamedTuple):
+    """A run of a dump, as other ranks recognise it.
+
+    Attributes:
+        run: the number of the run.
+        created: when its manifest was made.
+        rank: the rank that made it.
+    """
+
+    run: int
+    created: str
+    rank: int
+
+
+def find_access_problem(path: Path, made: RunMade, seconds: float = VISIBLE_SECONDS) -> str:
     """Why this rank cannot write to a run that another one made, or nothing.
 
     Args:
         path: the dump's folder.
-        manifest: of the run.
-        seconds: how long to wait, as a network's file system may tell of new folders late.
+        made: the run.
+        seconds: how long to wait for the folder.
     """
-    folder = path / format_run_folder(manifest.run)
+    folder = path / format_run_folder(made.run)
     until = time.monotonic() + seconds
     while True:
         try:
             os.listdir(path)  # makes such a file system look again
-            if Manifest.read(folder).created != manifest.created:
+            if Manifest.read(folder).created != made.created:
                 return "found another folder of that name"
             return "" if os.access(folder, os.W_OK | os.X_OK) else "may not write to it"
         except (OSError, DumpError):

@@ -18,7 +18,7 @@ import torch
 from megatron_flex import cpu
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.adapters.megatron_core.moe_layers import RoutedRows, rows_of_experts
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import gather_distinct
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import check_fraction
 from megatron_flex.dump.part_format import PART_BYTES
@@ -483,7 +483,7 @@ def estimate_live_dump(flex: FlexModel, args: Namespace, dump: Dump) -> DumpEsti
         mine = [own[s.name] for s in chosen if s.name in own]
         return [*run.activations(mine), *run.parameters(p for p in here if p.name in wanted)]
 
-    tensors_of_ranks = gather_objects(run_or_raise_on_all(mesh, ask), mesh, [a.name for a in mesh])
+    tensors_of_ranks = gather_distinct(run_or_raise_on_all(mesh, ask), mesh)
     held: dict[tuple[str, str], EstimatedTensor] = {}
     for tensor in (t for tensors in tensors_of_ranks for t in tensors):
         held.setdefault((tensor.name, tensor.kind), tensor)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_flex.adapters import Adapter, ParameterSite
-from megatron_flex.collectives import gather_objects, is_leader
+from megatron_flex.collectives import gather_distinct, is_leader
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexWarning, HookError, describe_error
 from megatron_flex.mesh import Mesh
@@ -145,7 +145,7 @@ class DryRun:
             if failure is not None:
                 lacks = isinstance(failure.error, AttributeError)  # perhaps another stage saves the value
                 failures.append((failure._replace(error=None), failure.wrong or (certain and not lacks)))
-        outcome = gather_objects(failures, self._mesh, [a.name for a in self._mesh])
+        outcome = gather_distinct(failures, self._mesh)
         return list({f.text: (f, bad) for of_rank in outcome for f, bad in of_rank}.values())
 
     def _choose_shape(self, site: Site) -> tuple[tuple[int, ...], bool]:

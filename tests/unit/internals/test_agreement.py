@@ -21,6 +21,7 @@ from megatron_flex.collectives import (
     rank_agreement,
     rank_liveness,
 )
+from megatron_flex.collectives.store_round import StoreRound
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -68,23 +69,23 @@ def test_a_rank_that_comes_late(tries: int, tmp_path: Path) -> None:
     assert first[tries:] == other[1:] == ["", ""], "all ranks begin the next comparison together"
 
 
-def racing(threads: int) -> list[int]:
-    """Many ranks lower one number at the same time; each is a thread with a connection of its own here."""
-    agreements = [Agreement("race", 1.0) for _ in range(threads)]
+def racing(threads: int) -> list[int | None]:
+    """Many ranks lower one number at the same time; each is a thread here."""
+    store = rank_liveness.rank_liveness().store
     steps = list(range(100, 100 + threads))
     found = []
     for turn in range(20):
-        key = f"megatron_flex/race/{turn}"
+        at = StoreRound(store, f"race/{turn}", 2, dist.get_rank())
         workers = [
-            threading.Thread(target=a._store_least, args=(key, s))
-            for a, s in zip(agreements, steps[turn % threads :] + steps[: turn % threads], strict=True)
+            threading.Thread(target=at.say_waiting, args=("place", s))
+            for s in steps[turn % threads :] + steps[: turn % threads]
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         dist.barrier()
-        found.append(int(agreements[0]._store.get(key)))
+        found.append(at.find_waiting("place"))
         dist.barrier()
     return found
 

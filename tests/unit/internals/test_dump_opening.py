@@ -5,14 +5,22 @@ from __future__ import annotations
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_flex.dump import VALUE, Dump, DumpWriter, Manifest, ShardEntry, create_run, find_access_problem
+from megatron_flex.dump import (
+    VALUE,
+    Dump,
+    DumpWriter,
+    Manifest,
+    RunMade,
+    ShardEntry,
+    create_run,
+    find_access_problem,
+)
 from megatron_flex.dump.part_format import format_part_name, format_run_folder, list_complete_parts
 from megatron_flex.dump.schema import MANIFEST_NAME
 from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
@@ -183,10 +191,11 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
 
 
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = opened(tmp_path)
+    manifest = opened(tmp_path)
+    told = RunMade(manifest.run, manifest.created, 0)
     assert find_access_problem(tmp_path, told) == ""
-    other = find_access_problem(tmp_path, replace(told, created="later"))
-    absent = find_access_problem(tmp_path, replace(told, run=7), 0.0)
+    other = find_access_problem(tmp_path, told._replace(created="later"))
+    absent = find_access_problem(tmp_path, told._replace(run=7), 0.0)
     assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == absent
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
     closed = find_access_problem(tmp_path, told)

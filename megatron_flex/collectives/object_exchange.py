@@ -1,0 +1,99 @@
+"""Exchanges of objects whose size on a rank does not grow with the number of ranks that have the same.
+
+`gather_objects` has every rank hold the item of every other: it is for few ranks, such as pipeline stages,
+and for errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.collectives.gather_scatter import broadcast_from_first
+from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.rank_agreement import all_gather_pickled, gather_objects, max_over_ranks
+from megatron_flex.mesh import Axis, Mesh
+
+ItemT = TypeVar("ItemT")
+EXPERT_AXIS = "ep"  # experts differ along it, and the items of ranks that hold the same ones are equal
+
+
+def gather_distinct(item: ItemT, mesh: Mesh, axes: Sequence[str] | None = None) -> list[ItemT]:
+    """The distinct items of all ranks, that of the first rank first; the same list on all ranks.
+
+    Along each axis ranks compare digests, and send items only where they differ. Equal items are recognised
+    by their pickled bytes. Collective over `axes`.
+
+    Args:
+        item: this rank's item.
+        mesh: the run's axes.
+        axes: the axes; by default those of the mesh.
+    """
+    names = list(axes or (axis.name for axis in mesh))
+    if axes is None and "dp" in names:
+        names.append(EXPERT_AXIS)
+    items = [pickle.dumps(item)]
+    for axis in (mesh[name] for name in reversed(names)):
+        if axis.size == 1:
+            continue
+        code = int.from_bytes(hashlib.sha256(b"".join(items)).digest()[:7])
+        most, least = max_over_ranks([code, -code], Mesh((axis,)), "items that may differ")
+        if most != -least:
+            several = all_gather_pickled(items, axis.group)
+            items = list(dict.fromkeys(one for of_rank in several for one in of_rank))
+    return [pickle.loads(one) for one in items]  # noqa: S301  # of ranks of this job
+
+
+def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
+    """The reports of the ranks that have one, with the ranks. Collective over the mesh.
+
+    Where no rank has one, only a flag is sent.
+    """
+    if not max_over_ranks([int(report is not None)], mesh, "whether a rank reports")[0]:
+        return []
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    reports = gather_objects((rank, report), mesh, [axis.name for axis in mesh])
+    return [(who, one) for who, one in reports if one is not None]
+
+
+def broadcast_object(item: Any, mesh: Mesh) -> Any:
+    """The item of the first rank, on every rank; ignored elsewhere. Collective over the mesh."""
+    axis = next((axis for axis in mesh if axis.size > 1), None)
+    if axis is None:
+        return item
+    first = mesh.is_first(axis.name for axis in mesh)
+    data = pickle.dumps(item) if first else b""
+    (length,) = max_over_ranks([len(data)], mesh, "an object of the first rank")
+    buffer = torch.zeros(length, dtype=torch.uint8)
+    if first:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    buffer = broadcast_from_first(buffer.to(_find_device(axis)), mesh).cpu()
+    return pickle.loads(buffer.numpy().tobytes())  # noqa: S301  # of a rank of this job
+
+
+def gather_numbers_to_first(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """The numbers of all ranks on the first rank, in the order of ranks; of few or none elsewhere.
+
+    Collective over the mesh; all ranks give as many numbers.
+    """
+    max_over_ranks([len(numbers)], mesh, "numbers for the first rank")
+    rows = torch.tensor([list(numbers)], dtype=torch.int64)
+    for axis in reversed(mesh.axes):
+        if axis.size == 1:
+            continue
+        rows = rows.to(_find_device(axis))
+        parts = [torch.empty_like(rows) for _ in range(axis.size)] if axis.coord == 0 else None
+        run_collective(dist.gather, rows, parts, dst=axis.ranks[0], group=axis.group)
+        if parts is None:
+            return []  # the first rank along this axis goes on
+        rows = torch.cat(parts)
+    return [[int(n) for n in row] for row in rows.tolist()]
+
+
+def _find_device(axis: Axis) -> str:
+    return "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
