@@ -1,4 +1,4 @@
-"""One comparison of ranks through a store: few requests of each rank, and keys that the last rank deletes.
+"""One comparison of ranks through a store: few requests of each rank, and keys that the last ranks delete.
 
 Each rank compares its digest with that of the rank that arrives first, and counts itself; the last rank to
 arrive publishes the outcome. Only the first rank, and a few that differ from it, publish details.
@@ -114,30 +114,36 @@ class StoreRound:
 
     def say_waiting(self, name: str, number: int) -> None:
         """Publish, for members that have not arrived, that one waits for them; the least number is kept."""
-        known, mine = b"", str(number)
+        known, mine = "", f"{number} {self._member}"
         while True:
-            published = self._store.compare_set(self._key(name), known.decode(), mine)
-            if int(published) <= number:
+            published = self._store.compare_set(self._key(name), known, mine).decode()
+            if int(published.partition(" ")[0]) <= number:
                 break
             known = published
-        if not known:  # a name of the members' choice, which the last one has to know
+        if not known and published == mine:  # a name of the members' choice, which the last one has to know
             self._store.set(self._key(f"waiting{self._store.add(self._key('waiting'), 1)}"), name)
 
     def find_waiting(self, name: str) -> int | None:
         """The least number published under a name; None if there is none."""
         key = self._key(name)
-        return int(self._store.get(key)) if self._store.check([key]) else None
+        return int(self._store.get(key).partition(b" ")[0]) if self._store.check([key]) else None
 
     def leave(self) -> None:
-        """End this member's part, after which it reads nothing more; the last member deletes the keys."""
-        if self._store.add(self._key("left"), 1) == self._members:
-            for name in self._list_names():
-                self._store.delete_key(self._key(name))
+        """End this member's part, after which it reads nothing more; the last members delete the keys."""
+        bucket = self._member // BUCKET
+        if self._store.add(self._key(f"left{bucket}"), 1) < self._full(bucket).bit_count():
+            return
+        self._delete(f"arrived{bucket}", f"left{bucket}")
+        if self._store.add(self._key("left"), 1) == self._buckets:
+            self._delete(*self._list_names())
+
+    def _delete(self, *names: str) -> None:
+        for name in names:
+            self._store.delete_key(self._key(name))
 
     def _list_names(self) -> Iterator[str]:
-        """The names of all keys that the round may have."""
+        """The names of all keys that the round may have, but for those of buckets."""
         yield from ("first", "details", "full", "outcome", "left")
-        yield from (f"arrived{bucket}" for bucket in range(self._buckets))
         for kind in ("different", "values"):
             if count := self._count(kind):
                 yield from (kind, *(f"{kind}{n}" for n in range(1, min(count, MAX_NAMED_RANKS) + 1)))
@@ -147,7 +153,7 @@ class StoreRound:
                 yield from (str(self._store.get(self._key(name)).decode()), name)
 
     def _count(self, name: str) -> int:
-        """A count that only some rounds have."""
+        """A count; 0 where nobody has counted."""
         return int(self._store.get(self._key(name))) if self._store.check([self._key(name)]) else 0
 
     def _publish_difference(self, kind: str, details: str) -> None:
@@ -156,6 +162,7 @@ class StoreRound:
             self._store.set(self._key(f"{kind}{number}"), f"{self._member} {details}")
 
     def _arrivals(self, bucket: int) -> int:
+        # Not `get`, which waits for a key that others have deleted since, once the round has an outcome.
         return int(self._store.add(self._key(f"arrived{bucket}"), 0))
 
     @property

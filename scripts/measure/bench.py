@@ -24,7 +24,10 @@ print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
 MODES = {  # with flags of their own
-    **{f"--{name}": f"bench_{name}" for name in ("attach", "hooks", "idle", "conversion", "detection")},
+    **{
+        f"--{name}": f"bench_{name}"
+        for name in ("attach", "hooks", "idle", "conversion", "detection", "scale")
+    },
     "hook-cost": "bench_hook_cost",
     "align": "bench_align",
 }
@@ -40,6 +43,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         "`scripts/bench --idle` counts instructions of a step, `scripts/bench hook-cost` those of one hook, "
         "`scripts/bench --conversion` loads weights, `scripts/bench align` compares with Hugging Face, "
         "`scripts/bench --detection` plants bugs for `compare`, "
+        "`scripts/bench --scale` is a rank of a large job, "
         "`scripts/bench --attach` attaches to large models; these have flags of their own: see their --help.",
     )
     add = parser.add_argument
