@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.collectives.rank_liveness import FINISHED, rank_liveness
-from megatron_flex.collectives.store_round import COMPLETE, DIFFERENT, Statements, StoreRound
+from megatron_flex.collectives.store_round import COMPLETE, DIFFERENT, VALUES, Statements, StoreRound
 from megatron_flex.config import flex_config
 from megatron_flex.errors import MAX_NAMED_RANKS, HookError, describe_error, name_ranks
 from megatron_flex.mesh import Axis, Mesh
@@ -329,14 +329,14 @@ class Agreement:
         try:
             at.arrive(_digest(json.dumps(mine[:2])), _digest(mine.values), json.dumps(mine))
             outcome = self._await_outcome(at, mine, seconds, waits)
-            gave_up = outcome not in (COMPLETE, DIFFERENT)
+            gave_up = outcome not in (COMPLETE, DIFFERENT, VALUES)
             if gave_up:
                 other, _, why = outcome.partition(" ")
                 place, me = _describe_place(mine.what), dist.get_rank()
                 raise HookError(GAVE_UP.format(rank=other, place=place, me=me, why=why))
             if outcome == DIFFERENT:
-                raise HookError(self._differing(at.statements("different"), differ))
-            return self._differing_values(at.statements("values")) if mine.values else {}
+                raise HookError(self._differing(at.statements(DIFFERENT), differ))
+            return self._differing_values(at.statements(VALUES)) if outcome == VALUES else {}
         finally:
             with suppress(Exception):  # of a store that has ended; what was raised before says so
                 self._leave(at)
@@ -402,8 +402,8 @@ class Agreement:
         )
 
     def _differing_values(self, known: Statements) -> dict[int, str]:
-        """The values of the first rank and of those that differ from it; empty if there are none."""
-        texts = {known.first: known.text, **known.others} if known.others else {}
+        """The values of the first rank and of those that differ from it."""
+        texts = {known.first: known.text, **known.others}
         return {self._ranks[m]: _Statement(*json.loads(texts[m])).values for m in sorted(texts)}
 
     def _differing(self, known: Statements, differ: Callable[[dict[int, str]], str] | None) -> str:

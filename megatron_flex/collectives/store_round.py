@@ -14,6 +14,7 @@ from megatron_flex.errors import MAX_NAMED_RANKS
 
 COMPLETE = "complete"  # the outcome: all members arrived, with the same digest
 DIFFERENT = "different"  # the outcome: all members arrived, some with another digest
+VALUES = "values"  # the outcome: all members arrived, with the same digest, and some with other values
 BUCKET = 32  # members whose arrival one number in the store records, a bit each
 
 
@@ -64,14 +65,14 @@ class StoreRound:
         if first == mine:
             self._store.set(self._key("details"), details)
         elif digest != first_digest:
-            self._publish_difference("different", details)
+            self._publish_difference(DIFFERENT, details)
         elif values != first_values:
-            self._publish_difference("values", details)
+            self._publish_difference(VALUES, details)
         bucket = self._member // BUCKET
         present = self._store.add(self._key(f"arrived{bucket}"), 1 << (self._member % BUCKET))
         if present == self._full(bucket) and self._store.add(self._key("full"), 1) == self._buckets:
-            differ = self._store.check([self._key("different")])
-            self.set_outcome(DIFFERENT if differ else COMPLETE)
+            kinds = (kind for kind in (DIFFERENT, VALUES) if self._store.check([self._key(kind)]))
+            self.set_outcome(next(kinds, COMPLETE))
 
     def await_outcome(self, seconds: float) -> str:
         """Wait until the round has an outcome; stores raise various errors if it has none in time."""
@@ -80,7 +81,7 @@ class StoreRound:
         return str(self._store.get(key).decode())
 
     def outcome(self) -> str:
-        """`COMPLETE`, `DIFFERENT`, or the text of a member that gave up; empty while members are awaited."""
+        """`COMPLETE`, `DIFFERENT`, `VALUES`, or the text of a member that gave up; empty before."""
         key = self._key("outcome")
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
@@ -101,7 +102,7 @@ class StoreRound:
         """The details of the first member, and of those that differ from it.
 
         Args:
-            kind: `"different"` for those with another digest, `"values"` for those with other values only.
+            kind: `DIFFERENT` for those with another digest, `VALUES` for those with other values only.
         """
         first = int(self._store.get(self._key("first")).decode().partition(" ")[0])
         count = self._count(kind)
@@ -144,7 +145,7 @@ class StoreRound:
     def _list_names(self) -> Iterator[str]:
         """The names of all keys that the round may have, but for those of buckets."""
         yield from ("first", "details", "full", "outcome", "left")
-        for kind in ("different", "values"):
+        for kind in (DIFFERENT, VALUES):
             if count := self._count(kind):
                 yield from (kind, *(f"{kind}{n}" for n in range(1, min(count, MAX_NAMED_RANKS) + 1)))
         if count := self._count("waiting"):

@@ -53,7 +53,7 @@ class Shape:
 
 SHAPES = {
     # A pipeline stage of 126 layers on 16 stages, as a job of its own: data parallel ranks fill the world.
-    "405B, TP8, a stage of PP16": Shape(8, 128, 416, 128, 8, 1024),
+    "405B, TP8, a stage of PP16": Shape(8, 256, 832, 128, 8, 1024),
     "128 experts, TP8 x EP8": Shape(4, 64, 16, 32, 8, 1024, experts=128, ep=8),
     "2 layers, TP8": Shape(2, 64, 64, 8, 8, 128),  # of a test
 }
