@@ -86,7 +86,7 @@ class RunFolder:
     def ranks(self) -> list[int]:
         """The ranks that write to the folder: those of the manifest, else those that have written a part."""
         if self.manifest is not None:
-            return [rank for rank, _ in self.manifest.ranks]
+            return list(self.manifest.writers)
         return sorted({rank for folder in self.iterations for rank, _ in folder.files})
 
 

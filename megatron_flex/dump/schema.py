@@ -142,6 +142,20 @@ class Manifest:
         """The number of ranks by axis name."""
         return {**self.axes, **self.experts}
 
+    @property
+    def writers(self) -> dict[int, Mapping[str, int]]:
+        """The ranks that write part files, with their coordinates."""
+        return {rank: coords for rank, coords in self.ranks if self.writes(coords)}
+
+    def writes(self, coords: Mapping[str, int]) -> bool:
+        """Whether a rank at these coordinates writes part files: its pipeline stage has something recorded.
+
+        With checksums of replicas all ranks do, as a stage may hold a copy of another stage's parameter.
+        """
+        stage = coords.get("pp", 0)
+        recorded = any(place.stage == stage for place in (*self.sites, *self.parameters))
+        return recorded or bool(self.settings.get("replicas"))
+
     def write(self, folder: Path) -> None:
         """Write the manifest atomically."""
         front = ManifestFront(DUMP_FORMAT, DUMP_VERSION, ZERO_CHECKSUM.decode())

@@ -127,7 +127,13 @@ class DumpSink:
     """
 
     def __init__(
-        self, dump: Dump, chosen: DumpSelection, mesh: Mesh, clock: Clock, run: tuple[Path, int]
+        self,
+        dump: Dump,
+        chosen: DumpSelection,
+        mesh: Mesh,
+        clock: Clock,
+        run: tuple[Path, int],
+        writes: bool,
     ) -> None:
         self.settings, self.chosen, self.mesh, self.clock = dump, chosen, mesh, clock
         self.cycle = SinkCycle(DUMP_PURPOSE, mesh, clock, chosen.exact)
@@ -141,6 +147,7 @@ class DumpSink:
         self._runs: Counter[int] = Counter()  # number of runs of each wanted iteration
         self._done: set[int] = set()
         self._names: list[str] = []  # the folders of the iterations that this run writes
+        self._writes = writes  # whether this rank's stage has anything that is dumped
         self._training = False
         self._dropped = self._turns = 0
         self._passed: set[str] = set()
@@ -161,7 +168,8 @@ class DumpSink:
         Raises:
             DumpError: on all ranks: the folder cannot be written.
         """
-        return cls(dump, chosen, mesh, clock, _begin_run(dump, mesh, manifest))
+        run = _begin_run(dump, mesh, manifest)
+        return cls(dump, chosen, mesh, clock, run, manifest.writes(mesh.coords))
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -193,7 +201,8 @@ class DumpSink:
         taking.microbatches = start.microbatches
         self._turns = 0
         self._routed.begins()
-        taking.writer.begin(number, run_of, self._training, start.microbatches)
+        if self._writes:
+            taking.writer.begin(number, run_of, self._training, start.microbatches)
         if self.chosen.parameters is not None:
             self.chosen.parameters.values(taking, number)
         if self.chosen.buffers is not None:
@@ -247,7 +256,10 @@ class DumpSink:
                 writer.abandon()
                 raise
         self.cycle.complete()
-        writer.finish()
+        if self._writes:
+            writer.finish()
+        else:
+            writer.tally.written += 1
         self._check(mesh)
 
     def _check(self, mesh: Mesh | None) -> None:

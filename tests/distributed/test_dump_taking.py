@@ -100,6 +100,38 @@ def test_replicas_have_the_checksum_of_what_was_written(case: Case, tmp_path: Pa
         assert one.entry.checksum in written[one.name, one.entry.microbatch, one.entry.call], one.name
 
 
+def of_one_stage(case: Case, path: str, replicas: bool) -> int:
+    """Two steps of a dump of the first layer alone: how many iterations this rank has written."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    dump = mf.Dump(path, "decoder.layers.0", gradients=True, replicas=replicas, when_full="drop")
+    with mf.attach(chunks, dumps=dump) as flex:
+        for _ in range(2):
+            gpt.step(case, chunks, ranks.mine(chunks))
+        (sink,) = flex.session.sinks.dumps
+        flex.remove_dump(dump)
+    return sink.tally.written
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_ranks_of_a_stage_of_which_nothing_is_dumped_write_no_files(replicas: bool, tmp_path: Path) -> None:
+    import megatron_flex as mf
+    from megatron_flex.dump.tools.dump_verification import verify_dump
+
+    assert run(PP2.world, of_one_stage, PP2, str(tmp_path / "d"), replicas) == [2] * PP2.world
+    parts = sorted((tmp_path / "d").rglob("*.safetensors"))
+    writers = {int(path.name.split("-")[0]) for path in parts}
+    assert writers == ({0, 1, 2, 3} if replicas else {0, 1})
+    assert verify_dump(tmp_path / "d").findings == []
+    with mf.open_dump(tmp_path / "d") as dump:
+        assert dump.iterations == [0, 1]
+        assert dump["decoder.layers.0:output"][1].shape[-1] == gpt.HIDDEN
+    parts[-1].unlink()
+    with mf.open_dump(tmp_path / "d") as dump:
+        assert dump.iterations == [0]
+
+
 # -- what it costs -----------------------------------------------------------------------------------
 
 

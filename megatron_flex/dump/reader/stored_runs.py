@@ -33,14 +33,14 @@ class DumpRun:
         folder: of the run.
         manifest: of the run.
         sizes: the mesh.
-        coords: of each rank.
+        coords: of each rank that writes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self.sizes: Mapping[str, int] = self.manifest.sizes
-        self.coords: Mapping[int, Mapping[str, int]] = dict(self.manifest.ranks)
+        self.coords: Mapping[int, Mapping[str, int]] = self.manifest.writers
         self._at: dict[tuple[int, int], list[int]] = {}
         for rank, coords in self.coords.items():
             self._at.setdefault((coords.get(STAGE_AXIS, 0), coords.get(REPLICA_AXIS, 0)), []).append(rank)

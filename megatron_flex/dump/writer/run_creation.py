@@ -168,7 +168,7 @@ def find_earlier_runs(path: Path, run: int, names: Sequence[str]) -> dict[str, l
         if int(folder.name[4:]) >= run:
             break
         with suppress(OSError, DumpError):  # a run that was removed meanwhile, or cannot be read
-            ranks = [rank for rank, _ in Manifest.read(folder).ranks]
+            ranks = list(Manifest.read(folder).writers)
             both = [
                 n
                 for n in names
