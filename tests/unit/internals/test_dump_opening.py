@@ -20,9 +20,10 @@ from megatron_flex.dump import (
     ShardEntry,
     create_run,
     find_access_problem,
+    layout_to_json,
 )
 from megatron_flex.dump.part_format import format_part_name, format_run_folder, list_complete_parts
-from megatron_flex.dump.schema import MANIFEST_NAME
+from megatron_flex.dump.schema import MANIFEST_NAME, SiteRecord
 from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
@@ -40,7 +41,7 @@ def manifest(ranks: int = 2, **more: Any) -> Manifest:
         "ranks": tuple((r, {"dp": r}) for r in range(ranks)),
         "model": {},
         "identity": "abc",
-        "sites": (),
+        "sites": (SiteRecord("x", layout_to_json(replicated("h")), (30,)),),
         "parameters": (),
         "settings": Dump("x", "x").to_json(),
     }
