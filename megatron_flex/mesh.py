@@ -56,7 +56,6 @@ class Mesh:
         axes: the coordinates on these identify a rank; iteration yields these.
         experts: the same ranks of a stage, as expert layers divide them (`edp`, `ep`, `etp`).
         ranks: the global ranks of the mesh; empty if it has all ranks of the job.
-        cache: results cached for tensors on this mesh, with the lifetime of the mesh.
 
     Examples:
         >>> mesh = flex.session.mesh
@@ -67,7 +66,6 @@ class Mesh:
     axes: tuple[Axis, ...] = ()
     experts: tuple[Axis, ...] = ()
     ranks: tuple[int, ...] = ()
-    cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; an axis of one rank if the framework has none."""

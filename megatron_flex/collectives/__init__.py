@@ -7,7 +7,6 @@ replicas; `gather_to_leader` and `gather_up_pipeline` bring captures to one rank
 sends values from stage to stage; `Agreement` compares the hooks of all ranks.
 """
 
-from megatron_flex.collectives.assembly_plans import check_shard
 from megatron_flex.collectives.autograd_graph import follow_replaced_gradient, running_transform, weak_hook
 from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
 from megatron_flex.collectives.exchange import (
@@ -30,6 +29,7 @@ from megatron_flex.collectives.gather_scatter import (
     PlannedCollective,
     assemble_on_all_ranks,
     broadcast_from_first,
+    check_shard,
     plan_full_gather,
     plan_result_broadcast,
     replica_mesh,

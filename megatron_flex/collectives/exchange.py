@@ -26,23 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.assembly_plans import (
-    AssemblyPlan,
-    assembly_plan,
-    find_shard_position,
-    has_uneven_shards,
-)
 from megatron_flex.collectives.autograd_graph import follow_zeros, running_transform
 from megatron_flex.collectives.expert_route import Route
 from megatron_flex.collectives.gather_scatter import (
-    assemble_equal,
+    EqualShards,
     assemble_uneven,
     broadcast_from_first,
     gather_shapes,
-    take_local_shard,
+    has_uneven_shards,
 )
 from megatron_flex.errors import BrokenError, FlexError, describe_error
-from megatron_flex.layout import Layout, ShardPosition, copy_shard, extract, uneven_lengths
+from megatron_flex.layout import Layout, extract, uneven_lengths
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
 
@@ -219,35 +213,31 @@ class FullTensor:
     gradient is collective over the axes that shard the gradient.
 
     Attributes:
-        assembly: of the full tensor.
-        position: of this rank's shard in the full tensor.
-        gradient_assembly: of the full tensor's gradient.
-        gradient_position: of this rank's shard in the full tensor's gradient.
+        shards: of the tensor.
+        gradients: of its gradient.
     """
 
     joint_entrance: ClassVar[bool] = False
     joint_exit: ClassVar[bool] = True
     zeros_count: ClassVar[bool] = False
-    assembly: AssemblyPlan
-    position: ShardPosition
-    gradient_assembly: AssemblyPlan
-    gradient_position: ShardPosition
+    shards: EqualShards
+    gradients: EqualShards
 
     def enter(self, local: Tensor) -> Tensor:
         """The full tensor, contiguous, in separate memory."""
-        return assemble_equal(self.assembly, local, alias=False)
+        return self.shards.assemble(local, alias=False)
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
         """This rank's shard of the edited tensor, contiguous, in separate memory."""
-        return copy_shard(self.position, edited)
+        return self.shards.extract(edited)
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
         """This rank's shard of the full tensor's gradient."""
-        return copy_shard(self.gradient_position, grad, alias=True)
+        return self.gradients.extract(grad, alias=True)
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
         """The full gradient from the shards of all ranks."""
-        return assemble_equal(self.gradient_assembly, grad, alias=True), None
+        return self.gradients.assemble(grad, alias=True), None
 
 
 class UnevenTensor:
@@ -273,27 +263,30 @@ class UnevenTensor:
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
         """This rank's shard of the edited tensor, with the padding of `local`."""
-        lengths = self._lengths
-        return take_local_shard(edited, self._layout, self._mesh, self._shape, lengths, local)
+        return self._extract(self._layout, edited, local)
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
         """This rank's shard of the full tensor's gradient; zeros at padding."""
-        conjugate = conjugate_layout(self._layout)
-        return take_local_shard(grad, conjugate, self._mesh, self._shape, self._lengths, alias=True)
+        return self._extract(conjugate_layout(self._layout), grad, self._shape, alias=True)
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """The full gradient from the shards of all ranks, and the gradient of this rank's padding."""
-        mesh, unseen = self._mesh, None
+        unseen = None
         full = self._assemble(conjugate_layout(self._layout), grad, alias=True)
         if self._padded:
             nothing = full.new_zeros(1).expand(full.shape)
-            unseen = extract(self._layout, nothing, mesh.coords, mesh.sizes, grad, self._lengths)
+            unseen = self._extract(self._layout, nothing, grad)
         return full, unseen
+
+    def _extract(
+        self, layout: Layout, full: Tensor, local: Tensor | torch.Size, alias: bool = False
+    ) -> Tensor:
+        return extract(layout, full, self._mesh.coords, self._mesh.sizes, local, self._lengths, alias)
 
     def _assemble(self, layout: Layout, tensor: Tensor, alias: bool) -> Tensor:
         if self._shapes:
             return assemble_uneven(tensor, layout, self._mesh, self._shapes)
-        return assemble_equal(assembly_plan(layout, self._mesh, tensor.shape), tensor, alias)
+        return EqualShards.of(layout, self._mesh, tensor.shape).assemble(tensor, alias)
 
 
 class ExpertRows:
@@ -420,14 +413,8 @@ def plan_exchange(layout: Layout, mesh: Mesh, shape: torch.Size) -> FullTensor |
     """
     if has_uneven_shards(layout, mesh) or any(d.keep is not None for d in layout.dims):
         return None
-    conjugate = conjugate_layout(layout)
-    assembly = assembly_plan(layout, mesh, shape)
-    full = torch.Size(assembly.full_size)
     return FullTensor(
-        assembly,
-        find_shard_position(layout, mesh, full, shape),
-        assembly_plan(conjugate, mesh, shape),
-        find_shard_position(conjugate, mesh, full, shape),
+        EqualShards.of(layout, mesh, shape), EqualShards.of(conjugate_layout(layout), mesh, shape)
     )
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.assembly_plans import has_uneven_shards
 from megatron_flex.collectives.gather_scatter import (
     assemble_on_all_ranks,
     assemble_uneven,
+    has_uneven_shards,
     stack_along,
 )
 from megatron_flex.collectives.meter import call_metered

@@ -10,25 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.assembly_plans import (
-    AssemblyPlan,
-    assembly_plan,
-    find_shard_position,
-    has_uneven_shards,
-    is_stack,
-    split_sum_and_gather_axes,
-)
 from megatron_flex.collectives.messages import as_bytes, buffer_pool
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
+    Block,
     Layout,
     Lengths,
-    assemble,
-    copy_blocks,
-    copy_shard,
+    ShardCopy,
+    blocks,
+    copy_from_full,
     count_parts,
-    extract,
+    find_joined_dim,
+    find_values,
     full_shape,
+    padded_shape,
+    plan_copy,
+    single_device_view,
     uneven_lengths,
 )
 from megatron_flex.mesh import Axis, Mesh
@@ -61,21 +58,27 @@ def replica_mesh(layout: Layout, mesh: Mesh) -> Mesh:
     return Mesh((*data, mesh["cp"], mesh["tp"]))
 
 
-def take_local_shard(
-    full: Tensor,
-    layout: Layout,
-    mesh: Mesh,
-    shape: torch.Size,
-    lengths: Lengths,
-    old: Tensor | None = None,
-    alias: bool = False,
-) -> Tensor:
-    """The local shard of a full tensor; `old` has its padding."""
-    if lengths:
-        return extract(
-            layout, full, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
-        )
-    return copy_shard(find_shard_position(layout, mesh, full.shape, shape), full, old, alias)
+def has_uneven_shards(layout: Layout, mesh: Mesh) -> bool:
+    """Whether shards may differ in length."""
+    return any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
+
+
+def check_shard(shape: torch.Size, layout: Layout, mesh: Mesh) -> None:
+    """Validate that a local tensor of this shape can be a shard in its layout. No communication.
+
+    Raises:
+        LayoutError: the shape does not fit the layout.
+    """
+    if not has_uneven_shards(layout, mesh):
+        blocks(layout, mesh.coords, mesh.sizes, padded_shape(layout, shape, mesh.sizes))
+    elif len(shape) != len(layout.dims):
+        padded_shape(layout, shape, mesh.sizes)
+
+
+def split_sum_and_gather_axes(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes to sum over, and those to gather over."""
+    sums = tuple(mesh[a] for a in layout.partial if mesh[a].size > 1)
+    return sums, tuple(mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial)
 
 
 def assemble_on_all_ranks(
@@ -94,46 +97,86 @@ def assemble_on_all_ranks(
     """
     local = local.detach()
     if not has_uneven_shards(layout, mesh):
-        return assemble_equal(assembly_plan(layout, mesh, local.shape), local, alias), {}
+        return EqualShards.of(layout, mesh, local.shape).assemble(local, alias), {}
     shapes = gather_shapes(local, layout, mesh)
     full = assemble_uneven(local, layout, mesh, shapes)
     return full, uneven_lengths(Layout(layout.dims), shapes, mesh.sizes)
 
 
-def assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor:
-    """The full tensor from shards of one shape, not in a graph; `alias` as in `assemble_on_all_ranks`."""
-    if recipe.sums:
-        tensor = _sum_over_axes(tensor, recipe.sums)
-    if not recipe.axes:
-        full = assemble(recipe.rest, [tensor], recipe.sizes)
-        return _copy_unless_owned(full, tensor, alias, bool(recipe.sums))
-    if recipe.slots is not None and recipe.joined is not None and len(recipe.axes) == 1:
-        sent = tensor.dtype in SENT_AS_IS and type(tensor) is Tensor
-        if sent and 0 < recipe.count * tensor.nbytes <= SMALL_BYTES:
-            return _join_small(recipe, tensor)
-    full = tensor.new_empty(recipe.full_size)
-    if recipe.stack:
-        _gather_into(full, tensor, recipe.axes)
+@dataclass(frozen=True, slots=True)
+class EqualShards:
+    """Shards of one layout and shape, without uneven dims: to the full tensor on every rank, and back.
+
+    Attributes:
+        layout: the layout of the shards, after the sums.
+        shape: the shape of a shard.
+        full_size: the shape of the full tensor.
+        sums: the axes to sum over, before any gather.
+        axes: the axes to gather over, the last counting fastest; empty if each rank has the full tensor.
+        count: the number of shards.
+        copy: copies all shards into the full tensor; None if each rank has it.
+        joined: the dim along which the shards follow one another in the full tensor; None without one.
+        values: the blocks of the full tensor that this rank's shard gets.
+    """
+
+    layout: Layout
+    shape: torch.Size
+    full_size: tuple[int, ...]
+    sums: tuple[Axis, ...]
+    axes: tuple[Axis, ...]
+    count: int
+    copy: ShardCopy | None
+    joined: int | None
+    values: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> EqualShards:
+        """The shards of a shape on a mesh. No communication.
+
+        Raises:
+            LayoutError: the shape does not fit the layout.
+        """
+        sizes, (sums, axes) = mesh.sizes, split_sum_and_gather_axes(layout, mesh)
+        rest = Layout(layout.dims, (), layout.shared, layout.permute)
+        full_size = full_shape(rest, shape, sizes)
+        values = find_values(layout, mesh.coords, sizes, padded_shape(layout, shape, sizes))
+        copy = plan_copy(rest, shape, sizes) if axes else None
+        joined = find_joined_dim(rest, shape, sizes) if axes else None
+        count = prod([a.size for a in axes])
+        return cls(rest, shape, full_size, sums, axes, count, copy, joined, values)
+
+    def assemble(self, tensor: Tensor, alias: bool) -> Tensor:
+        """The full tensor, not in a graph, from this rank's shard; `alias` as in `assemble_on_all_ranks`."""
+        if self.sums:
+            tensor = _sum_over_axes(tensor, self.sums)
+        if self.copy is None:
+            full = single_device_view(self.layout, tensor)
+            return _copy_unless_owned(full, tensor, alias, bool(self.sums))
+        if self.joined is not None and prod(self.shape[: self.joined]) == 1:
+            full = tensor.new_empty(self.full_size)  # the shards, one after the other
+            _gather_into(full, tensor, self.axes)
+            return full
+        if self.joined is not None and len(self.axes) == 1:
+            sent = tensor.dtype in SENT_AS_IS and type(tensor) is Tensor
+            if sent and 0 < self.count * tensor.nbytes <= SMALL_BYTES:
+                return _join_small(tensor, self.count, self.axes[0], self.joined)
+        full = tensor.new_empty(self.full_size)
+        stacked = buffer_pool.take(self.count * tensor.nbytes, tensor.device)
+        _gather_into(stacked, as_bytes(tensor), self.axes)
+        self.copy(stacked.view(tensor.dtype).view(self.count, *self.shape), full)
+        buffer_pool.give_back(stacked)
         return full
-    slots, nbytes = recipe.slots, recipe.count * tensor.nbytes
-    stacked = buffer_pool.take(nbytes, tensor.device)
-    _gather_into(stacked, as_bytes(tensor), recipe.axes)
-    if slots is not None:
-        full.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
-    else:
-        shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
-        copy_blocks(recipe.blocks, recipe.rest, shards, full)
-    buffer_pool.give_back(stacked)
-    return full
+
+    def extract(self, full: Tensor, alias: bool = False) -> Tensor:
+        """This rank's shard of a full tensor, contiguous; with `alias` it may be a view."""
+        return copy_from_full(self.layout, full, self.values, self.shape, alias=alias)
 
 
-def _join_small(recipe: AssemblyPlan, tensor: Tensor) -> Tensor:
+def _join_small(tensor: Tensor, count: int, axis: Axis, dim: int) -> Tensor:
     """The full tensor from small shards: received in memory that is kept, and concatenated once."""
-    assert recipe.joined is not None
-    received, shards = buffer_pool.find_receiver(recipe.count, tensor)
-    axis, gather = recipe.axes[0], getattr(dist, GATHER)
-    call_metered("all_gather", axis, received, gather, received, tensor.contiguous())
-    return torch.cat(shards, recipe.joined)
+    received, shards = buffer_pool.find_receiver(count, tensor)
+    call_metered("all_gather", axis, received, getattr(dist, GATHER), received, tensor.contiguous())
+    return torch.cat(shards, dim)
 
 
 def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
@@ -161,7 +204,8 @@ def assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, shapes: Sequence[
         tensor = _sum_over_axes(tensor, sums)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
     full = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
-    if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
+    joined = find_joined_dim(rest, local.shape, sizes) if len(set(shapes)) == 1 else None
+    if joined is not None and prod(local.shape[:joined]) == 1:
         _gather_into(full, tensor, axes)
         return full
     count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
@@ -175,7 +219,7 @@ def assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, shapes: Sequence[
         slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
         for slot, shape in zip(stacked.split(width) if width else [stacked] * count, shapes, strict=True)
     ]
-    assemble(rest, shards, sizes, out=full)
+    plan_copy(rest, shapes[0], sizes, lengths)(shards, full)
     buffer_pool.give_back(stacked)
     return full
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from megatron_flex.collectives.edit_sums import EditSums
 from megatron_flex.collectives.exchange import enter
 from megatron_flex.collectives.meter import call_metered
-from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape
+from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape, inverse_order, is_partial
 from megatron_flex.mesh import Axis, Mesh
 
 
@@ -67,8 +68,7 @@ class Shard:
     @property
     def summed(self) -> bool:
         """Whether the local tensor is partial: the full tensor is a sum over ranks."""
-        copies = any(c.partial for d in self.layout.dims for c in d.cuts if self.mesh[c.axis].size > 1)
-        return copies or any(self.mesh[a].size > 1 for a in self.layout.partial)
+        return is_partial(self.layout, self.mesh.sizes)
 
     def part(self, constant: Tensor) -> Tensor:
         """The shard of a constant that broadcasts to the full tensor; it broadcasts to the local shard.
@@ -171,12 +171,23 @@ class Shard:
         """This rank's entries of a constant, some of whose dims are dims of the tensor."""
         if all(not self.axes([i]) and constant.shape[at] == self.shape[i] for at, i in along.items()):
             return constant
-        dims, shape = [], list(constant.shape)
-        for at in range(constant.ndim):
-            dim = self.layout.dims[along[at]] if at in along else Dim()
-            dims.append(replace(dim, cuts=tuple(replace(c, partial=False) for c in dim.cuts)))
-            shape[at] = self.shape[along[at]] if at in along else shape[at]
-        return extract(Layout(tuple(dims)), constant, self.mesh.coords, self.mesh.sizes, shape)
+        dims = tuple([along.get(at) for at in range(constant.ndim)])
+        shape = [n if i is None else self.shape[i] for n, i in zip(constant.shape, dims, strict=True)]
+        layout = _constant_layout(self.layout, dims)
+        return extract(layout, constant, self.mesh.coords, self.mesh.sizes, shape)
+
+
+@lru_cache(1024)
+def _constant_layout(layout: Layout, dims: tuple[int | None, ...]) -> Layout:
+    """The layout of a constant, of which these dims of a tensor are dims; the others are not sharded."""
+    return Layout(
+        tuple(
+            Dim()
+            if i is None
+            else replace(layout.dims[i], cuts=tuple(replace(c, partial=False) for c in layout.dims[i].cuts))
+            for i in dims
+        )
+    )
 
 
 class ShardExchange:
@@ -198,7 +209,7 @@ class ShardExchange:
         self._shard, self._padded, self._copies = shard, padded, copies
         self._order = layout.permute
         order = self._order
-        self._inverse = None if order is None else [order.index(i) for i in range(len(order))]
+        self._inverse = None if order is None else inverse_order(order)
         self._real: dict[torch.device, Tensor] = {}
         self.plain = not padded and not copies and self._order is None
 

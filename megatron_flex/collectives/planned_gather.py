@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.assembly_plans import assembly_plan, has_uneven_shards
+from megatron_flex.collectives.gather_scatter import has_uneven_shards
 from megatron_flex.collectives.leader_gather import is_leader, plan_read
 from megatron_flex.collectives.messages import (
     align_size,
@@ -24,7 +24,7 @@ from megatron_flex.collectives.messages import (
     message_offsets,
     pack,
 )
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Layout, find_joined_dim, full_shape
 from megatron_flex.mesh import Axis, Mesh
 
 SMALL_MESSAGE_BYTES = 1 << 20  # a rank's message; the leader copies its own beside those of the others
@@ -179,17 +179,19 @@ def _is_full_tensor(layout: Layout) -> bool:
 
 
 def _plan_strided_read(capture: GatheredShard, mesh: Mesh, row: int, at: int) -> StridedRead | None:
-    found = assembly_plan(capture.layout, mesh, capture.shape)
-    dim, size = found.joined, capture.dtype.itemsize
-    if dim is None or found.sums or len(found.axes) != 1:
+    layout, size = capture.layout, capture.dtype.itemsize
+    dim = find_joined_dim(layout, capture.shape, mesh.sizes)
+    if dim is None:
         return None
+    full_size = full_shape(layout, capture.shape, mesh.sizes)
+    count = prod([mesh[a].size for a in layout.axes])
     local = torch.empty(capture.shape, device="meta").stride()
-    shape = (*capture.shape[:dim], found.count, *capture.shape[dim:])
+    shape = (*capture.shape[:dim], count, *capture.shape[dim:])
     stride = (*local[:dim], row // size, *local[dim:])
     try:
-        torch.empty_strided(shape, stride, device="meta").view(found.full_size)
+        torch.empty_strided(shape, stride, device="meta").view(full_size)
     except RuntimeError:  # two of its dims cannot be one
         aliases = False
     else:
         aliases = True
-    return StridedRead(capture.dtype, shape, stride, at // size, found.full_size, aliases)
+    return StridedRead(capture.dtype, shape, stride, at // size, full_size, aliases)

@@ -89,8 +89,18 @@ class Dim:
             )
 
 
+class _HashSlot:
+    """Room for a hash that is worked out once: caches are keyed by layouts, and nested fields take long.
+
+    It is not a field: it is neither written to files nor sent to other processes, whose hashes differ.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(_HashSlot):
     """The relation of the shards of one tensor to the full tensor.
 
     Attributes:
@@ -127,10 +137,17 @@ class Layout:
         if len(set(axes)) != len(axes):
             raise LayoutError(f"axes {axes} of one layout repeat; an axis cuts, sums or shares a tensor once")
 
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash((self.dims, self.partial, self.shared, self.permute)))
+            return self._hash
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes over which the local tensors differ, in the order in which coordinates are counted."""
-        return tuple(c.axis for d in self.dims for c in d.cuts) + self.partial
+        return tuple([c.axis for d in self.dims for c in d.cuts]) + self.partial
 
     def active_axes(self, sizes: Sizes) -> tuple[str, ...]:
         """Return the axes of this layout that have more than one rank in a mesh of these sizes.
@@ -140,7 +157,7 @@ class Layout:
             >>> Layout((Dim("s", (Cut("cp"), Cut("tp"))),)).active_axes({"cp": 1, "tp": 2})
             ('tp',)
         """
-        return tuple(a for a in self.axes if sizes.get(a, 1) > 1)
+        return tuple([a for a in self.axes if sizes.get(a, 1) > 1])
 
     def gradient(self) -> Layout:
         """Return the layout of the gradient at the hook point; the gradient's gradient has this layout again.
@@ -266,7 +283,7 @@ def infer_layout(local: Sequence[int], full: Sequence[int | None] | None, size: 
 
 @cache
 def _uncut_layout(dims: int) -> Layout:
-    """One object for each number of dims: what is remembered by a layout's identity is found again."""
+    """One object for each number of dims, which caches find without a comparison."""
     return Layout(tuple(Dim() for _ in range(dims)))
 
 

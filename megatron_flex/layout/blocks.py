@@ -87,13 +87,18 @@ class OwnedBlocks(NamedTuple):
         shard: the rank's number in the order of `coordinates`.
         coords: its coordinates on the layout's axes.
         plane: the number of the summand that it holds: `partial_plane`.
-        blocks: its blocks.
+        dims: its blocks along each dim.
     """
 
     shard: int
     coords: dict[str, int]
     plane: int
-    blocks: tuple[Block, ...]
+    dims: tuple[DimBlocks, ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All of its blocks."""
+        return _combine(self.dims)
 
 
 def owned_blocks(
@@ -104,8 +109,9 @@ def owned_blocks(
     Each entry of the full tensor is in one block of each plane.
     """
     known: dict[tuple[int, tuple[int, ...]], DimBlocks] = {}  # of each dim by the coordinates on its axes
+    copied, summed = any(n > 1 for _, n in _list_copies(layout)), is_partial(layout, sizes)
     for shard, coords in enumerate(coordinates(layout, sizes)):
-        if first_copy(layout, coords, sizes) != coords:
+        if copied and first_copy(layout, coords, sizes) != coords:
             continue
         rows = []
         for index, (dim, length) in enumerate(zip(layout.dims, full_shape, strict=True)):
@@ -114,7 +120,8 @@ def owned_blocks(
                 given = None if lengths is None else lengths.get(index)
                 known[at] = _cut_dim(layout, index, length, coords, sizes, given)
             rows.append(known[at])
-        yield OwnedBlocks(shard, coords, partial_plane(layout, coords, sizes)[1], _combine(rows))
+        plane = partial_plane(layout, coords, sizes)[1] if summed else 0
+        yield OwnedBlocks(shard, coords, plane, tuple(rows))
 
 
 def _cut_dim(

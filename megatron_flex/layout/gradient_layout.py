@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 from megatron_flex.layout.algebra import Layout
@@ -38,7 +38,7 @@ GradientEnds = frozenset[Axes | str]
 # The ends of each pass that was observed; or the reason why none was.
 GradientUses = frozenset[GradientEnds] | str
 
-MAX_REMEMBERED_LAYOUTS = 4096
+MAX_CACHED_LAYOUTS = 4096
 USES_DIFFER = "it is used differently each time that the module runs"
 PARTS_DIFFER = (
     "parts of it are full on each rank and others are partial, since it is used both with tensors that are "
@@ -78,15 +78,10 @@ class ParameterUses(Protocol):
         """What the calls of the model so far make of its gradient."""
 
 
-# By a layout's identity and further axes of its sum, with the layout, which keeps that identity its own. To
-# compare layouts by value costs more than a small copy, and plans of collectives are found by identity.
-_known: dict[tuple[int, tuple[str, ...]], tuple[Layout, Layout, GradientLayout]] = {}
-
-
+@lru_cache(MAX_CACHED_LAYOUTS)
 def conjugate_layout(layout: Layout) -> Layout:
-    """The layout of the gradient that autograd gives a tensor in this layout, the same object each time."""
-    found = _known.get((id(layout), ())) or _remember(layout, ())
-    return found[1]
+    """The layout of the gradient that autograd gives a tensor in this layout."""
+    return layout.gradient()
 
 
 def layout_in_pass(layout: Layout, backward: bool) -> Layout:
@@ -165,9 +160,12 @@ def explain_unlike_conjugate(found: GradientLayout, layout: Layout) -> str:
     return f"it is partial over {', '.join(found.layout.partial)}"
 
 
-def _find_conjugate(layout: Layout) -> GradientLayout:
-    found = _known.get((id(layout), ())) or _remember(layout, ())
-    return found[2]
+@lru_cache(MAX_CACHED_LAYOUTS)
+def _find_conjugate(layout: Layout, more: tuple[str, ...] = ()) -> GradientLayout:
+    """The conjugate, with a sum over `more` axes."""
+    if more:
+        layout = replace(layout, shared=layout.shared + more)
+    return GradientLayout(conjugate_layout(layout))
 
 
 def _find_by_uses(find: Callable[[], GradientUses], layout: Layout) -> GradientLayout:
@@ -186,15 +184,4 @@ def _find_by_uses(find: Callable[[], GradientUses], layout: Layout) -> GradientL
         return GradientLayout(None, PARTS_DIFFER)
     there = layout.axes + layout.shared
     more = tuple([a for a in sorted(next(iter(axes), ())) if a not in there])
-    found = _known.get((id(layout), more)) or _remember(layout, more)
-    return found[2]
-
-
-def _remember(layout: Layout, more: tuple[str, ...]) -> tuple[Layout, Layout, GradientLayout]:
-    """Work out a gradient's layout, with a sum over `more` axes."""
-    shared = replace(layout, shared=layout.shared + more) if more else layout
-    gradient = shared.gradient()
-    if len(_known) >= MAX_REMEMBERED_LAYOUTS:
-        _known.clear()
-    found = _known[id(layout), more] = layout, gradient, GradientLayout(gradient)
-    return found
+    return _find_conjugate(layout, more)

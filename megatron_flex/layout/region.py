@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout.algebra import Coords, Dim, Layout, Lengths, Sizes
-from megatron_flex.layout.blocks import first_copy, is_partial
-from megatron_flex.layout.spans import coordinates, spans
+from megatron_flex.layout.algebra import Coords, Layout, Lengths, Sizes
+from megatron_flex.layout.blocks import is_partial, owned_blocks
+from megatron_flex.layout.spans import coordinates, inverse_order
 
 DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
 RegionIndex = tuple[DimIndex, ...]  # for each dim
@@ -73,19 +73,17 @@ def _list_reads(
 def _iterate_reads(
     layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None
 ) -> Iterator[BlockRead]:
-    rows_of: list[dict[tuple[int, ...], list[tuple[DimIndex, DimIndex]]]] = [{} for _ in layout.dims]
-    for coords in coordinates(layout, sizes):
-        if first_copy(layout, coords, sizes) != coords:
-            continue
-        rows = []
-        for index, dim in enumerate(layout.dims):
-            at = tuple(coords[c.axis] for c in dim.cuts)
-            if at not in rows_of[index]:
-                own = None if lengths is None else lengths.get(index)
-                rows_of[index][at] = _overlap_dim(dim, full[index], coords, sizes, own, wanted[index])
-            rows.append(rows_of[index][at])
-        for combo in product(*rows):
-            yield BlockRead(coords, tuple(s for s, _ in combo), tuple(t for _, t in combo))
+    known: dict[tuple[int, tuple[int, ...]], list[tuple[DimIndex, DimIndex]]] = {}
+    for owner in owned_blocks(layout, sizes, full, lengths):
+        overlaps = []
+        for index, (dim, row) in enumerate(zip(layout.dims, owner.dims, strict=True)):
+            at = index, tuple([owner.coords[c.axis] for c in dim.cuts])
+            if at not in known:
+                pairs = (_overlap_block(target, source, wanted[index]) for target, source in row)
+                known[at] = [pair for pair in pairs if pair is not None]
+            overlaps.append(known[at])
+        for combo in product(*overlaps):
+            yield BlockRead(owner.coords, tuple(s for s, _ in combo), tuple(t for _, t in combo))
 
 
 def assemble_region(
@@ -118,7 +116,7 @@ def assemble_region(
     order, local = _order_by_shard(layout, full, wanted)
     shape = [len(index) for index in local]
     summed = is_partial(layout, sizes)
-    own = None if out is None else out.permute(_inverse(order))
+    own = None if out is None else out.permute(inverse_order(order))
     total, dtype = None if summed else own, torch.float32
     for coords, source, target in plan_reads(layout, full, sizes, local, lengths):
         block = shard(coords, source)
@@ -227,27 +225,15 @@ def compact_index(index: Sequence[int]) -> DimIndex:
     return found
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(i) for i in range(len(order))]
-
-
-def _overlap_dim(
-    dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None, wanted: DimIndex
-) -> list[tuple[DimIndex, DimIndex]]:
-    """The requested entries of a dim that a rank has: their positions in its shard, and in the region."""
-    out: list[tuple[DimIndex, DimIndex]] = []
-    offset = 0
-    for start, stop in spans(dim, length, coords, sizes, lengths):
-        if isinstance(wanted, range):
-            first = max(0, -((wanted.start - start) // wanted.step))
-            last = min(len(wanted), -((wanted.start - stop) // wanted.step))
-            if first < last:
-                begin = wanted[first] - start + offset
-                source = range(begin, begin + (last - first - 1) * wanted.step + 1, wanted.step)
-                out.append((source, range(first, last)))
-        else:
-            pairs = [(i - start + offset, at) for at, i in enumerate(wanted) if start <= i < stop]
-            if pairs:
-                out.append((compact_index([i for i, _ in pairs]), compact_index([at for _, at in pairs])))
-        offset += stop - start
-    return out
+def _overlap_block(target: slice, source: slice, wanted: DimIndex) -> tuple[DimIndex, DimIndex] | None:
+    """The requested entries of a dim that a block has: their positions in the shard, and in the region."""
+    start, stop, offset = target.start, target.stop, source.start
+    if isinstance(wanted, range):
+        first = max(0, -((wanted.start - start) // wanted.step))
+        last = min(len(wanted), -((wanted.start - stop) // wanted.step))
+        if first >= last:
+            return None
+        begin = wanted[first] - start + offset
+        return range(begin, begin + (last - first - 1) * wanted.step + 1, wanted.step), range(first, last)
+    pairs = [(i - start + offset, at) for at, i in enumerate(wanted) if start <= i < stop]
+    return (compact_index([i for i, _ in pairs]), compact_index([at for _, at in pairs])) if pairs else None

@@ -26,15 +26,13 @@ def spans(
     Raises:
         LayoutError: the dim does not divide evenly, or is uneven and `lengths` is missing.
     """
-    if dim.uneven:
+    if dim.uneven and not (lengths is None and count_parts(dim, sizes) == 1):
         if lengths is None or len(lengths) != count_parts(dim, sizes) or sum(lengths) != length:
             raise LayoutError(
                 f"dim {dim.name!r} of {length} is uneven: its parts cannot have lengths {lengths}",
                 dim=dim.name,
             )
-        at = 0
-        for cut in dim.cuts:
-            at = at * sizes.get(cut.axis, 1) + coords.get(cut.axis, 0)
+        at = _part_number(dim, coords, sizes)
         return [(sum(lengths[:at]), sum(lengths[: at + 1]))]
     total = sum(dim.segments)
     if length % total:
@@ -123,6 +121,14 @@ def count_parts(dim: Dim, sizes: Sizes) -> int:
     return out
 
 
+def _part_number(dim: Dim, coords: Coords, sizes: Sizes) -> int:
+    """The number of a rank's shard of an uneven dim, whose axes have no copies."""
+    at = 0
+    for cut in dim.cuts:
+        at = at * sizes.get(cut.axis, 1) + coords.get(cut.axis, 0)
+    return at
+
+
 def smallest_part(dim: Dim) -> int:
     """A length of a shard of the dim that any number of ranks can have."""
     # zigzag has two pieces of each segment
@@ -153,6 +159,25 @@ def padded_shape(
         else:
             out.append(local[index] * count_parts(dim, sizes))
     return tuple(out)
+
+
+def shard_shape(
+    layout: Layout, padded: Sequence[int], coords: Coords, sizes: Sizes, lengths: Lengths | None = None
+) -> tuple[int, ...]:
+    """The shape of the shard of the rank at `coords`; the inverse of `padded_shape`."""
+    return tuple(
+        [
+            lengths[i][_part_number(d, coords, sizes)]
+            if d.uneven and lengths and i in lengths
+            else n // count_parts(d, sizes)
+            for i, (n, d) in enumerate(zip(padded, layout.dims, strict=True))
+        ]
+    )
+
+
+def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of a permutation; of `Layout.permute`, the full tensor's dims in the shard's order."""
+    return tuple([order.index(i) for i in range(len(order))])
 
 
 def full_shape(

@@ -42,8 +42,8 @@ class CaptureDispatcher:
         self._over_data = gather_data_parallel
         self._heads: dict[str, int] = {}
         self._plans: dict[
-            tuple[str, HookFunction, int | None, torch.Size, torch.dtype, DimNames | None],
-            tuple[Layout, SelectionPlan],
+            tuple[str, HookFunction, int | None, Layout, torch.Size, torch.dtype, DimNames | None],
+            SelectionPlan,
         ] = {}
 
     def note_heads(self, site: Site) -> None:
@@ -137,10 +137,10 @@ class CaptureDispatcher:
         impossible: all ranks then raise.
         """
         known = hook.known_dims(key.site)
-        at = (key.site, hook, number, tensor.shape, tensor.dtype, known)
+        at = key.site, hook, number, layout, tensor.shape, tensor.dtype, known
         found = self._plans.get(at)
-        if found is not None and (found[0] is layout or found[0] == layout):
-            return found[1]
+        if found is not None:
+            return found
         assert hook.wanted is not None
         heads = self._heads.get(hook.site_of(key.site), 0)
         wanted = hook.wanted if number is None else hook.wanted.in_sequence(number)
@@ -159,7 +159,7 @@ class CaptureDispatcher:
         if plan is not None:
             if len(self._plans) >= MAX_SELECTION_PLANS:
                 self._plans.clear()
-            self._plans[at] = layout, plan
+            self._plans[at] = plan
         return plan
 
     def feed_sinks(

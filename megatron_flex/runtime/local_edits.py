@@ -83,7 +83,10 @@ class LocalEditPlanner:
 
     def __init__(self, mesh: Mesh, trains: Callable[[], bool], version: Callable[[], int]) -> None:
         self._mesh, self._trains, self._version = mesh, trains, version
-        self._known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+        self._known: dict[
+            tuple[str, torch.Size, Layout],
+            tuple[dict[HookFunction, EditingFunction], LocalEditPlan | None],
+        ] = {}
         self._plans_state: tuple[int, bool] | None = None
 
     def find_plan(
@@ -99,15 +102,12 @@ class LocalEditPlanner:
             self._known.clear()
             self._plans_state = state
         edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
-        place = (site, shape)
-        known = self._known.get(place)
-        if known is not None:
-            before, where, way = known
-            if (where is layout or where == layout) and before == edits:
-                return cast(LocalEditPlan | None, way)
-        way, _ = plan_local_edits(edits, layout, tuple(shape), self._mesh, state[1])
-        self._known[place] = edits, layout, way
-        return way
+        known = self._known.get((site, shape, layout))
+        if known is not None and known[0] == edits:
+            return known[1]
+        plan, _ = plan_local_edits(edits, layout, tuple(shape), self._mesh, state[1])
+        self._known[site, shape, layout] = edits, plan
+        return plan
 
 
 def plan_local_edits(

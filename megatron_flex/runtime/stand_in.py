@@ -46,7 +46,7 @@ class StandIns:
         self, mesh: Mesh, trains: Callable[[], bool], keep: Callable[[str, Exception], None]
     ) -> None:
         self._mesh, self._trains, self._keep = mesh, trains, keep
-        self._fit: dict[tuple[str, torch.Size], Layout] = {}
+        self._fit: set[tuple[str, torch.Size, Layout]] = set()
         self._last: dict[str, torch.Size] = {}
         self._varies: dict[str, set[int]] = {}  # the dims whose length has varied
         self._compared: set[str] = set()  # the sites whose local tensors ranks have compared
@@ -69,8 +69,7 @@ class StandIns:
             The tensor, and whether it replaces `local`. None, on all ranks alike, if some tensor does not fit
             in the first pass; nothing is edited then.
         """
-        known = self._fit.get((site, local.shape))
-        if known is not None and (known is layout or known == layout):
+        if (site, local.shape, layout) in self._fit:
             return local, False
         error = _describe_wrong_blocks(local, layout, self._mesh)
         if error is not None:
@@ -92,7 +91,7 @@ class StandIns:
         """
         again = failed and bool(self._new)
         if again:
-            self._fit = {at: layout for at, layout in self._fit.items() if at[0] not in self._new}
+            self._fit = {at for at in self._fit if at[0] not in self._new}
             self._compared -= self._new
         self._new.clear()
         return again
@@ -143,7 +142,8 @@ class StandIns:
             varies |= {i for i, (a, b) in enumerate(zip(last, shape, strict=True)) if a != b}
         if len(self._fit) >= MOST:
             self._fit.clear()
-        self._last[site], self._fit[site, shape] = shape, layout
+        self._last[site] = shape
+        self._fit.add((site, shape, layout))
 
     def _zeros(self, site: str, local: Tensor) -> Tensor:
         """Zeros for a tensor: the last shape that fitted, with the current lengths of dims that vary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +21,7 @@ from megatron_flex.layout import (
     coordinates,
     count_parts,
     extract,
+    find_joined_dim,
     first_copy,
     full_shape,
     padded_shape,
@@ -120,6 +122,9 @@ def test_assemble_into_a_given_tensor(drawn: tuple[Layout, tuple[int, ...]], str
     assert given is out
     assert torch.allclose(out, wanted, rtol=1e-12, atol=1e-12)  # sums of several in any order
     assert torch.equal(assemble(layout, shards, SIZES), out)
+    assert torch.equal(assemble(layout, torch.stack(shards), SIZES), out)
+    if (dim := find_joined_dim(layout, local, SIZES)) is not None:
+        assert torch.equal(torch.cat(shards, dim), out)
     if not any(c.partial for d in layout.dims for c in d.cuts):
         assert torch.equal(out, wanted)
 
@@ -218,6 +223,8 @@ def test_uneven_parts(lengths: list[int], width: int) -> None:
     shards = [extract(layout, whole, {"b": c}, SIZES, lengths={0: lengths}) for c in range(3)]
     assert [len(s) for s in shards] == lengths
     assert torch.equal(assemble(layout, shards, SIZES), whole)
+    equal = torch.randn(3, 2, width)
+    assert torch.equal(assemble(layout, equal, SIZES), equal.reshape(6, width))
 
 
 def test_gate_and_up_come_back_in_order() -> None:
@@ -245,6 +252,8 @@ def test_padding_is_stripped_and_put_back() -> None:
     assert whole.tolist() == [0, 1, 2, 3, 4]
     back = [extract(layout, whole + 10, {"c": c}, SIZES, s) for c, s in enumerate(shards)]
     assert [t.tolist() for t in back] == [[10, 11], [12, 13], [14, 90], [91, 92]]
+    padded = [extract(layout, torch.arange(8), {"c": c}, SIZES).tolist() for c in range(4)]
+    assert padded == [[0, 1], [2, 3], [4, 5], [6, 7]], "of a full tensor with its padding"
 
 
 def test_copies_take_the_first_and_their_gradients_are_summed() -> None:
@@ -252,6 +261,17 @@ def test_copies_take_the_first_and_their_gradients_are_summed() -> None:
     assert assemble(layout, [torch.tensor([float(i)]) for i in (1, 1, 2, 2)], SIZES).tolist() == [1, 2]
     grads = [torch.tensor([float(i)]) for i in (1, 10, 2, 20)]
     assert assemble(layout.gradient(), grads, SIZES).tolist() == [11, 22]
+
+
+def test_a_stack_may_have_gaps_between_shards_and_be_written_at_once() -> None:
+    layout = Layout((Dim("s"), Dim("h", (Cut("a"),))))
+    message = torch.arange(40)
+    stack = message.as_strided((2, 4, 3), (20, 3, 1), 5)  # as shards of a message are
+    assert torch.equal(assemble(layout, stack, SIZES), torch.cat([stack[0], stack[1]], 1))
+    assert find_joined_dim(layout, (4, 3), SIZES) == 1
+    assert find_joined_dim(Layout((Dim("t", (Cut("a"),), uneven=True), Dim("h"))), (4, 3), SIZES) == 0
+    assert find_joined_dim(Layout((Dim("s", (Cut("a", "zigzag"),)),)), (4,), SIZES) is None
+    assert find_joined_dim(Layout((Dim("h", (Cut("c", copies=2),)),)), (4,), SIZES) is None
 
 
 def test_extract_shares_no_memory_and_is_contiguous() -> None:
@@ -292,6 +312,15 @@ def test_extract_shares_no_memory_and_is_contiguous() -> None:
 def test_what_does_not_fit_is_told(make_it: object, words: tuple[object, ...]) -> None:
     with raises(LayoutError, *words):
         make_it()  # type: ignore[operator]
+
+
+def test_equal_layouts_have_one_hash_that_is_not_sent() -> None:
+    first, second = (Layout((Dim("s", (Cut("a", "zigzag"),)),), ("b",), permute=(0,)) for _ in range(2))
+    assert hash(first) == hash(second)
+    assert len({first, second, replace(first, partial=())}) == 2
+    sent = pickle.loads(pickle.dumps(first))
+    assert sent == first
+    assert not hasattr(sent, "_hash"), "another process has other hashes"
 
 
 def test_description_names_only_axes_that_split() -> None:

@@ -28,7 +28,7 @@ from megatron_flex.dump.reader.tensor_assembly import (
     has_all_shards,
 )
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
+from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index, inverse_order
 
 MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
 PIECE_BYTES = 16 << 20  # of an array, which one thread reads at a time; each takes about 1 ms more
@@ -300,7 +300,7 @@ class ActivationSource:
         """Read samples of a block, counted among those that are kept."""
         wanted, order = _locate_block(plan, one, block, items, where)
         if isinstance(one, AssembledTensor) and plan.sample is not None:
-            one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
+            one.region(wanted, out.permute(inverse_order(order)))
         else:
             out.copy_(one.region(wanted).permute(order))
 
