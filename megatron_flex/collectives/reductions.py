@@ -79,7 +79,11 @@ def sum_along(tensor: Tensor, mesh: Mesh, axes: Sequence[str]) -> None:
 
 
 class BackgroundReduction:
-    """All-reduces over all ranks of a mesh. The constructor is collective if these are not all of the job.
+    """All-reduces over all ranks of a mesh, on the host, while the model runs on.
+
+    Beside NCCL the process group is one of gloo of its own: an all-reduce of NCCL would hold the queue in
+    which the kernels of the next step wait, until the slowest rank arrives. The constructor is collective if
+    it makes a process group.
 
     Args:
         mesh: the run's axes.
@@ -90,73 +94,72 @@ class BackgroundReduction:
         ranks = mesh.ranks or (tuple(range(dist.get_world_size())) if joined else (0,))
         group: Any = None
         if joined and len(ranks) > 1:
-            every = len(ranks) == dist.get_world_size()
-            group = dist.group.WORLD if every else dist.new_group(ranks, use_local_synchronization=True)
+            group = dist.group.WORLD
+            if len(ranks) < dist.get_world_size() or dist.get_backend(group) != "gloo":
+                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         rank = ranks.index(dist.get_rank()) if joined and len(ranks) > 1 else 0
         self.axis = Axis("all", len(ranks), rank, group, tuple(ranks))
 
     def post(self, vector: Tensor, maxima: Tensor | None = None) -> PendingReduction:
         """Start the sum of a vector, and the elementwise maximum of `maxima`.
 
-        Every rank calls it with the same shapes; one collective for each of the two.
+        Every rank calls it with the same shapes; one collective for each of the two. Tensors of a GPU are
+        copied first, and the collectives start in `begin`.
         """
-        if self.axis.group is None:
-            return PendingReduction([], vector, maxima)
-        device = "cuda" if dist.get_backend(self.axis.group) == "nccl" else "cpu"
-        works = []
-        vector = vector.to(device)
-        works.append(self._begin(vector, dist.ReduceOp.SUM))
-        if maxima is not None:
-            maxima = maxima.to(device)
-            works.append(self._begin(maxima, dist.ReduceOp.MAX))
-        return PendingReduction(works, vector, maxima)
-
-    def _begin(self, tensor: Tensor, op: Any) -> Any:
-        return begin_collective("all_reduce", self.axis, tensor, dist.all_reduce, tensor, op)
+        tensors = [
+            (vector, dist.ReduceOp.SUM),
+            *([(maxima, dist.ReduceOp.MAX)] if maxima is not None else []),
+        ]
+        pending = PendingReduction(self.axis, [(_copy_to_host(t), op) for t, op in tensors], vector.device)
+        if vector.device.type == "cpu":
+            pending.begin()
+        return pending
 
 
 class PendingReduction:
-    """Reductions in progress."""
+    """Reductions in progress.
 
-    def __init__(self, works: list[Any], vector: Tensor, maxima: Tensor | None) -> None:
-        self._works, self._tensors = works, (vector, maxima)
-        self._copied: tuple[Tensor, Tensor | None, Any] | None = None
-        if vector.is_cuda:
-            self._copied = self._copy(vector, maxima)
+    Args:
+        axis: the ranks.
+        tensors: on the host, perhaps still being copied, with the operation of each.
+        source: the device that they are copied from.
+    """
 
-    def _copy(self, vector: Tensor, maxima: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
-        """Copy the results to the host once they are complete, concurrently with other work of the device."""
-        side = torch.cuda.Stream(vector.device)
-        side.wait_stream(torch.cuda.current_stream(vector.device))
-        with torch.cuda.stream(side):
-            for work in self._works:
-                work.wait()
-            found = [t if t is None else _copy_to_pinned(t) for t in (vector, maxima)]
-            event = torch.cuda.Event()
-            event.record(side)
-        for tensor in (vector, maxima):
-            if tensor is not None:
-                tensor.record_stream(side)
-        assert found[0] is not None
-        return found[0], found[1], event
+    def __init__(self, axis: Axis, tensors: list[tuple[Tensor, Any]], source: torch.device) -> None:
+        self._axis, self._tensors = axis, tensors
+        self._works: list[Any] | None = None
+        self._copied: torch.cuda.Event | None = None
+        if source.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(source))
+
+    def begin(self) -> None:
+        """Start the collectives, in the order in which reductions were posted; a second call does nothing."""
+        if self._works is not None:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._works = []
+        if self._axis.group is not None:
+            for tensor, op in self._tensors:
+                work = begin_collective("all_reduce", self._axis, tensor, dist.all_reduce, tensor, op)
+                self._works.append(work)
 
     def there(self) -> bool:
         """Whether `wait` would return immediately."""
-        if self._copied is not None:
-            return bool(self._copied[2].query())
-        return all(w.is_completed() for w in self._works)
+        return self._works is not None and all(w.is_completed() for w in self._works)
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
         """The sum and the maximum over all ranks, on the CPU."""
-        if self._copied is not None:
-            vector, maxima, event = self._copied
-            event.synchronize()
-            return vector, maxima
-        for work in self._works:
+        self.begin()
+        for work in self._works or ():
             work.wait()
-        vector, more = self._tensors
-        return vector, more
+        (vector, _), *more = self._tensors
+        return vector, more[0][0] if more else None
 
 
-def _copy_to_pinned(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """A tensor of the host; of a GPU's the copy is on its way."""
+    if tensor.device.type == "cpu":
+        return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
