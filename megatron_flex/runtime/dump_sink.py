@@ -389,13 +389,13 @@ def _begin_run(dump: Dump, mesh: Mesh, manifest: Manifest) -> tuple[Path, int]:
     run: RunMade | DumpError = broadcast_object(made, mesh)
     if isinstance(run, DumpError):
         raise run
-    # The ranks of a node see the same folder, and a shared file system serves one of them.
-    asks = os.environ.get("LOCAL_RANK", "0") == "0"
+    # One rank of a node waits for a shared file system and reads the manifest; then the others look.
+    folder, asks = path / format_run_folder(run.run), os.environ.get("LOCAL_RANK", "0") == "0"
     report = gather_reports((find_access_problem(path, run) or None) if asks else None, mesh)
-    if report:
+    sees = asks or os.access(folder, os.W_OK | os.X_OK)
+    if report := report + gather_reports(None if sees else "cannot see it, or may not write to it", mesh):
         blind = {why: [r for r, w in report if w == why] for _, why in report}
         why = "; ".join(f"{name_ranks(who)} {why}" for why, who in blind.items())
-        folder = path / format_run_folder(run.run)
         raise DumpError(
             f"{folder} was made by rank {run.rank}, and {why}: name a folder on a file system that "
             "all ranks share and may write to",

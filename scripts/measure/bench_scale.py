@@ -296,8 +296,12 @@ def measure(shape: Shape, world: int, folder: Path, changes: int) -> dict[str, T
     numbers = torch.arange(SEQUENCE).reshape(1, SEQUENCE)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
 
-    def step() -> None:
+    def call() -> None:
         model(numbers, numbers, mask, labels=numbers).sum().backward()
+
+    def step() -> None:
+        with flex.step():
+            call()
 
     flex = meter.run("attach", lambda: mf.attach(model))
     flex.register_forward_hook(mf.HookFunction("decoder.layers.*", save=False, editing_function=_keep))
@@ -316,10 +320,10 @@ def measure(shape: Shape, world: int, folder: Path, changes: int) -> dict[str, T
     meter.run("open a dump", lambda: flex.register_dump(dump))
     meter.run("dumped step", step)
     flex.remove_dump(dump)
-    if not shape.experts:  # those of experts notice that the fake group adds nothing up
+    if not shape.experts:  # replicas share the experts
         statistics = mf.Statistics(folder / "statistics", "decoder.layers.*")
         meter.run("open statistics", lambda: flex.register_statistics(statistics))
-        meter.run("measured step", step)
+        meter.run("measured call", call)  # in which replicas do not compare what the fake group did not add
         flex.remove_statistics(statistics)
     flex.verify()
     meter.run("verified step", step)
