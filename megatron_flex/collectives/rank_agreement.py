@@ -112,22 +112,27 @@ def watch_seconds() -> float:
 
 def _wait_and_watch(work: Any, watch: Watcher, blocking: bool) -> None:
     """Wait for other ranks and call the watcher meanwhile; `blocking`: a timeout of a wait aborts nothing."""
+    pause = WATCH_SECONDS  # the size of the world, which costs some calls, counts for ranks that wait longer
     if blocking:
         while True:
             try:
-                work.wait(timedelta(seconds=watch_seconds()))
+                work.wait(timedelta(seconds=pause))
                 return
             except RuntimeError:
                 if work.is_completed():
                     raise
-                watch()
-    patience, pause = time.monotonic() + watch_seconds(), 1e-5
+                if pause >= watch_seconds():
+                    watch()
+                pause = watch_seconds()
+    patience, nap = time.monotonic() + pause, 1e-5
     while not work.is_completed():
         if time.monotonic() > patience:
-            watch()
-            patience = time.monotonic() + watch_seconds()
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+            if pause >= watch_seconds():
+                watch()
+            pause = watch_seconds()
+            patience = time.monotonic() + pause
+        time.sleep(nap)
+        nap = min(2 * nap, 1e-3)
     work.wait()
 
 

@@ -15,6 +15,7 @@ from megatron_flex.collectives.messages import begin_collective
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis, Mesh
 
+HOST_BACKENDS = ("gloo", "mpi", "fake")  # which take tensors of the host
 SAMPLE_AXES = ("cp", "tp")  # ranks along these compute the same of one sample
 
 
@@ -81,9 +82,9 @@ def sum_along(tensor: Tensor, mesh: Mesh, axes: Sequence[str]) -> None:
 class BackgroundReduction:
     """All-reduces over all ranks of a mesh, on the host, while the model runs on.
 
-    Beside NCCL the process group is one of gloo of its own: an all-reduce of NCCL would hold the queue in
-    which the kernels of the next step wait, until the slowest rank arrives. The constructor is collective if
-    it makes a process group.
+    Beside NCCL and its like the process group is one of gloo of its own: an all-reduce of NCCL would hold the
+    queue in which the kernels of the next step wait, until the slowest rank arrives. The constructor is
+    collective if it makes a process group.
 
     Args:
         mesh: the run's axes.
@@ -95,7 +96,7 @@ class BackgroundReduction:
         group: Any = None
         if joined and len(ranks) > 1:
             group = dist.group.WORLD
-            if len(ranks) < dist.get_world_size() or dist.get_backend(group) != "gloo":
+            if len(ranks) < dist.get_world_size() or dist.get_backend(group) not in HOST_BACKENDS:
                 group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         rank = ranks.index(dist.get_rank()) if joined and len(ranks) > 1 else 0
         self.axis = Axis("all", len(ranks), rank, group, tuple(ranks))

@@ -173,8 +173,9 @@ class SessionSinks:
 
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
         """End the step; with `later` only its forward pass, after which a backward pass may follow."""
-        due = [s for s in self._sinks if failed or not (later and s.awaits_gradients)]
-        _call_all([partial(sink.flush, failed, mesh) for sink in due])
+        if self._sinks:
+            due = [s for s in self._sinks if failed or not (later and s.awaits_gradients)]
+            _call_all([partial(sink.flush, failed, mesh) for sink in due])
 
     def deliver_statistics(self) -> None:
         """Write the statistics of the last measured step now. Collective over the mesh, between steps."""

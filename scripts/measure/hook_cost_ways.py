@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from megatron_flex.adapters import FrameworkMatch, ModuleAdapter, make_axis
 from megatron_flex.adapters.taps import module_output
-from megatron_flex.collectives import rank_agreement
 from megatron_flex.collectives.transport.node_sockets import NodeConnection
 from megatron_flex.collectives.transport.segments import SlotRing
 from megatron_flex.collectives.transport.shard_placement import Member
@@ -35,6 +34,7 @@ from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransp
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
+from megatron_flex.runtime import dump_sink
 from megatron_flex.sites import Site, Tap
 
 MANY = 32  # sites of a step with many reads
@@ -368,20 +368,15 @@ def statistics(model: Model) -> Iterator[Prepared]:
 def dumps(model: Model) -> Iterator[Prepared]:
     """A dump of one site."""
     with tempfile.TemporaryDirectory() as folder, mf.attach(model) as flex:
-        with mock.patch.object(rank_agreement, "all_gather_pickled", _answer_for_all):
+        with mock.patch.object(dump_sink, "gather_numbers_to_first", _number_ranks):
             flex.register_dump(mf.Dump(Path(folder) / "dump", [SITES]))
         yield Prepared(flex.step)
 
 
-def _answer_for_all(items: list[Any], group: Any) -> list[list[Any]]:
-    """Let each rank answer as this one; a rank's number and its coordinates are its own."""
-    return [
-        [
-            (rank, {"tp": rank}) if isinstance(item, tuple) and isinstance(item[1], dict) else item
-            for item in items
-        ]
-        for rank in range(dist.get_world_size(group))
-    ]
+def _number_ranks(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Let each rank answer as this one; a rank's number and its tensor parallel coordinate are its own."""
+    place = 1 + list(mesh.coords).index("tp")
+    return [[rank, *numbers[1:place], rank, *numbers[place + 1 :]] for rank in range(dist.get_world_size())]
 
 
 def _one_position(shard: Tensor) -> Tensor:
