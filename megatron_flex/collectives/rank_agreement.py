@@ -332,7 +332,11 @@ class Agreement:
             return {}
         at, gave_up = self._round(), True
         try:
-            at.arrive(_digest(json.dumps(mine[:2])), _digest(mine.values), json.dumps(mine))
+            if at.arrive(_digest(json.dumps(mine[:2])), _digest(mine.values), json.dumps(mine)):
+                # At once: a rank without a change may go on into a collective of the framework.
+                for name, step in waits.items():
+                    at.say_waiting(name, step)
+                waits = {}
             outcome = self._await_outcome(at, mine, seconds, waits)
             gave_up = outcome not in (COMPLETE, DIFFERENT, VALUES)
             if gave_up:

@@ -39,7 +39,7 @@ class StoreRound:
     """One member's part in one comparison.
 
     Where nothing differs a member makes five requests, whatever their number, and none of them is larger
-    than a digest. Members that wait longer than usual, and members that differ, make more.
+    than a digest. The first member, members that wait longer than usual, and members that differ make more.
 
     Args:
         store: the store, shared by all members.
@@ -51,13 +51,16 @@ class StoreRound:
     def __init__(self, store: Any, prefix: str, members: int, member: int) -> None:
         self._store, self._prefix, self._members, self._member = store, prefix, members, member
 
-    def arrive(self, digest: str, values: str, details: str) -> None:
+    def arrive(self, digest: str, values: str, details: str) -> bool:
         """Take part: compare `digest` and `values`, which may differ, with those of the first member.
 
         Args:
             digest: of what must be the same.
             values: a digest of what may differ.
             details: published if this member is the first, or one of the first that differ.
+
+        Returns:
+            Whether this is the first member.
         """
         mine = f"{self._member} {digest} {values}"
         first = self._store.compare_set(self._key("first"), "", mine).decode()
@@ -73,6 +76,7 @@ class StoreRound:
         if present == self._full(bucket) and self._store.add(self._key("full"), 1) == self._buckets:
             kinds = (kind for kind in (DIFFERENT, VALUES) if self._store.check([self._key(kind)]))
             self.set_outcome(next(kinds, COMPLETE))
+        return bool(first == mine)
 
     def await_outcome(self, seconds: float) -> str:
         """Wait until the round has an outcome; stores raise various errors if it has none in time."""
