@@ -63,15 +63,19 @@ class MomentSums:
     """Of one tensor, part by part.
 
     Attributes:
-        row: `[MOMENTS_WIDTH + 1]` in fp64, on the device of the added tensors; the last entry counts values
-            without a bin.
-        absmax: the greatest finite magnitude, likewise; 0 of none.
+        absmax: the greatest finite magnitude, in fp64 on the device of the added tensors; 0 of none.
     """
 
     def __init__(self, device: torch.device | str = "cpu", histogram: bool = True) -> None:
-        self.row = torch.zeros(MOMENTS_WIDTH + 1, dtype=torch.float64, device=device)
+        # The last entry counts the values without a bin.
+        self._row = torch.zeros(MOMENTS_WIDTH + 1, dtype=torch.float64, device=device)
         self.absmax = torch.zeros((), dtype=torch.float64, device=device)
         self._histogram = histogram
+
+    @property
+    def row(self) -> Tensor:
+        """`[MOMENTS_WIDTH]` in fp64, on the device of the added tensors."""
+        return self._row[:-1]
 
     def add(self, values: Tensor, factor: float = 1.0) -> None:
         """Add values of whatever shape and dtype but complex ones; nothing waits for another device.
@@ -96,7 +100,7 @@ class MomentSums:
         """Add values in up to 32 bits by few kernels."""
         add = add_patterns if flat.dtype in COUNTED_DTYPES else add_fp32
         for block in flat.split(DEVICE_BLOCK) if len(flat) else ():
-            self.absmax = add(self.row, self.absmax, block, factor, HISTOGRAM if self._histogram else None)
+            self.absmax = add(self._row, self.absmax, block, factor, HISTOGRAM if self._histogram else None)
 
     def _quickly(self, flat: Tensor, factor: float) -> bool:
         """Add values in fp32; whether it could be: some may be no numbers, or denormal."""
@@ -126,11 +130,11 @@ class MomentSums:
                 0, _make_bin_table(), tops
             )
         powers = [math.fsum(p) for p in zip(*(_compute_raw_moments(f) for f in found), strict=True)]
-        self.row[:HISTOGRAM] += torch.tensor(
+        self._row[:HISTOGRAM] += torch.tensor(
             [float(len(flat)), 0.0, 0.0, float(zeros), *powers], dtype=torch.float64
         )
         if bins is not None:
-            self.row[HISTOGRAM:] += bins
+            self._row[HISTOGRAM:] += bins
         self.absmax.clamp_(min=max(f.absmax for f in found))
         return True
 
@@ -145,10 +149,10 @@ class MomentSums:
         count = torch.full_like(nans, len(block))
         numbers = [count, nans, count - finite.sum() - nans, zeros]
         powers = [values.sum(), square.sum(), (square * values).sum(), square.square().sum()]
-        self.row[:HISTOGRAM] += torch.stack([n.to(torch.float64) for n in (*numbers, *powers)])
+        self._row[:HISTOGRAM] += torch.stack([n.to(torch.float64) for n in (*numbers, *powers)])
         self.absmax = torch.maximum(self.absmax, values.abs().amax())
         if self._histogram:
-            self.row[HISTOGRAM:].index_add_(0, find_bins(values, finite), torch.ones_like(values))
+            self._row[HISTOGRAM:].index_add_(0, find_bins(values, finite), torch.ones_like(values))
 
 
 def _flatten_values(values: Tensor) -> Tensor:

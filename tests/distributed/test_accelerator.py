@@ -37,7 +37,7 @@ BUDGETS = {
     **dict.fromkeys(KINDS, HOOKED),
     "nothing": Budget(end=(0, 0)),
     "gathered edit without capture": Budget(end=(1, 1)),
-    "skipped edit": Budget(end=(8, 8)),  # which passes failed, and the warning
+    "skipped edit": Budget(end=(4, 4)),  # which passes failed, and the warning
     "trainable module": Budget(end=(3, 3)),  # which gradients some rank has
     "dump": Budget(end=(0, 0)),
     "statistics": Budget(end=(1, 1)),
