@@ -46,7 +46,7 @@ def gather_distinct(item: ItemT, mesh: Mesh, axes: Sequence[str] | None = None) 
         if most != -least:
             several = all_gather_pickled(items, axis.group)
             items = list(dict.fromkeys(one for of_rank in several for one in of_rank))
-    return [pickle.loads(one) for one in items]  # noqa: S301  # of ranks of this job
+    return [pickle.loads(one) for one in items]  # noqa: S301  # ranks of this job pickled them
 
 
 def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
@@ -73,7 +73,7 @@ def broadcast_object(item: Any, mesh: Mesh) -> Any:
     if first:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     buffer = broadcast_from_first(buffer.to(_find_device(axis)), mesh).cpu()
-    return pickle.loads(buffer.numpy().tobytes())  # noqa: S301  # of a rank of this job
+    return pickle.loads(buffer.numpy().tobytes())  # noqa: S301  # a rank of this job pickled it
 
 
 def gather_numbers_to_first(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Which block of a shard is which block of the full tensor.
 
 `blocks` answers for one rank. Whatever moves entries between shards and full tensors is a loop over its
-result: `assemble`, `extract`, reads of a region, shared memory. They also ask which rank stands for those
-that hold the same (`first_copy`), and which summand a rank holds (`partial_plane`).
+result: `assemble`, `extract`, reads of a region, shared memory. They also ask which of
+the ranks with equal values is the first (`first_copy`), and which partial sum a rank holds (`partial_plane`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def blocks(
 ) -> tuple[Block, ...]:
     """The blocks of the full tensor that the shard of the rank at `coords` has, without padding.
 
-    Together they are the shard, except for its padding. None is empty. Ranks that hold copies or summands of
-    the same entries have the same blocks.
+    Together they are the shard, except for its padding. None is empty. Ranks that hold copies or partial
+    sums of the same entries have the same blocks.
 
     Args:
         layout: the layout of the shards.
@@ -86,7 +86,7 @@ class OwnedBlocks(NamedTuple):
     Attributes:
         shard: the rank's number in the order of `coordinates`.
         coords: its coordinates on the layout's axes.
-        plane: the number of the summand that it holds: `partial_plane`.
+        plane: the number of the partial sum that it holds: `partial_plane`.
         dims: its blocks along each dim.
     """
 
@@ -168,7 +168,7 @@ def _list_copies(layout: Layout) -> tuple[tuple[str, int], ...]:
 def partial_plane(layout: Layout, coords: Coords, sizes: Sizes) -> tuple[int, int]:
     """How many partial sums make up the full tensor, and the number of the one at `coords`, in rank order."""
     count, at = 1, 0
-    for axis, copies in _list_summands(layout):
+    for axis, copies in _list_partial_axes(layout):
         size = sizes.get(axis, 1)
         if size > 1:
             here = copies or size
@@ -177,7 +177,7 @@ def partial_plane(layout: Layout, coords: Coords, sizes: Sizes) -> tuple[int, in
 
 
 @lru_cache(1024)
-def _list_summands(layout: Layout) -> tuple[tuple[str, int], ...]:
+def _list_partial_axes(layout: Layout) -> tuple[tuple[str, int], ...]:
     """Each axis with partial sums, and of how many neighbouring coordinates; 0 for all."""
     cuts = [(c.axis, c.copies) for d in layout.dims for c in d.cuts if c.partial and c.copies > 1]
     return (*cuts, *[(axis, 0) for axis in layout.partial])

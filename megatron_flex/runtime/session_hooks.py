@@ -66,7 +66,7 @@ class SessionHooks:
             self._editing.skipping.expect(hook)
             try:
                 self.trials.consider(entry)
-            except Exception:  # raised again
+            except Exception:  # raised again, after the hook is removed
                 self.registry.remove(hook)
                 raise
         if any(e is entry for e in self.registry.active[-1:]):

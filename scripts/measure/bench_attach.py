@@ -33,7 +33,7 @@ class Shape:
     Attributes:
         layers, hidden, ffn, heads, groups, vocabulary: of the model.
         experts: of each layer; 0 for a dense model.
-        tp, pp: the ranks.
+        tp, pp, ep: the ranks.
     """
 
     layers: int
@@ -45,6 +45,7 @@ class Shape:
     experts: int = 0
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
 
 SHAPES = {

@@ -25,37 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_attach import Shape
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model of Megatron's, and how it is spread; data parallel ranks fill the world.
-
-    Tensors are small; their numbers and the numbers of ranks are those of the model.
-
-    Attributes:
-        layers, hidden, ffn, heads, groups, vocabulary: of the model.
-        experts: of each layer; 0 for a dense model.
-        tp, ep: the ranks.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    vocabulary: int
-    experts: int = 0
-    tp: int = 8
-    ep: int = 1
-
 
 SHAPES = {
     # A pipeline stage of 126 layers on 16 stages, as a job of its own: data parallel ranks fill the world.
-    "405B, TP8, a stage of PP16": Shape(8, 256, 832, 128, 8, 1024),
-    "128 experts, TP8 x EP8": Shape(4, 64, 16, 32, 8, 1024, experts=128, ep=8),
-    "2 layers, TP8": Shape(2, 64, 64, 8, 8, 128),  # of a test
+    "405B, TP8, a stage of PP16": Shape(8, 256, 832, 128, 8, 1024, tp=8),
+    "128 experts, TP8 x EP8": Shape(4, 64, 16, 32, 8, 1024, experts=128, tp=8, ep=8),
+    "2 layers, TP8": Shape(2, 64, 64, 8, 8, 128, tp=8),  # of a test
 }
 WORLDS = (1024, 16384)
 SEQUENCE = 8  # tokens

@@ -193,11 +193,11 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
 
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = opened(tmp_path)
-    told = RunMade(manifest.run, manifest.created, 0)
-    assert find_access_problem(tmp_path, told) == ""
-    other = find_access_problem(tmp_path, told._replace(created="later"))
-    absent = find_access_problem(tmp_path, told._replace(run=7), 0.0)
-    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == absent
+    run_made = RunMade(manifest.run, manifest.created, 0)
+    assert find_access_problem(tmp_path, run_made) == ""
+    other = find_access_problem(tmp_path, run_made._replace(created="later"))
+    absent = find_access_problem(tmp_path, run_made._replace(run=7), 0.0)
+    assert find_access_problem(tmp_path / "elsewhere", run_made, 0.0) == absent
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
-    closed = find_access_problem(tmp_path, told)
+    closed = find_access_problem(tmp_path, run_made)
     assert len({"", other, absent, closed}) == 4
