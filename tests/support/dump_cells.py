@@ -27,6 +27,7 @@ def compare(case: gpt.Case, sites: list[str] | None = None, **settings: Any) -> 
             added = run(one.world, write, one, truth["state"], sites, path, settings, timeout=300)
             assert not any(added), f"a dump communicates nothing: {added}"
             healthy(path)
+            assert not (lost := _missing_microbatches(path, one.microbatches)), f"{one.name}: lost {lost}"
         return [*_cells(case, sites, truth, Path(folder) / "many", Path(folder) / "one")]
 
 
@@ -72,6 +73,25 @@ def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) 
                     check = "dump" if name == site else "dump of gradients"
                     out.append(Cell(case.name, site, check, max(errors)))
     return [replace(c, model=case.model) for c in out]
+
+
+def _missing_microbatches(path: str, count: int) -> list[tuple[Any, ...]]:
+    """Iteration, site, kind, call and microbatches of what only some microbatches of a call have."""
+    import megatron_flex as mf
+
+    lost = []
+    with mf.open_dump(path) as dump:
+        for which in dump.iteration_keys:
+            written = dump.stored_iteration(which)
+            seen: dict[tuple[Any, ...], set[int]] = {}
+            for rank in written.run.coords:
+                for part in written.paths(rank):
+                    for entry in dump.files.open(part).part.index.entries:
+                        if entry.kind in ("value", "gradient") and entry.route is None:
+                            of_call = which[0], entry.site, entry.kind, entry.call
+                            seen.setdefault(of_call, set()).add(entry.microbatch)
+            lost += [(*of_call, found) for of_call, found in seen.items() if found != set(range(count))]
+    return lost
 
 
 def expected(site: str, microbatches: list[Tensor], layout: dict[str, Any], truth: Any) -> Tensor:
