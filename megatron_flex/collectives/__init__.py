@@ -35,6 +35,7 @@ from megatron_flex.collectives.gather_scatter import (
     replica_mesh,
 )
 from megatron_flex.collectives.leader_gather import (
+    REPLICA_AXES,
     GatherStep,
     LeaderGather,
     PendingShard,
@@ -99,6 +100,7 @@ from megatron_flex.collectives.transport.device_copies import DeviceCopies
 __all__ = [
     "EXCHANGE_BYTES",
     "IDENTITY",
+    "REPLICA_AXES",
     "SAMPLE_AXES",
     "TRANSPORTS",
     "Agreement",

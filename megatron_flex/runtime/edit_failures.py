@@ -281,19 +281,19 @@ class EditSkips:
             if number not in self._warned and all(n.number != number for n in self._new):
                 self._new.append(FirstFailure(number, text, find_user_line(left.error)))
 
-    def settle(self, failed: int, mesh: Mesh, at: str, watch: Callable[[], None]) -> int:
-        """Return, at the end of a step, the worst failure of any rank, where 0 is none; the first rank warns
-        of newly skipped edits.
+    def has_news(self) -> bool:
+        """Whether this rank has edits to count or to warn of at the end of the step."""
+        return bool(self._new) or any(a.error is not None for a in self._attempts.values())
 
-        Collective over the mesh; `at` and `watch` as in `max_over_ranks`.
+    def settle(self, news: bool, mesh: Mesh) -> None:
+        """Count skipped edits at the end of a step; the first rank warns of new ones.
+
+        Collective over the mesh if any rank has news.
         """
         attempts, self._attempts = self._attempts, {}
-        news = bool(self._new) or any(a.error is not None for a in attempts.values())
-        worst, some = max_over_ranks([failed, int(news)], mesh, at, watch)
-        if some:
+        if news:
             self._count_failed(list(attempts.values()))
             self._warn_of_skipped(mesh)
-        return worst
 
     def _count_failed(self, attempts: Sequence[Attempt]) -> None:
         if not attempts:

@@ -4,17 +4,20 @@ session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
+    REPLICA_AXES,
     DeviceCopies,
     PipelineGather,
     Route,
     is_leader,
     is_leader_for,
+    max_over_ranks,
     open_transports,
 )
 from megatron_flex.errors import LayoutError
@@ -22,6 +25,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
 
+ENDING_SECONDS = 3.0  # from when a process that was killed has closed its connections until it has ended
 Finish = Callable[[Tensor], Mapping[str, Tensor]]  # full tensor -> captures, by the suffix of their name
 
 
@@ -139,16 +143,31 @@ class Recorder:
             if arrivals := transport.start():
                 self._receive(arrivals)
 
-    def collect(self, failed: bool = False) -> str:
-        """End the step as far as that needs no collective; why captures cannot be delivered, or nothing.
+    def collect(self, flags: Sequence[int], mesh: Mesh, at: str) -> tuple[list[int], str]:
+        """End the step: the greatest value of each flag over the mesh, and why captures are lost, where this
+        rank knows it.
 
-        Every rank calls it before the ranks agree that the step is good; `failed` as in `Transport.collect`.
+        Collective over the mesh. The transport's own notes travel with the flags.
+
+        Args:
+            flags: the first is positive if the step failed on this rank, or if captures are lost.
+            mesh: the ranks that end the step together.
+            at: as in `max_over_ranks`.
         """
-        return "; ".join(filter(None, [t.collect(failed) for t in self._transports]))
-
-    def fall_back(self) -> None:
-        """Deliver later steps by collectives alone, as another transport failed. Every rank calls it."""
-        self.close()
+        flags, lost, axes = list(flags), "", tuple(mesh)
+        try:
+            for transport in self._transports:
+                flags, why = transport.collect(flags, at)
+                lost = lost or why
+                if transport.combines:
+                    axes = tuple(a for a in axes if a.name in REPLICA_AXES)
+            return max_over_ranks(flags, Mesh(axes), at, self._watch), lost
+        except RuntimeError:  # of a process group: it does not name the rank that has ended
+            end = time.monotonic() + ENDING_SECONDS
+            while self._watch is not None and time.monotonic() < end:
+                self._watch()
+                time.sleep(0.05)
+            raise
 
     def flush(self) -> None:
         """Deliver the recorded tensors to the captures of the receiving rank, once `collect` was good on all

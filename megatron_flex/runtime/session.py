@@ -21,6 +21,7 @@ from megatron_flex.collectives import (
     agreement_seconds,
     gather_objects,
     is_leader,
+    max_over_ranks,
     note_open,
     running_transform,
 )
@@ -60,7 +61,6 @@ LATE_GRADIENT = (
     "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
     "not meet there: run the backward pass too in `with flex.step():`"
 )
-NOT_COLLECTED = 2  # the failure of a transport; 1 is that of a hook
 PACKED_SEQUENCES = (
     "packed sequences (packed_seq_params) have no batch dim along which gather_data_parallel could put the "
     "samples of data parallel ranks together; attach without it"
@@ -545,25 +545,26 @@ class Session:
         differ = self.dispatcher.inference.differ(at, self.agreement.check_waiting_ranks)
         if differ:
             failure = failure or StepFailure(differ, HookError(differ))
-        lost = self._recorder.collect(failure is not None) if self.registry.sends_captures else ""
+        sends = self.registry.sends_captures
+        can_fail = self.registry.compares or any(h.can_fail for h in hooks)
+        lost, wrong = "", 0
+        if can_fail:
+            flags = [int(failure is not None), int(self._skips.has_news())]
+            if sends:
+                flags, lost = self._recorder.collect(flags, mesh, at)
+            else:
+                flags = max_over_ranks(flags, mesh, at, self.agreement.check_waiting_ranks)
+            wrong, news = flags
+            self._skips.settle(bool(news), mesh)
         if lost:
             failure = failure or StepFailure(lost, FlexError(lost))
-        can_fail = self.registry.compares or any(h.can_fail for h in hooks)
-        wrong = can_fail and self._skips.settle(
-            NOT_COLLECTED if lost else int(failure is not None),
-            mesh,
-            at,
-            self.agreement.check_waiting_ranks,
-        )
         self.context_relay.settle()
         self.sinks.ends(bool(wrong), mesh, called)
         if wrong:
             self._recorder.drop()
-            if wrong == NOT_COLLECTED:
-                self._recorder.fall_back()
             raise_on_all_ranks(failure, mesh, hooks)
         self.dispatcher.passes.gradients.confirm()
-        if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader
+        if not sends:  # on all ranks alike: nothing to send to the leader
             self._recorder.forget()
             return
         self._recorder.flush()

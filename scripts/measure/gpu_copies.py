@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex.collectives.transport.device_copies import DeviceCopies
-from megatron_flex.collectives.transport.segments import Segment, create_segment_file
+from megatron_flex.collectives.transport.segments import Segment, SharedSegment
 from megatron_flex.config import flex_config
 from megatron_flex.dump.writer.writer_threads import CopyStream
 
@@ -109,7 +111,7 @@ def _to_shared(findings: Findings) -> dict[str, float]:
     segment, roads = _segment(2 * nbytes), DeviceCopies(torch.device("cuda", 0))
     columns = 1024
     rows = nbytes // 4 // columns
-    wide = segment.tensor(0, (rows, 2 * columns), torch.float32)
+    wide = segment.entries(torch.float32)[: rows * 2 * columns].view(rows, 2 * columns)
     for what, target in (
         ("to shared memory", wide[: rows // 2]),
         ("the same, rows apart", wide[:, :columns]),
@@ -129,9 +131,12 @@ def _to_shared(findings: Findings) -> dict[str, float]:
 def _segment(nbytes: int) -> Segment:
     for folder in (flex_config.shared_folder, tempfile.gettempdir()):
         try:
-            return Segment(create_segment_file(folder, nbytes), nbytes)
+            shared = SharedSegment(Path(folder, f"megatron_flex-{os.getpid()}"), nbytes)
         except OSError as error:
             why = error
+        else:
+            shared.unlink()
+            return shared.segment
     raise RuntimeError(f"no folder has room for {nbytes} bytes of shared memory: {why}")
 
 

@@ -124,7 +124,6 @@ def _count_way(name: str, way: Way, model: Model, counter: Counter) -> None:
             if number < WARMUP:
                 with prepared.step():
                     model(inputs).backward(gradient)
-                    prepared.meet()
                 prepared.forget()
                 continue
             step = prepared.step()
@@ -132,7 +131,6 @@ def _count_way(name: str, way: Way, model: Model, counter: Counter) -> None:
                 step.__enter__()
             with counter.counting(name, "pass"):
                 model(inputs).backward(gradient)
-            prepared.meet()
             with counter.counting(name, "end"):
                 step.__exit__(None, None, None)
             prepared.forget()

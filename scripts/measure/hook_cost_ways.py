@@ -7,9 +7,6 @@ and nothing waits.
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,10 +24,8 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from megatron_flex.adapters import FrameworkMatch, ModuleAdapter, make_axis
 from megatron_flex.adapters.taps import module_output
-from megatron_flex.collectives.transport.node_sockets import NodeConnection
-from megatron_flex.collectives.transport.segments import SlotRing
-from megatron_flex.collectives.transport.shard_placement import Member
-from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransport
+from megatron_flex.collectives.transport.segments import SegmentPool
+from megatron_flex.collectives.transport.shared_memory import Member, SharedMemoryTransport
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -96,12 +91,10 @@ class Prepared:
     Attributes:
         step: the context of a step.
         forget: discards what the step recorded.
-        meet: does what the other rank does at the end of a step.
     """
 
     step: Callable[[], AbstractContextManager[Any]]
     forget: Callable[[], None] = lambda: None
-    meet: Callable[[], None] = lambda: None
 
 
 Way = Callable[[Model], AbstractContextManager[Prepared]]
@@ -291,49 +284,19 @@ def attached(hooks: Callable[[], list[mf.HookFunction]], model: Model) -> Iterat
 def reads(options: dict[str, Any], model: Model) -> Iterator[Prepared]:
     """Reads through memory that the ranks of a node share, as is the default."""
     with (
-        OtherRank() as other,
-        mock.patch.object(SharedMemoryTransport, "open", other.open),
+        mock.patch.object(SharedMemoryTransport, "open", _share_memory),
         mf.attach(model, [mf.HookFunction(SITES, **options)]) as flex,
     ):
-
-        def forget() -> None:
-            flex.output_dict.clear()
-            other.read_answer()
-
-        yield Prepared(flex.step, forget, other.send_note)
+        yield Prepared(flex.step, flex.output_dict.clear)
 
 
-class OtherRank:
-    """The other rank of the node: it records the same, and is asked for its note at the end of a step."""
-
-    def __init__(self) -> None:
-        mine, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line = NodeConnection(mine, "rank 1")
-        self._transport: SharedMemoryTransport | None = None
-
-    def open(self, mesh: Mesh, watch: Any) -> SharedMemoryTransport:
-        """The transport of the first rank, as `SharedMemoryTransport.open` returns it."""
-        members = [Member(rank, {"tp": rank}, "node") for rank in range(RANKS)]
-        ring = SlotRing(flex_config.shared_folder, 1 << 28)
-        found = SharedMemoryTransport(members, 0, mesh, {1: self._line}, ring, None)
-        found.watch, self._transport = watch, found
-        return found
-
-    def send_note(self) -> None:
-        """Send what a rank sends that has recorded the same."""
-        if self._transport is not None:
-            self._theirs.send(json.dumps(self._transport.note_of_step(failed=False)).encode())
-
-    def read_answer(self) -> None:
-        """Read where a step is written: the answers come from the first step's beginning on, one a step."""
-        for fd in socket.recv_fds(self._theirs, 1 << 16, 1)[1]:
-            os.close(fd)
-
-    def __enter__(self) -> OtherRank:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._theirs.close()
+def _share_memory(mesh: Mesh, watch: Any) -> SharedMemoryTransport:
+    """The transport of the first of two ranks of a node, as `SharedMemoryTransport.open` returns it."""
+    members = [Member(rank, {"tp": rank}, "node") for rank in range(RANKS)]
+    pool = SegmentPool(flex_config.shared_folder, 1 << 28)
+    transport = SharedMemoryTransport(members, 0, mesh, pool, watch=watch)
+    transport.collect([0], "the first segment")
+    return transport
 
 
 def _reads(**options: Any) -> Way:

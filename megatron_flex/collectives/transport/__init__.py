@@ -2,9 +2,8 @@
 
 Every way implements `Transport`. `TRANSPORTS` lists them, and `open_transports` chooses:
 
-- `SharedMemoryTransport`: ranks of a node write their shards to their places in shared memory, without a
-  collective. Sockets carry short notes at the end of a step. If the stage spans several nodes, a
-  `NodeExchange` sends one message for each of the other nodes.
+- `SharedMemoryTransport`: ranks of a node write their shards to their places in shared memory, and nothing
+  but the flags of the step's end is sent. Ranks of other nodes send their shards from host to host.
 - `ProcessGroupTransport`: collectives over the groups of the mesh. It carries every capture.
 """
 

@@ -48,6 +48,8 @@ class Transport(Protocol):
             watch: called now and then while this rank waits for another one; it may raise.
         """
 
+    combines: bool  # whether `collect` exchanges the flags of the stage; otherwise it returns this rank's
+
     @property
     def active(self) -> bool:
         """Whether anything was submitted in this step."""
@@ -75,20 +77,23 @@ class Transport(Protocol):
             What arrived of the captures that were sent before, on the receiving rank.
         """
 
-    def collect(self, failed: bool = False) -> str:
-        """End the step as far as that needs no collective, before the ranks agree that it is good.
+    def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
+        """End the step, before the ranks agree that it is good. Collective within the stage.
 
         All ranks of the stage call it, whatever failed on them. Errors of the transport are returned, not
-        raised: the ranks are about to enter a collective, by which all of them learn of the error.
+        raised: they travel with the flags, so that all ranks learn of them.
 
         Args:
-            failed: whether the step failed on this rank, so that ranks may have submitted different tensors.
+            flags: of the step. The first is positive if the step failed on this rank, so that ranks may have
+                submitted different tensors, or if the transport lost the captures.
+            at: describes the exchange, the same on all ranks: `max_over_ranks`.
 
         Returns:
-            Why the captures cannot be delivered; the transport is not used again then. Empty if they can.
+            The greatest value of each flag over the stage, and why the captures are lost, where this rank
+            knows it.
 
         Raises:
-            HookError: from the watch.
+            HookError: from the watch, or as ranks are at different exchanges.
         """
 
     def finish(self) -> list[Arrival]:

@@ -178,6 +178,8 @@ class ProcessGroupTransport:
         """Always available, and set up without communication; collectives wait without `watch`."""
         return cls(mesh)
 
+    combines = False
+
     @property
     def active(self) -> bool:
         """Whether captures wait to be sent, or are being sent."""
@@ -202,15 +204,18 @@ class ProcessGroupTransport:
         """
         return self._post() if self._waiting_bytes > flex_config.pending_bytes else []
 
-    def collect(self, failed: bool = False) -> str:
-        """Nothing is sent without a collective."""
-        return ""
+    def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
+        """Nothing is sent before the ranks agree that the step is good."""
+        return list(flags), ""
 
     def finish(self) -> list[Arrival]:
         """Send everything and wait for it.
 
         Collective within the stage: `tp` and `cp`, and for the tensors of experts `ep` and `etp`.
         """
+        if not self.active:  # in steps like this one shared memory carries all captures
+            self._buffers.clear()
+            return []
         return self._post() + self._wait()
 
     def drop(self, failed: bool) -> None:

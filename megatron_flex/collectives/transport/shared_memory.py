@@ -1,31 +1,29 @@
-"""Captures without a collective: each rank writes its shards to shared memory, where the leader reads full
-tensors.
+"""Captures without a message: each rank copies its shards to shared memory, where the receiving rank has the
+full tensors.
 
-    forward, backward   every rank copies its shard to its place in the current slot; no one waits
-    end of the step     every rank sends a note to the first rank of its node; the first rank waits for the
-                        notes, has the tensors in the slot without a copy, and answers with the slot of the
-                        next step, for which the others wait
-
-An error on one rank (no more descriptors, a closed connection, a full folder) is never raised inside a step,
-as the other ranks would wait for this one: `collect` reports it before the ranks agree, by a collective, that
-the step is good. All ranks then raise, and later steps go with another transport.
+    forward, backward   every rank copies its shard to its place in the current segment; no one waits
+    end of the step     with the flags of the step the ranks exchange what they recorded, and the segment of
+                        the next step, which the receiving rank chooses; it returns the tensors without a copy
 
 The place of a shard follows from the captures before it, which are the same on all ranks. A capture that does
-not fit goes with another transport; all ranks decide alike. Between nodes, the first rank of each node sends
-one message for a step. During setup the ranks of a stage find which of them share memory.
+not fit goes with another transport; all ranks decide alike. Ranks of other nodes keep their shards in memory
+of their own, and send them from host to host at the end of the step.
+
+An error on one rank is never raised inside a step, as the other ranks would wait for this one: it travels
+with the flags, all ranks raise, and the next step uses shared memory again.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import socket  # noqa: TID251
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -33,39 +31,117 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.expert_route import Route
+from megatron_flex.collectives.host_groups import open_host_group, receive_from, send_to
 from megatron_flex.collectives.leader_gather import REPLICA_AXES
-from megatron_flex.collectives.rank_agreement import gather_objects
-from megatron_flex.collectives.transport.between_nodes import (
-    NodeExchange,
-    TensorRecord,
-    locate_node_shards,
-    open_node_exchange,
-)
+from megatron_flex.collectives.messages import buffer_pool, group_by_size
+from megatron_flex.collectives.rank_agreement import gather_objects, max_over_ranks
 from megatron_flex.collectives.transport.device_copies import DeviceCopies
 from megatron_flex.collectives.transport.interface import Arrival, TransportBytes, Watch
-from megatron_flex.collectives.transport.node_sockets import NodeConnection, NodeServer, connect_to_node
-from megatron_flex.collectives.transport.segments import Segment, Slot, SlotRing, remove_stale_files
-from megatron_flex.collectives.transport.shard_placement import (
-    Member,
-    TensorSpace,
-    TensorSpaceCache,
-    sum_planes,
+from megatron_flex.collectives.transport.segments import (
+    Segment,
+    SegmentPool,
+    map_segment,
+    remove_stale_files,
+    segment_path,
 )
+from megatron_flex.collectives.transport.shard_targets import BlockTarget, Places, find_targets
 from megatron_flex.config import flex_config
-from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error
-from megatron_flex.layout import Layout
+from megatron_flex.errors import FlexWarning, HookError, describe_error
+from megatron_flex.layout import Layout, full_shape, is_partial
 from megatron_flex.mesh import Mesh
 
 NOT_SENT = (
-    "the captures of this step are lost, as shared memory failed: {why}; later steps use collectives; raise "
-    "the limit of open files (ulimit -n), or use no shared memory (FLEX_SHARED_BYTES=0)"
+    "the captures of this step are lost, as shared memory failed on rank {rank}: {why}; the next step tries "
+    "again: raise the limit of open files (ulimit -n), or use no shared memory (FLEX_SHARED_BYTES=0)"
 )
+DIFFERENT = (
+    "rank {other} recorded {theirs} tensors in a step in which rank {rank} recorded {count}, or tensors of "
+    "other sites or shapes; all ranks of a stage must capture the same tensors, in the same order"
+)
+TENSOR_ALIGN = 64  # bytes; where tensors begin
+CRC_MASK = 0x7FFFFFFF
+MAX_SPACES = 4096  # that are remembered; sequences of ever new lengths make new ones
+
+
+class Member(NamedTuple):
+    """One of the ranks whose captures go to one receiving rank: its global rank, coordinates and node."""
+
+    rank: int
+    coords: dict[str, int]
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpace:
+    """What is known about all tensors of one layout, shape and dtype.
+
+    Attributes:
+        layout: their layout.
+        local: the shape of the local tensors.
+        dtype: their dtype.
+        words: what all ranks must have in common of them.
+        size: bytes that a full tensor needs; -1 where another transport carries it.
+        full: the shape of the full tensor.
+        targets: where the blocks of the local shard go.
+    """
+
+    layout: Layout
+    local: torch.Size
+    dtype: torch.dtype
+    words: str
+    size: int = -1
+    full: tuple[int, ...] = ()
+    targets: tuple[BlockTarget, ...] = ()
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes that a shard occupies."""
+        return _align(self.local.numel() * self.dtype.itemsize)
+
+
+class _Record(NamedTuple):
+    """A tensor that all ranks wrote their shards of, and where it begins in the segment."""
+
+    tag: Any
+    space: TensorSpace
+    at: int
+
+
+class _Note(NamedTuple):
+    """What the ranks exchange at the end of a step, as the greatest values of all ranks.
+
+    Attributes:
+        failed: whether a rank lost its captures.
+        code: of what was recorded.
+        negative: the same, negative: if both fit, all ranks recorded the same.
+        segment: the number of the next segment plus one; 0 for none. The receiving rank alone has these.
+        size: its bytes.
+        kept: the segments that there are, one bit each.
+        fresh: the segments whose files have names, to be mapped after this exchange, one bit each.
+        unmapped: whether a rank could not map a segment of an earlier exchange.
+        settles: whether another exchange follows: the next segment is new, or holds captures of this step.
+    """
+
+    failed: int = 0
+    code: int = 0
+    negative: int = 0
+    segment: int = 0
+    size: int = 0
+    kept: int = 0
+    fresh: int = 0
+    unmapped: int = 0
+    settles: int = 0
 
 
 class SharedMemoryTransport:
-    """The transport of one rank. `members[0]` is the leader, which receives what all members submit.
+    """The transport of one rank. `members[0]` receives what all members submit.
 
-    Attributes:
+    Args:
+        members: the ranks of the stage.
+        me: this rank's index among them.
+        mesh: the run's axes.
+        pool: the segments of the receiving rank; elsewhere only their names are used.
+        group: of the members, on the host; None if all are on one node.
         watch: called now and then while this rank waits for another one; it may raise.
     """
 
@@ -74,55 +150,66 @@ class SharedMemoryTransport:
         members: Sequence[Member],
         me: int,
         mesh: Mesh,
-        lines: dict[int, NodeConnection],
-        ring: SlotRing | None,
-        across: NodeExchange | None,
+        pool: SegmentPool,
+        group: Any = None,
+        watch: Watch | None = None,
     ) -> None:
-        """`lines`: to the others of the node if this is its first rank, which has the `ring`, else to it."""
         self.members, self.me = members, me
-        self.sizes = {a: mesh[a].size for a in members[me].coords}
-        elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
-        self._lines, self._ring, self._across = lines, ring, across
-        self._here = members[me].node == members[0].node  # full tensors are assembled on this node
-        self._near = [m for m in members if m.node == members[me].node]
-        self._spaces = TensorSpaceCache(members, me, self.sizes, elsewhere)
-        self._segments: dict[int, Segment] = {}
-        self._slot: Slot | None = None  # on the node's first rank
+        self._stage = Mesh(tuple(mesh[a] for a in members[me].coords))
+        self._sizes = tuple((a.name, a.size) for a in self._stage)
+        self._elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in members[me].coords}
+        self._pool, self._group, self._watch = pool, group, watch
+        self._leads, self._near = me == 0, members[me].node == members[0].node
+        self._spaces: dict[tuple[Layout, torch.Size, torch.dtype], TensorSpace] = {}
+        self._segments: dict[int, Segment] = {}  # of the receiving rank, mapped by another rank of its node
+        self._private: Segment | None = None  # of a rank of another node
         self._segment: Segment | None = None
-        self._capacity = 0
-        self._announced: set[int] = set()
+        self._number, self._capacity = -1, 0
+        self._announced: set[int] = set()  # segments that the other ranks were told of
+        self._unmapped = ""  # why this rank could not map one
+        self._named: list[Path] = []  # files that the receiving rank has not unlinked yet
         self._copies: DeviceCopies | None = None
-        self._failure, self._warned = "", False  # the first error of this rank; the transport then ends
+        self._warned = False
         self._arrived: list[Arrival] = []
-        self.watch: Watch | None = None
-        self._records: list[tuple[Any, TensorSpace, int]] = []  # of the leader
-        self._submitted: list[
-            tuple[Any, str]
-        ] = []  # all that was recorded in this step, with what must be common
-        self._at, self._need = 0, 0  # where the next goes, and what all together would have needed
-        self._sent = 0  # bytes of what goes to another node
-        self._skip = False
+        self._begin(skip=False)
 
-    def begin(self) -> None:
-        """Agree on the first slot with the other ranks of the stage.
-
-        Raises:
-            FlexError: a connection failed.
-            OSError: this rank cannot map the slot.
-        """
-        if self._ring is None:
-            self._read_answer()
-            return
-        self._next(self._ring.take(1))
-        self._answer(self._agreed_capacity())
+    def _begin(self, skip: bool) -> None:
+        self._records: list[_Record] = []
+        self._submitted: list[tuple[Any, str]] = []  # with what must be common of each
+        self._sent: list[int] = []  # the bytes of each shard that goes to another node
+        self._at = self._need = 0  # where the next goes, and what all together would need
+        self._failure = ""  # the first error of this rank in this step
+        self._skip = skip
 
     @classmethod
     def open(cls, mesh: Mesh, watch: Watch | None) -> SharedMemoryTransport | None:
-        """Connect the ranks of the stage: `Transport.open`."""
-        found = open_shared_memory(mesh)
-        if found is not None:
-            found.watch = watch
-        return found
+        """Agree on who shares memory, and map the first segment: `Transport.open`."""
+        axes = [a.name for a in mesh if a.name not in REPLICA_AXES and a.size > 1]
+        if not axes:
+            return None
+        pool = SegmentPool(flex_config.shared_folder, flex_config.shared_bytes)
+        member = Member(dist.get_rank(), {a: mesh[a].coord for a in axes}, flex_config.node or _node_name())
+        usable = pool.most > 0 and sys.platform == "linux"
+        answers = gather_objects((member, pool.stem, usable), mesh, axes)
+        if not all(usable for _, _, usable in answers):
+            return None
+        members = [m for m, _, _ in answers]
+        me, pool.stem, group = members.index(member), answers[0][1], None
+        if any(m.node != members[0].node for m in members):
+            try:
+                group = open_host_group(f"captures/{pool.stem}", [m.rank for m in members], me)
+            except RuntimeError:
+                group = None
+            if not all(gather_objects(group is not None, mesh, axes)):
+                return None
+        if me == 0:
+            remove_stale_files(pool.folder)
+            pool.open()
+        transport = cls(members, me, mesh, pool, group, watch)
+        transport.collect([0], "the first segment of shared memory")
+        return transport
+
+    combines = True
 
     @property
     def active(self) -> bool:
@@ -136,55 +223,73 @@ class SharedMemoryTransport:
         if route is not None:  # rows of experts go back to their tokens first
             self._submitted.append((tag, ""))
             return False
-        space = self._spaces.known.get((id(layout), local.shape, local.dtype)) or self._spaces.of(
-            layout, local
-        )
+        space = self._spaces.get((layout, local.shape, local.dtype)) or self._space(layout, local)
         self._submitted.append((tag, space.words))
-        size = space.size
-        if space.place is None or local.layout != torch.strided:
+        if space.size < 0 or local.layout != torch.strided:
             return False
-        self._need += size
+        self._need += space.size
         at = self._at
-        if self._skip or at + size > self._capacity:
+        if self._skip or at + space.size > self._capacity:
             return False
-        self._at = at + size
-        if self.me == 0:
-            self._records.append((tag, space, at))
-        if self._segment is None or not self._here or local.is_cuda:
-            with self._recording_errors():
-                self._write(TensorRecord(tag, space, at), local)
-            return True
-        for target in space.targets:
-            entries = self._segment.entries(space.dtype)
-            start = at // space.dtype.itemsize + target.offset
-            block = local if target.source is None else local[target.source]
-            entries.as_strided(target.shape, target.stride, start).copy_(block)
+        self._at = at + space.size
+        if self._leads:
+            self._records.append(_Record(tag, space, at))
+        if not self._near:
+            at = sum(self._sent)
+            self._sent += [space.shard_bytes] if space.targets else []
+        try:
+            self._write(space, at, local)
+        except Exception as error:
+            self._keep_error(error)
         return True
 
-    def _write(self, record: TensorRecord, local: Tensor) -> None:
-        """Write a shard that goes to another node, or that a device holds."""
-        if self._segment is None or not local.numel():
-            return
-        if not self._here:
-            parts = locate_node_shards(record, self._near, self.sizes, self._sent)
-            self._sent = parts.end
-            at = parts.at.get(self.members[self.me].rank)
-            if at is None:
-                return
-            full = self._segment.tensor(at, local.shape, local.dtype)
-            pairs = [(full, local)]
-        elif record.place.writes:
-            shape = (record.place.planes, *record.place.shape)
-            planes = self._segment.tensor(record.at, shape, local.dtype)
-            pairs = [(target, local[source]) for target, source in record.place.targets(planes)]
-        else:
-            return
+    def _write(self, space: TensorSpace, at: int, local: Tensor) -> None:
+        segment = self._segment
+        assert segment is not None  # there is capacity
+        entries, start = segment.entries(space.dtype), at // space.dtype.itemsize
         if local.is_cuda:
+            pairs = [
+                (t.view(entries, start), local if t.source is None else local[t.source])
+                for t in space.targets
+            ]
             self._copies = self._copies or DeviceCopies(local.device)
-            self._copies.start(pairs, self._segment)
+            self._copies.start(pairs, segment)
             return
-        for target, source in pairs:
-            target.copy_(source)
+        for target in space.targets:
+            block = local if target.source is None else local[target.source]
+            entries.as_strided(target.shape, target.stride, start + target.offset).copy_(block)
+
+    def _space(self, layout: Layout, local: Tensor) -> TensorSpace:
+        """What is known about tensors like this one.
+
+        Raises:
+            LayoutError: its shape does not fit the layout.
+        """
+        if len(self._spaces) >= MAX_SPACES:
+            self._spaces.clear()
+        space = self._plan_space(layout, local.shape, local.dtype)
+        self._spaces[layout, local.shape, local.dtype] = space
+        return space
+
+    def _plan_space(self, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> TensorSpace:
+        if any(d.uneven for d in layout.dims):
+            return TensorSpace(layout, shape, dtype, "")
+        words, sizes = f"{tuple(shape)}{dtype}", dict(self._sizes)
+        # Partial sums are added where they are, and not by one process.
+        if not self._elsewhere.isdisjoint(layout.axes) or is_partial(layout, sizes):
+            return TensorSpace(layout, shape, dtype, words)
+        full, targets = tuple(full_shape(layout, shape, sizes)), self._targets(layout, shape, self.me)
+        size = _align(prod(full) * dtype.itemsize)
+        if self._group is not None:  # with its padding a shard may have more than the full tensor
+            size = max(size, _align(shape.numel() * dtype.itemsize))
+        if targets and not self._near:
+            stride = torch.empty(shape, device="meta").stride()
+            targets = (BlockTarget(shape, stride, 0, None),)
+        return TensorSpace(layout, shape, dtype, words, size, full, targets)
+
+    def _targets(self, layout: Layout, shape: torch.Size, member: int) -> tuple[BlockTarget, ...]:
+        coords: Places = tuple(self.members[member].coords.items())
+        return find_targets(layout, shape, coords, self._sizes)
 
     # -- at the end of a step ----------------------------------------------------------------------------
 
@@ -192,243 +297,260 @@ class SharedMemoryTransport:
         """Nothing is left to send: every rank has written its shard to its place."""
         return []
 
-    def collect(self, failed: bool = False) -> str:
-        """End the step with the ranks of the node and the first ranks of the others: `Transport.collect`."""
-        with self._recording_errors():
+    def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
+        """End the step with the other ranks of the stage: `Transport.collect`."""
+        number, lends, tensors = -1, False, []
+        try:
             if self._copies is not None:
                 self._copies.finish()
-        mine = self.note_of_step(failed)
-        if self._ring is None:
-            self._report(mine)
-        else:
-            self._collect_node(mine)
-        return self._failure and NOT_SENT.format(why=self._failure)
+            if self._leads:
+                number, lends = self._choose_segment()
+                tensors = self._lend() if lends else []
+        except Exception as error:
+            self._keep_error(error)
+        try:
+            found = max_over_ranks([*flags, *self._note(number)], self._stage, at, self._watch)
+        except BaseException:  # a rank has ended: nobody maps a new file, nor removes its name
+            self._pool.drop_unmapped()
+            for path in self._named:
+                path.unlink(missing_ok=True)
+            raise
+        flags, note = found[: len(flags)], _Note(*found[len(flags) :])
+        lost = self._describe_loss(flags, note)
+        good = not (flags[0] or note.failed or lost)
+        self._arrived = []
+        if good:
+            try:
+                self._arrived = self._receive(tensors, lends)
+            except Exception as error:
+                self._keep_error(error)
+        need, failure = self._need, self._failure
+        failed = self._advance(note, good, at)
+        if self._leads and need > self._capacity:
+            self._warn_if_lacking(need)
+        self._begin(skip=False)
+        if good and not failed:
+            return flags, lost
+        self._arrived = []
+        return [1, *flags[1:]] if not flags[0] else flags, lost or self._tell(failure)
 
     def finish(self) -> list[Arrival]:
         """The tensors that `collect` has found."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def _report(self, mine: dict[str, Any]) -> None:
-        """Tell the node's first rank that the shards are written, and learn where to write next."""
-        self._begin(skip=False)
-        (line,) = self._lines.values()
-        with self._recording_errors():
-            try:
-                line.send(mine)
-            except FlexError:
-                line.close()  # the first rank must not wait for the note
-                raise
-            self._read_answer()
-
-    def _collect_node(self, mine: dict[str, Any]) -> None:
-        """Take the tensors of the step once all ranks have written them, and answer.
-
-        Every part is reached whatever failed before it: the other ranks wait for it.
-        """
-        with self._recording_errors():
-            differing = self._compare_notes(mine)
-            self._failure = self._failure or differing
-        records = [TensorRecord(*record) for record in self._records]
-        need, sent, before = self._need, self._sent, self._segment
-        self._begin(skip=False)
-        across = self._across
-        if across is not None:
-            incoming, good = [], False
-            with self._recording_errors():
-                incoming = across.expect(records, self.members, self.sizes)
-            with self._recording_errors():
-                good = not across.first_of(self._failure or ("failed" if mine["failed"] else ""))
-            with self._recording_errors():
-                if good and before is not None:
-                    across.bring(incoming, records, before, sent, self.sizes)
-        with self._recording_errors():
-            self._arrived = self._collect_tensors(records if self._leads else [], need)
-        if self._failure:
-            self._next(None)
-        capacity = 0
-        with self._recording_errors():
-            capacity = self._agreed_capacity()
-        with self._recording_errors():
-            self._answer(capacity)
-        with self._recording_errors():
-            if need > capacity:
-                self._warn_if_lacking(need)
-        if self._failure or mine["failed"]:
-            self._arrived = []
-
-    def note_of_step(self, failed: bool) -> dict[str, Any]:
-        """What all ranks of the node must have in common at the end of a step, unless it failed on one."""
-        crc = 0
-        for tag, words in self._submitted:
-            crc = crc32(f"{tag!s}{words}".encode(), crc)
-        failed = failed or bool(self._failure)
-        return {"count": len(self._submitted), "crc": crc, "skip": self._skip, "failed": failed}
-
     def drop(self, failed: bool) -> None:
         """Discard the step, which perhaps failed at different places: what comes next is gathered.
 
-        Another rank may still be writing its shards of that step, so the slot is not used again before all
+        Another rank may still be writing its shards of that step, so the segment is not used again before all
         ranks have met at the end of a step.
         """
         if not failed and not self._submitted:
             return
-        with self._recording_errors():
-            if self._copies is not None:
-                self._copies.finish()
         self._arrived = []
         self._begin(skip=True)
+        try:
+            if self._copies is not None:
+                self._copies.finish()
+        except Exception as error:
+            self._keep_error(error)
 
     def close(self) -> None:
-        """Disconnect, and release the memory; tensors that were returned stay as they are."""
+        """Release the memory; tensors that were returned stay as they are."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None
-        for line in self._lines.values():
-            line.close()
-        self._lines, self._arrived = {}, []
-        self._slot = self._segment = None
+        self._begin(skip=True)
+        self._arrived, self._segment, self._private, self._capacity = [], None, None, 0
         self._segments.clear()
-        self._records.clear()
-        self._capacity = 0
-        if self._ring is not None:
-            self._ring.close()
+        if self._leads:
+            self._pool.close()
+        self._group = None
 
     @staticmethod
     def estimate(part: int, ranks_per_node: Sequence[int]) -> TransportBytes:
-        """Each rank copies its shard to host memory; one rank of each other node sends its node's shards."""
+        """Each rank copies its shard to host memory; ranks of other nodes send theirs."""
         others = ranks_per_node[1:]
-        return TransportBytes(part, max(others, default=0) * part, sum(others) * part)
+        return TransportBytes(part, part if others else 0, sum(others) * part)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    @property
-    def _leads(self) -> bool:
-        return self.me == 0
+    def _keep_error(self, error: Exception) -> None:
+        """Keep an error for the end of the step, as the other ranks do not have it."""
+        if isinstance(error, HookError):  # of the watch: the ranks are at different points
+            raise error
+        self._failure = self._failure or describe_error(error)
 
-    def _begin(self, skip: bool) -> None:
-        self._records, self._submitted = [], []
-        self._at = self._need = self._sent = 0
-        self._skip = skip
+    def _tell(self, failure: str) -> str:
+        return failure and NOT_SENT.format(rank=self.members[self.me].rank, why=failure)
 
-    @contextmanager
-    def _recording_errors(self) -> Iterator[None]:
-        """Keep an error for `collect` to report, as the other ranks do not have it."""
-        try:
-            yield
-        except HookError:  # of the watch: the ranks are at different points
-            raise
-        except Exception as error:
-            self._failure = self._failure or describe_error(error)
+    def _code(self) -> int:
+        """A number that is the same on all ranks that recorded the same."""
+        code = crc32(f"{len(self._submitted)} {self._skip}".encode())
+        for tag, words in self._submitted:
+            code = crc32(f"{tag!s}{words}".encode(), code)
+        return code & CRC_MASK
 
-    def _compare_notes(self, mine: dict[str, Any]) -> str:
-        """Wait for the notes of the other ranks of the node; how they differ, empty if they do not.
+    def _note(self, number: int) -> _Note:
+        code, pool = self._code(), self._pool
+        note = _Note(int(bool(self._failure)), code, -code, unmapped=int(bool(self._unmapped)))
+        if not self._leads:
+            return note
+        kept = sum(1 << n for n in pool.segments)
+        fresh = sum(1 << n for n, shared in pool.segments.items() if shared.path is not None)
+        size = pool.segments[number].segment.size if number >= 0 else 0
+        again = number == self._number and bool(self._records)  # the others wait until it has been copied
+        settles = number >= 0 and (number not in self._announced or again)
+        return note._replace(segment=number + 1, size=size, kept=kept, fresh=fresh, settles=int(settles))
 
-        `mine["failed"]` is set if the step failed on any of them: they may have recorded different tensors.
+    def _describe_loss(self, flags: Sequence[int], note: _Note) -> str:
+        """Why no rank can deliver the captures; empty where they can, or where the step failed anyway."""
+        if flags[0]:  # ranks may have recorded different tensors
+            return ""
+        if note.failed:
+            return self._tell(self._failure)
+        if note.code == -note.negative:
+            return ""
+        mine = self.members[self.me].rank, len(self._submitted), self._code()
+        (rank, count, code), *rows = gather_objects(mine, self._stage, [a.name for a in self._stage])
+        other, theirs, _ = next((row for row in rows if row[2] != code), rows[0])
+        return DIFFERENT.format(other=other, theirs=theirs, rank=rank, count=count)
+
+    def _choose_segment(self) -> tuple[int, bool]:
+        """The segment of the next step, and whether the tensors of this step are lent; else they are copied.
+
+        They are lent while there is yet another segment for the step after the next, so that no step needs
+        the segment of the step before it.
         """
-        wrong, lost = [], []
-        for number, line in self._lines.items():
-            try:
-                theirs, _ = line.receive(self.watch)
-            except HookError:  # of the watch
-                raise
-            except FlexError as error:
-                lost.append(str(error))
-                continue
-            mine["failed"] = mine["failed"] or theirs["failed"]
-            if any(theirs[name] != mine[name] for name in ("count", "crc", "skip")):
-                rank = self.members[number].rank
-                wrong.append(
-                    f"rank {rank} recorded {theirs['count']} tensors in a step in which rank "
-                    f"{self.members[self.me].rank} recorded {mine['count']}, or tensors of other sites or "
-                    "shapes; all ranks of a stage must capture the same tensors, in the same order"
-                )
-        return "; ".join(lost + ([] if mine["failed"] else wrong))
+        pool, need = self._pool, self._need
+        if not self._records:
+            free = pool.find_free(need)
+            return (free[0] if free else pool.make(need)), False
+        free = pool.find_free(need, self._number)
+        if not free and (number := pool.make(need)) >= 0:
+            free.append(number)
+        if not free:  # no room: the segment of this step is written again, once it has been copied
+            return (self._number if need <= self._capacity else -1), False
+        return free[0], len(free) > 1 or pool.make(need) >= 0
 
-    def _collect_tensors(self, records: list[TensorRecord], need: int) -> list[tuple[Any, Tensor]]:
-        ring, slot, segment = self._ring, self._slot, self._segment
-        assert ring is not None
-        if slot is None or segment is None:
-            self._next(ring.take(need))
-            return []
-        if not records:
-            self._next(ring.taken(slot, need))
-            return []
-        for record in records:
-            if record.place.planes > 1:
-                shape = (record.place.planes, *record.place.shape)
-                sum_planes(segment.tensor(record.at, shape, record.space.dtype))
-        wanted = [(r.at, r.place.shape, r.space.dtype) for r in records]
-        after = ring.take(need, besides=slot)
-        if after is None:  # the session holds so many tensors that the slot is needed again
-            tensors = [segment.tensor(*w).clone() for w in wanted]
-            after = ring.taken(slot, need)
-        else:
-            tensors = segment.give(wanted)
-        self._next(after)
-        return [(r.tag, t) for r, t in zip(records, tensors, strict=True)]
+    def _lend(self) -> list[Tensor]:
+        places = [(r.at, r.space.full, r.space.dtype) for r in self._records]
+        return self._segment.lend(places) if self._segment is not None and places else []
 
-    def _next(self, slot: Slot | None) -> None:
-        self._slot, self._segment = slot, None if slot is None else slot.segment
+    def _receive(self, tensors: list[Tensor], lends: bool) -> list[Arrival]:
+        """The full tensors of the step, on the receiving rank, once the shards of other nodes have come."""
+        if self._group is not None:
+            self._exchange_nodes()
+        if not lends:
+            tensors = [t.clone() for t in self._lend()]
+        return [(r.tag, t) for r, t in zip(self._records, tensors, strict=True)]
 
-    def _agreed_capacity(self) -> int:
-        size = 0 if self._segment is None else self._segment.size
-        return size if self._across is None else self._across.least(size)
+    def _advance(self, note: _Note, good: bool, at: str) -> bool:
+        """Take the segment of the next step; whether the captures of this step were lost after all.
 
-    def _answer(self, capacity: int) -> None:
-        """Send the other ranks of the node the place where they write next.
-
-        Raises:
-            FlexError: a rank did not get it; the others have it nevertheless.
+        Collective in the stage where a rank may have failed since the flags were exchanged.
         """
-        ring, slot = self._ring, self._slot
-        assert ring is not None
-        self._capacity = capacity
-        number = None if slot is None else slot.number
-        size = 0 if slot is None else slot.segment.size
-        note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers}
-        new = slot is not None and slot.number not in self._announced
-        failed: FlexError | None = None
-        for line in self._lines.values():
-            try:
-                line.send(note, slot.fd if new and slot is not None else None)
-            except FlexError as error:
-                line.close()  # that rank must not wait for the answer
-                failed = error
-        if slot is not None:
-            self._announced.add(slot.number)
-        if failed is not None:
-            raise failed
-
-    def _read_answer(self) -> None:
-        """Read the answer of the node's first rank, waiting for it.
-
-        Raises:
-            FlexError: the connection failed.
-            OSError: this process has no more descriptors or memory for the slot.
-        """
-        (line,) = self._lines.values()
-        note, fd = line.receive(self.watch)
-        self._segment, self._capacity = None, note["capacity"]
-        if fd is not None:
-            self._segments[note["slot"]] = Segment(fd, note["size"])
-        self._segments = {n: s for n, s in self._segments.items() if n in note["kept"]}
-        self._segment = self._segments.get(note["slot"])
+        number, lost = note.segment - 1, 0
+        if self._leads and not note.unmapped:
+            self._pool.unlink(self._announced & self._pool.segments.keys())
+        self._map(note)
+        unmapped = note.unmapped
+        if note.settles or (good and self._group is not None):
+            mine = [int(bool(self._failure)), int(bool(self._unmapped))]
+            lost, unmapped = max_over_ranks(mine, self._stage, at, self._watch)
+            if self._leads and not unmapped:
+                self._pool.unlink(self._pool.segments)
+        number = -1 if unmapped else number
+        # What some rank could not map is announced again, with an exchange of whether all ranks have it now.
+        self._announced = set() if unmapped else set(self._pool.segments)
+        self._number, self._capacity = number, note.size if number >= 0 else 0
+        self._segment = self._mapped(number)
         if self._copies is not None:
-            self._copies.keep(self._segments.values())
-        if note["slot"] is not None and self._segment is None:
-            # The system drops a descriptor that the receiving process has no room for.
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._copies.keep(self._list_mapped())
+        return bool(lost)
+
+    def _map(self, note: _Note) -> None:
+        """Map the segments that are new, and note why this rank cannot."""
+        if self._leads:
+            return
+        self._unmapped, self._named = "", []
+        try:
+            if not self._near:
+                if note.size and (self._private is None or self._private.size < note.size):
+                    self._private = Segment(-1, note.size)
+                return
+            self._segments = {n: s for n, s in self._segments.items() if note.kept >> n & 1}
+            for number in range(note.fresh.bit_length()):
+                if note.fresh >> number & 1 and number not in self._segments:
+                    path = segment_path(self._pool.folder, self._pool.stem, number)
+                    self._segments[number] = map_segment(path)
+                    self._named.append(path)
+        except (OSError, ValueError) as error:
+            self._unmapped = describe_error(error)
+            rank = self.members[self.me].rank
+            self._warn(f"rank {rank} cannot map shared memory: {self._unmapped}", note.size)
+
+    def _mapped(self, number: int) -> Segment | None:
+        if number < 0:
+            return None
+        if self._leads:
+            return self._pool.segments[number].segment
+        return self._segments[number] if self._near else self._private
+
+    def _list_mapped(self) -> list[Segment]:
+        if self._leads:
+            return [shared.segment for shared in self._pool.segments.values()]
+        return list(self._segments.values()) if self._near else [s for s in [self._private] if s]
+
+    def _exchange_nodes(self) -> None:
+        """Bring the shards of other nodes to their places, in messages of at most FLEX_PENDING_BYTES, or of
+        one shard.
+        """
+        if self._leads:
+            for index, member in enumerate(self.members):
+                if member.node != self.members[0].node:
+                    self._receive_shards(index)
+        elif self._sent and self._segment is not None:
+            flat, start = self._segment.entries(torch.uint8), 0
+            for window in group_by_size(self._sent, flex_config.pending_bytes):
+                end = start + sum(self._sent[n] for n in window)
+                send_to(self._group, flat[start:end], 0).wait()
+                start = end
+
+    def _receive_shards(self, index: int) -> None:
+        """Receive the shards of a rank of another node; what it sends follows from the records."""
+        spaces = [(r, self._targets(r.space.layout, r.space.local, index)) for r in self._records]
+        sent = [(record, targets) for record, targets in spaces if targets]
+        sizes = [record.space.shard_bytes for record, _ in sent]
+        for window in group_by_size(sizes, flex_config.pending_bytes):
+            buffer = buffer_pool.take(sum(sizes[n] for n in window), torch.device("cpu"))
+            receive_from(self._group, buffer, index).wait()
+            start = 0
+            for n in window:
+                self._place(*sent[n], buffer[start : start + sizes[n]])
+                start += sizes[n]
+            buffer_pool.give_back(buffer)
+
+    def _place(self, record: _Record, targets: Sequence[BlockTarget], received: Tensor) -> None:
+        space, segment = record.space, self._segment
+        assert segment is not None
+        count = space.local.numel() * space.dtype.itemsize
+        shard = received[:count].view(space.dtype).view(space.local)
+        entries, start = segment.entries(space.dtype), record.at // space.dtype.itemsize
+        for target in targets:
+            target.view(entries, start).copy_(shard if target.source is None else shard[target.source])
 
     def _warn_if_lacking(self, need: int) -> None:
-        ring = self._ring
-        assert ring is not None
-        if self._warned or not ring.lacking:
+        if self._pool.lacking:
+            why = f"the captures of a step need {need} bytes of shared memory, and {self._pool.lacking}"
+            self._warn(why, need)
+
+    def _warn(self, why: str, need: int) -> None:
+        if self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"the captures of a step need {need} bytes of shared memory, and {ring.lacking}; what does not "
-            "fit is gathered, which is slower: give it room (docker run --shm-size="
+            f"{why}; what does not fit is gathered, which is slower: give it room (docker run --shm-size="
             f"{-(-4 * need // (1 << 30))}g, FLEX_SHARED_BYTES={2 * need}), name another folder in memory "
             "(FLEX_SHARED_FOLDER), or capture less",
             FlexWarning,
@@ -436,71 +558,15 @@ class SharedMemoryTransport:
         )
 
 
-def open_shared_memory(mesh: Mesh) -> SharedMemoryTransport | None:
-    """Shared memory for the ranks of a stage; None, on all of them, where every capture must be gathered.
-
-    Collective over the axes that a stage's tensors are cut along.
-    """
-    axes = [a.name for a in mesh if a.name not in REPLICA_AXES and a.size > 1]
-    if not axes:
-        return None
-    door = _open_server()
-    member = Member(dist.get_rank(), {a: mesh[a].coord for a in axes}, flex_config.node or _node_name())
-    open_at = (door.name, door.token) if door else ("", "")
-    answers = gather_objects((member, open_at, flex_config.shared_bytes), mesh, axes)
-    members = [m for m, _, _ in answers]
-    me = members.index(member)
-    firsts = [i for i, m in enumerate(members) if m.node not in [n.node for n in members[:i]]]
-    first = next(i for i in firsts if members[i].node == member.node)
-    line, across, good = None, None, min(most for _, _, most in answers) > 0
-    if good and me != first:
-        name, token = answers[first][1]
-        line = connect_to_node(name, token, me, f"rank {members[first].rank}")
-        good = line is not None
-    elif good:
-        good = door is not None
-        if len(firsts) > 1:
-            across = open_node_exchange([members[i].rank for i in firsts], member.rank)
-            good = good and across is not None
-    good = all(gather_objects(good, mesh, axes))
-    lines: dict[int, NodeConnection] = {} if line is None else {first: line}
-    transport: SharedMemoryTransport | None = None
-    # The other ranks wait for the error of one: it is told to them, and its captures are gathered.
-    with suppress(OSError, FlexError, RuntimeError):
-        ring = None
-        if good and me == first and door is not None:
-            near = {i: f"rank {m.rank}" for i, m in enumerate(members) if m.node == member.node and i != me}
-            lines = door.let_in(near)
-            remove_stale_files(flex_config.shared_folder)
-            ring = SlotRing(flex_config.shared_folder, flex_config.shared_bytes)
-        if good:
-            begun = SharedMemoryTransport(members, me, mesh, lines, ring, across)
-            begun.begin()
-            transport = begun
-    if door is not None:
-        door.close()
-    if transport is None:
-        for line in lines.values():
-            line.close()
-    if good and all(gather_objects(transport is not None, mesh, axes)):
-        return transport
-    if transport is not None:
-        transport.close()
-    return None
-
-
-def _open_server() -> NodeServer | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        return NodeServer()
-    except OSError:  # a sandbox without such sockets
-        return None
+def _align(size: int) -> int:
+    """The size rounded up, so that the next tensor is aligned."""
+    return -(-size // TENSOR_ALIGN) * TENSOR_ALIGN
 
 
 def _node_name() -> str:
-    """The same for processes that can reach each other by abstract sockets, which go by network namespace."""
+    """The same for processes that have the folder of shared memory in common."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat(flex_config.shared_folder).st_dev}"
     except OSError:
         return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Placing: all ranks' blocks written to one tensor make what `assemble` makes of their shards."""
+"""Places of shards in shared memory: all ranks' blocks written to one tensor make the full tensor."""
 
 from __future__ import annotations
 
@@ -9,59 +9,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from torch import Tensor
+from hypothesis import assume, given, settings
 
 from megatron_flex.collectives.transport import segments
 from megatron_flex.collectives.transport.device_copies import _even_rows
-from megatron_flex.collectives.transport.segments import SLOT_ROUNDING, Segment, SlotRing
-from megatron_flex.collectives.transport.shard_placement import place_shard, sum_planes
-from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates
+from megatron_flex.collectives.transport.segments import ROUNDING, SegmentPool, SharedSegment, map_segment
+from megatron_flex.collectives.transport.shard_targets import find_targets
+from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, is_partial
 from tests.unit.test_layout import SIZES, layouts, make, scatter
-
-
-def placed(layout: Layout, shards: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the planes that all ranks of the mesh write, and how often each entry was written."""
-    everywhere = coordinates(Layout((), tuple(SIZES)), SIZES)
-    first = place_shard(layout, tuple(shards[0].shape), everywhere[0], SIZES)
-    planes = torch.full((first.planes, *first.shape), float("nan"), dtype=shards[0].dtype)
-    times = torch.zeros(planes.shape, dtype=torch.int64)
-    order = coordinates(layout, SIZES)
-    for coords in everywhere:
-        mine = place_shard(layout, tuple(shards[0].shape), coords, SIZES)
-        assert (mine.shape, mine.planes) == (first.shape, first.planes)
-        mine.write(shards[order.index({a: coords[a] for a in layout.axes})], planes)
-        for target, _ in mine.targets(times):
-            target += 1
-    sum_planes(planes)
-    return planes[0], times
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_blocks_of_all_ranks_make_the_whole(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
+    assume(not is_partial(layout, SIZES))
     whole, local = make(layout, shape)
-    # Not zeros, as `extract` has them: every summand counts.
-    shards = [torch.randn_like(s) if layout.partial else s for s in scatter(layout, whole, local)]
-    if layout.partial:
-        shards = _equal_copies(layout, shards)
-    got, times = placed(layout, shards)
-    torch.testing.assert_close(got, assemble(layout, shards, SIZES), rtol=1e-12, atol=1e-12)
-    assert got.is_contiguous()
-    assert bool((times == 1).all()), "each entry of each plane is written by one rank"
-
-
-def _equal_copies(layout: Layout, shards: list[Tensor]) -> list[Tensor]:
-    copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
-    order = coordinates(layout, SIZES)
-    return [shards[order.index({a: n - n % copies.get(a, 1) for a, n in at.items()})] for at in order]
-
-
-def test_halves_are_added_in_fp32_and_rounded_once() -> None:
-    planes = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bfloat16
-    sum_planes(planes)
-    assert planes[0].item() == 258
+    shards = scatter(layout, whole, local)
+    wanted = assemble(layout, shards, SIZES)
+    entries, times = (
+        torch.full((wanted.numel() + 3,), float("nan"), dtype=wanted.dtype),
+        torch.zeros(wanted.numel() + 3, dtype=torch.int64),
+    )
+    order, sizes = coordinates(layout, SIZES), tuple(SIZES.items())
+    for coords in coordinates(Layout((), tuple(SIZES)), SIZES):
+        shard = shards[order.index({a: coords[a] for a in layout.axes})]
+        for target in find_targets(layout, shard.shape, tuple(coords.items()), sizes):
+            target.view(entries, 3).copy_(shard if target.source is None else shard[target.source])
+            target.view(times, 3).add_(1)
+    assert torch.equal(entries[3:].view(wanted.shape), wanted)
+    assert bool((times[3:] == 1).all()), "each entry is written by one rank"
+    assert bool((times[:3] == 0).all())
 
 
 def test_rows_of_a_pitched_copy() -> None:
@@ -75,79 +53,64 @@ def test_rows_of_a_pitched_copy() -> None:
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_written_again_only_when_nobody_has_a_tensor_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "FIRST", SLOT_ROUNDING)
-    ring = SlotRing(str(tmp_path), 2 * SLOT_ROUNDING)
-    first = ring.take(SLOT_ROUNDING)
-    assert first is not None
-    x, y = first.segment.give([(0, (4,), torch.float32), (64, (2, 3), torch.bfloat16)])
+def test_a_segment_is_written_again_only_when_nobody_has_a_tensor_of_it(tmp_path: Path) -> None:
+    pool = SegmentPool(str(tmp_path), 2 * ROUNDING)
+    first = pool.make(ROUNDING)
+    x, y = pool.segments[first].segment.lend([(0, (4,), torch.float32), (64, (2, 3), torch.bfloat16)])
     flat = y.flatten()[2:]
-    second = ring.take(SLOT_ROUNDING)
-    assert second is not None
-    assert second is not first
+    assert pool.find_free(1) == []
+    second = pool.make(ROUNDING)
+    assert pool.find_free(1) == [second]
+    assert pool.find_free(1, besides=second) == []
     del x, y
     gc.collect()
-    held = second.segment.give([(0, (4,), torch.float32)])
-    assert ring.take(SLOT_ROUNDING) is None, "a view of a view still looks at the first"
-    assert "FLEX_SHARED_BYTES" in ring.lacking
-    assert ring.taken(second, SLOT_ROUNDING) is None
+    assert pool.find_free(1) == [second], "a view of a view still looks at the first"
+    assert pool.make(1) == -1
+    assert "FLEX_SHARED_BYTES" in pool.lacking
     del flat
-    assert ring.take(SLOT_ROUNDING) is first
-    del held
-    assert len(ring.slots) == 2
+    assert pool.find_free(ROUNDING) == [first, second]
+    assert pool.find_free(ROUNDING + 1) == []
+    assert pool.segments == {}
+    assert pool.make(1) not in (first, second), "other ranks may have those mapped"
+
+
+def test_a_pool_has_few_segments(tmp_path: Path) -> None:
+    pool = SegmentPool(str(tmp_path), 1 << 30)
+    assert [pool.make(1) for _ in range(segments.MAX_SEGMENTS + 1)] == [*range(segments.MAX_SEGMENTS), -1]
 
 
 def test_what_is_saved_of_a_tensor_is_that_tensor(tmp_path: Path) -> None:
-    slot = SlotRing(str(tmp_path), SLOT_ROUNDING).take(SLOT_ROUNDING)
-    assert slot is not None
-    slot.segment.tensor(64, (3,), torch.float64).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    (given_,) = slot.segment.give([(64, (3,), torch.float64)])
-    saved = pickle.dumps(given_)
+    segment = SharedSegment(tmp_path / "file", ROUNDING).segment
+    segment.entries(torch.float64)[8:11].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    (lent,) = segment.lend([(64, (3,), torch.float64)])
+    saved = pickle.dumps(lent)
     assert len(saved) < 1000
     assert pickle.loads(saved).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_forked_process_keeps_what_it_saw(tmp_path: Path) -> None:
-    ring = SlotRing(str(tmp_path), 64 << 20)
-    slot = ring.take(SLOT_ROUNDING)
-    assert slot is not None
-    (kept,) = slot.segment.give([(0, (4,), torch.int32)])
-    kept.fill_(7)
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(theirs)
-        os.read(ours, 1)
-        os._exit(0 if kept.tolist() == [7] * 4 else 1)
-    del kept
-    again = ring.take(SLOT_ROUNDING)
-    assert again is not None
-    assert again is not slot
-    again.segment.tensor(0, (4,), torch.int32).fill_(9)
-    os.write(theirs, b".")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_no_room_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SlotRing(str(tmp_path / "absent"), 1 << 30).take(1) is None
-    full = SlotRing(str(tmp_path), 1 << 30)
+    assert SegmentPool(str(tmp_path / "absent"), 1 << 30).make(1) == -1
+    full = SegmentPool(str(tmp_path), 1 << 30)
 
     def fails(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fails)
-    assert full.take(1) is None
+    assert full.make(1) == -1
     assert "No space left" in full.lacking
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_files_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Segment(segments.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(os, "O_TMPFILE", 0)  # a file system that cannot do so: the folder itself is opened
-    Segment(segments.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
-    assert not list(tmp_path.iterdir())
+def test_a_file_has_a_name_until_it_is_mapped(tmp_path: Path) -> None:
+    shared = SharedSegment(tmp_path / "file", ROUNDING)
+    other = map_segment(tmp_path / "file")
+    shared.unlink()
+    assert list(tmp_path.iterdir()) == []
+    shared.segment.entries(torch.int64)[:2] = torch.tensor([5, 6])
+    assert other.entries(torch.int64)[:2].tolist() == [5, 6]
+    SharedSegment(tmp_path / "forgotten", ROUNDING)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
@@ -169,6 +132,6 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
 
 def test_a_layout_with_padding_is_cut_at_what_is_real() -> None:
     layout = Layout((Dim("v", (Cut("a"),), keep=5),))
-    last = place_shard(layout, (4,), {"a": 1, "b": 0, "c": 0}, SIZES)
-    assert last.shape == (5,)
-    assert last.blocks == (((slice(4, 5),), (slice(0, 1),)),)
+    coords = (("a", 1), ("b", 0), ("c", 0))
+    (target,) = find_targets(layout, torch.Size((4,)), coords, tuple(SIZES.items()))
+    assert (target.shape, target.offset, target.source) == ((1,), 4, (slice(0, 1),))

@@ -41,7 +41,7 @@ def test_shared_memory_is_tried_first() -> None:
     [
         ((1,), TransportBytes(100, 0, 0), TransportBytes(0, 0, 0)),
         ((4,), TransportBytes(100, 0, 0), TransportBytes(0, 0, 0)),
-        ((4, 2, 3), TransportBytes(100, 300, 500), TransportBytes(0, 300, 500)),
+        ((4, 2, 3), TransportBytes(100, 100, 500), TransportBytes(0, 300, 500)),
     ],
 )
 def test_bytes_of_a_capture(ranks: Sequence[int], shared: TransportBytes, group: TransportBytes) -> None:
@@ -86,9 +86,11 @@ class Picky:
         self.calls.append("start")
         return []
 
-    def collect(self, failed: bool = False) -> str:
+    combines = False
+
+    def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
         self.calls.append("collect")
-        return ""
+        return list(flags), ""
 
     def finish(self) -> list[Any]:
         self.calls.append("finish")
