@@ -219,6 +219,4 @@ def _view_as_message(tensors: Sequence[Tensor], at: Sequence[int], length: int) 
             return None
     if begin + length > storage.nbytes():
         return None
-    out = torch.empty(0, dtype=torch.uint8, device=first.device)
-    out.set_(storage, begin, (length,), (1,))
-    return out
+    return as_bytes(first).as_strided((length,), (1,), begin)  # beyond the first tensor, within its storage

@@ -222,8 +222,8 @@ class DumpWriter:
 
     def _submit(self, part: PendingPart) -> None:
         pinned = any(pinned for _, pinned in part.buffers)
-        events = [s.mark() for s in self._sides.values()] if pinned else []
-        part.ready = events
+        marks = [s.mark() for s in self._sides.values()] if pinned else []
+        part.ready = marks
         part.rest.clear()
         part.running.submitted += 1
         self._back.submit(part)

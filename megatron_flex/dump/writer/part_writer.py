@@ -83,7 +83,7 @@ class PendingPart:
         kept: bytes of tensors that were kept as they are, in no buffer.
         rest: what is free of the last buffer that is shared, plain (False) and pinned (True).
         nbytes: of the tensors.
-        ready: events to wait for before they are read.
+        ready: marks to wait for before they are read.
     """
 
     index: PartIndex

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,11 +144,28 @@ class CopyStream:
             host.copy_(kept, non_blocking=True)
         kept.record_stream(self.stream)  # its memory is free for others only after the copy
 
-    def mark(self) -> Any:
-        """An event that comes when all copies that have begun are through."""
+    def mark(self) -> CopyMark:
+        """A mark that is reached when all copies that have begun have ended."""
         event = self.module.Event()
         event.record(self.stream)
-        return event
+        return CopyMark(self.device, self.module, event)
+
+
+class CopyMark(NamedTuple):
+    """A moment of a device's stream: its device, torch's module for that kind of device, and the event."""
+
+    device: torch.device
+    module: Any
+    event: Any
+
+    def wait(self) -> None:
+        """Wait until the moment is reached, in a thread that has no device of its own.
+
+        A new thread's device is the first one: to wait there would make a context on the first GPU for every
+        process of the node, about 0.5 GB each.
+        """
+        self.module.set_device(self.device)
+        self.event.synchronize()
 
 
 LOG = logging.getLogger("megatron_flex.dump")
@@ -391,8 +408,8 @@ class WriterThreads:
     def _part(self, part: PendingPart) -> None:
         running = part.running
         try:
-            for event in part.ready:
-                event.synchronize()
+            for mark in part.ready:
+                mark.wait()
             if not running.dead:
                 self._commit(part, write_part(self.folder, part, self.durable, self._note_progress))
         except BaseException as error:  # whatever it is, training goes on; a dead thread is begun again

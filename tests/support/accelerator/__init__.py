@@ -155,7 +155,6 @@ def _install_device(patch: pytest.MonkeyPatch, device: Device) -> None:
         "synchronize": device.synchronize,
         "Stream": Stream,
         "Event": Event,
-        "cudart": lambda: Runtime(device, None),
     }
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, answer)
@@ -174,9 +173,10 @@ class Runtime:
 
     def __init__(self, device: Device, loaded: Any) -> None:
         self._loaded = loaded
-        self.cudaHostRegister, self.cudaHostUnregister = device.register, device.unregister
+        self.cudaHostRegister = Function(device.register)
+        self.cudaHostUnregister = Function(device.unregister)
         self.cudaMemcpy2DAsync = Function(device.copy_rows)
-        self.cudaGetLastError = Function(lambda: 0)
+        self.cudaGetLastError = Function(device.clear_error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)

@@ -217,11 +217,13 @@ class Device:
         recording: what is recorded.
         time: how many operations have been called.
         main: the default stream.
+        refuses: the code with which memory of the host is refused, `cudaHostRegister`; 0: it is taken.
+        last_error: the code that the next kernel raises.
     """
 
     def __init__(self) -> None:
         self.recording = Recording()
-        self.time = 0
+        self.time = self.refuses = self.last_error = 0
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._registered: dict[int, int] = {}  # address to size, of host memory
         self._pinned: list[torch.UntypedStorage] = []  # kept, so that no other memory gets their addresses
@@ -233,6 +235,7 @@ class Device:
         """Begin with an empty default stream."""
         self.main = Stream()
         self._stacks = threading.local()
+        self.refuses = self.last_error = 0
 
     def number(self, stream: Stream) -> int:
         """A number for a stream."""
@@ -294,6 +297,8 @@ class Device:
 
     def wrote(self, memory: Memory) -> None:
         """Note that an operation of the current stream writes to a memory."""
+        if self.last_error:
+            raise RuntimeError(self.recording.violation(f"a kernel raises the error {self.last_error}"))
         self.time += 1
         memory.stream, memory.time = self.current_stream(), self.time
 
@@ -308,15 +313,31 @@ class Device:
         begin = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
         return any(at <= begin < at + size for at, size in self._registered.items())
 
-    def register(self, address: int, size: int, flags: int = 0) -> int:
-        """`cudaHostRegister`."""
-        self._registered[int(address)] = int(size)
-        return 0
+    @property
+    def registered(self) -> dict[int, int]:
+        """The addresses and sizes of host memory that the device knows, without what torch has pinned."""
+        pinned = {storage.data_ptr() for storage in self._pinned}
+        return {at: size for at, size in self._registered.items() if at not in pinned}
 
-    def unregister(self, address: int) -> int:
+    def register(self, *arguments: Any) -> int:
+        """`cudaHostRegister`."""
+        address, size, _ = (a.value for a in arguments)
+        if self.refuses:
+            self.last_error = self.refuses
+        else:
+            self._registered[address] = size
+        return self.last_error
+
+    def unregister(self, address: Any) -> int:
         """`cudaHostUnregister`."""
-        del self._registered[int(address)]
-        return 0
+        if self._registered.pop(address.value, None) is None:
+            self.last_error = NOT_REGISTERED
+        return self.last_error
+
+    def clear_error(self) -> int:
+        """`cudaGetLastError`."""
+        code, self.last_error = self.last_error, 0
+        return code
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -354,6 +375,8 @@ class Device:
 def _bytes_at(address: int, size: int) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
+
+NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 _device = Device()
 

@@ -508,6 +508,9 @@ class Device:
         yield
         self.calls.append("out")
 
+    def set_device(self, device: Any) -> None:
+        self.calls.append(f"device {device}")
+
     def Event(self) -> Any:
         outer = self
 
@@ -534,8 +537,8 @@ def test_copies_from_a_device_wait_for_the_model_and_are_waited_for(monkeypatch:
     device.calls.clear()
     side.copy(host, tensor, owned=True)
     assert "clone" not in device.calls
-    side.mark().synchronize()
-    assert device.calls[-2:] == ["record", "synchronize"]
+    side.mark().wait()
+    assert device.calls[-3:] == ["record", "device cpu", "synchronize"]
     assert torch.equal(host, tensor)
 
 
