@@ -206,19 +206,28 @@ class LayoutInference:
             found = None
         return found
 
-    def differ(self, at: str, watch: Callable[[], None]) -> str:
-        """Describe what is wrong with the layouts of this step's captures; empty if nothing is.
+    def describe_shapes(self, at: str, watch: Callable[[], None]) -> str:
+        """Describe layouts inferred from expected shapes in this step that differ; empty if none does.
 
-        Collective over `tp` and `cp`; `at` and `watch` as in `max_over_ranks`.
+        Collective over `tp` while a hook expects a shape; `at` and `watch` as in `max_over_ranks`.
         """
         code, self._inferred = self._inferred, 0
+        return SHAPES_DIFFER if self._registry.expects and self._differ(code, at, watch) else ""
+
+    @property
+    def pending(self) -> int:
+        """The number of tensors of this step that this rank has to compare with the other ranks."""
+        return len(self._sketches) + len(self._assumed)
+
+    def compare(self) -> str:
+        """Describe what is wrong with the layouts of this step's captures; empty if nothing is.
+
+        Collective over `tp` and `cp`: the ranks call it if any of them has tensors to compare.
+        """
         mine, self._sketches = self._sketches, []
         assumed, self._assumed = self._assumed, {}
+        wrong = ""
         # Every rank makes all of these exchanges: what it knows alone decides nothing before the last one.
-        wrong = SHAPES_DIFFER if self._registry.expects and self._differ(code, at, watch) else ""
-        count = [len(mine) + len(assumed)]
-        if not self._registry.compares or not max_over_ranks(count, self._samples, at, watch)[0]:
-            return wrong
         for axis in self._samples:
             facts = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
             if axis.name == TENSOR_AXIS:
@@ -228,6 +237,10 @@ class LayoutInference:
             unlike = [pair for pair in pairs if not pair[0].fits(pair[1], axis.name)]
             wrong = wrong or (_describe_difference(*unlike[0], axis.name) if unlike else "")
         return wrong
+
+    def discard(self) -> None:
+        """Discard what no rank compares: the tensors of a sink after its first step."""
+        self._assumed, self._sketches = {}, []
 
     def forget(self) -> None:
         """Forget a failed step: its sites are compared again in their next pass, as other ranks may not have

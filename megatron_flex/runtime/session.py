@@ -41,6 +41,7 @@ from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.function_transforms import check_transform
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
+from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.model_verification import Finding, VerificationRequest, make_verify_error
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.session_hooks import SessionHooks
@@ -542,22 +543,10 @@ class Session:
                 h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward)
             )
         at = f"{STEP_END}, {self.agreement.now}"
-        differ = self.dispatcher.inference.differ(at, self.agreement.check_waiting_ranks)
-        if differ:
+        if differ := self.dispatcher.inference.describe_shapes(at, self.agreement.check_waiting_ranks):
             failure = failure or StepFailure(differ, HookError(differ))
         sends = self.registry.sends_captures
-        can_fail = self.registry.compares or any(h.can_fail for h in hooks)
-        lost, wrong = "", 0
-        if can_fail:
-            flags = [int(failure is not None), int(self._skips.has_news())]
-            if sends:
-                flags, lost = self._recorder.collect(flags, mesh, at)
-            else:
-                flags = max_over_ranks(flags, mesh, at, self.agreement.check_waiting_ranks)
-            wrong, news = flags
-            self._skips.settle(bool(news), mesh)
-        if lost:
-            failure = failure or StepFailure(lost, FlexError(lost))
+        wrong, failure = self._exchange_flags(hooks, sends, failure, mesh, at)
         self.context_relay.settle()
         self.sinks.ends(bool(wrong), mesh, called)
         if wrong:
@@ -570,6 +559,35 @@ class Session:
         self._recorder.flush()
         if self.delivered is not None:
             self.delivered()
+
+    def _exchange_flags(
+        self, hooks: list[HookFunction], sends: bool, failure: StepFailure | None, mesh: Mesh, at: str
+    ) -> tuple[int, StepFailure | None]:
+        """Whether the step failed on any rank of the mesh, and why, where this rank knows.
+
+        Collective over the mesh if a hook can fail: one exchange, but where tensors pass for the first time.
+        """
+        inference, watch = self.dispatcher.inference, self.agreement.check_waiting_ranks
+        compares = self.registry.compares
+        if not compares:
+            inference.discard()
+            if not any(h.can_fail for h in hooks):
+                return 0, failure
+        flags, lost = [int(failure is not None), int(self._skips.has_news()), inference.pending], ""
+        if sends:
+            flags, lost = self._recorder.collect(flags, mesh, at)
+        else:
+            flags = max_over_ranks(flags, mesh, at, watch)
+        wrong, news, pending = flags
+        self._skips.settle(bool(news), mesh)
+        if pending:
+            differ = inference.compare()
+            wrong = max_over_ranks([int(bool(wrong or differ))], mesh, at, watch)[0]
+            if differ:  # tells more than that captures differ
+                failure = failure or StepFailure(differ, HookError(differ))
+        if lost:
+            failure = failure or StepFailure(lost, FlexError(lost))
+        return wrong, failure
 
     def _await_backward(self) -> None:
         """Outside a schedule, send the captures of this backward pass when it ends."""
