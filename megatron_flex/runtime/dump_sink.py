@@ -59,7 +59,7 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import describe_numbers
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.edit_failures import global_rank
+from megatron_flex.runtime.edit_failures import StepFailure, global_rank
 from megatron_flex.runtime.hooks import make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
 from megatron_flex.runtime.shard_recorder import ShardRecorder
@@ -261,6 +261,13 @@ class DumpSink:
         else:
             writer.tally.written += 1
         self._check(mesh)
+
+    def fail(self, failure: StepFailure) -> None:
+        """The iteration will be absent, which the writer reports as if the disk were full."""
+        if self._taking is not None:
+            error = DumpError(failure.message, path=self.settings.path)
+            error.__cause__ = failure.error
+            self._taking.writer.fail(error)
 
     def _check(self, mesh: Mesh | None) -> None:
         """Raise if writing failed on a rank of the mesh and failures are raised; else the writer warns."""

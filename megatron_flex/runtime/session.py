@@ -572,7 +572,9 @@ class Session:
         if not compares:
             inference.discard()
             if not any(h.can_fail for h in hooks):
-                return 0, failure
+                if failure is not None:  # sinks alone have hooks: they report it, and the step goes on
+                    self.sinks.fail(failure)
+                return 0, None
         flags, lost = [int(failure is not None), int(self._skips.has_news()), inference.pending], ""
         if sends:
             flags, lost = self._recorder.collect(flags, mesh, at)

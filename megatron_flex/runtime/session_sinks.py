@@ -14,6 +14,7 @@ from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dump_sink import DumpSink
+from megatron_flex.runtime.edit_failures import StepFailure
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, TensorSink
 from megatron_flex.runtime.sink_cycle import StepStart
@@ -43,6 +44,9 @@ class Sink(TensorSink, Protocol):
 
     def flush(self, failed: bool, mesh: Mesh) -> None:
         """End a step, recorded or not; `failed`: what was recorded of it is dropped."""
+
+    def fail(self, failure: StepFailure) -> None:
+        """Know that this rank could not record all of the step, before the step is flushed as a good one."""
 
     def close(self, failed: bool) -> None:
         """Wait until everything is written. Collective, unless `failed`."""
@@ -176,6 +180,12 @@ class SessionSinks:
         if self._sinks:
             due = [s for s in self._sinks if failed or not (later and s.awaits_gradients)]
             _call_all([partial(sink.flush, failed, mesh) for sink in due])
+
+    def fail(self, failure: StepFailure) -> None:
+        """Let the sinks that record this step report a failure of this rank, as no other exchange does."""
+        for sink in self._sinks:
+            if sink.cycle.active:
+                sink.fail(failure)
 
     def deliver_statistics(self) -> None:
         """Write the statistics of the last measured step now. Collective over the mesh, between steps."""

@@ -220,6 +220,7 @@ class StatisticsSink:
         self._unknown: set[int] = set()
         self._posted: tuple[int, PendingReduction] | None = None
         self._failure: StepFailure | None = None  # an error of this rank, sent with its sums
+        self._spoiled: StepFailure | None = None  # why sums of this step lack a tensor
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
 
     @property
@@ -269,6 +270,7 @@ class StatisticsSink:
         active, self.cycle.active = self.cycle.active, False
         if failed:
             self._sums.clear()
+            self._spoiled = None
             return
         before, self._posted = self._posted, None
         failure, self._failure = self._failure, None
@@ -278,11 +280,18 @@ class StatisticsSink:
         if before is not None:
             self._deliver(*before, failure)
 
+    def fail(self, failure: StepFailure) -> None:
+        """The sums of the step lack a tensor: an error flag goes with them."""
+        self._spoiled = failure
+
     def _measured(self) -> PendingReduction:
         """Start the reduction of this rank's sums; after an error send the error flag, as the others still
         reduce.
         """
+        spoiled, self._spoiled = self._spoiled, None
         try:
+            if spoiled is not None:
+                raise RuntimeError(spoiled.message) from spoiled.error
             if self.wanted.parameters is not None:
                 self._measure(self.wanted.parameters)
             vector, maxima = self._packed(0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import megatron_flex
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.messages import assert_names
 from tests.support.pool import run
 from tests.support.rank import changes
 
@@ -355,3 +357,56 @@ def test_one_kind_on_some_ranks(name: str) -> None:
     )
     assert f"(on {at_rank})" in text
     assert all(a["seconds"] < 20 and a["read"] == case.microbatches and a["same"] for a in answers)
+
+
+# -- in steps of sinks alone, at whose ends the ranks exchange no failure ------------------------------------
+
+
+def recorded(case: Case, folder: str, broken: str) -> dict[str, Any]:
+    """Three steps with a sink, of which the second fails on one rank in a backward or forward pass."""
+    import megatron_flex as mf
+    from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
+    from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
+
+    owner, name = {
+        "a gradient": (GradientDispatcher, "_dispatch_activation"),
+        "a tensor": (CaptureDispatcher, "feed_sinks"),
+    }[broken]
+    chunks, errors = ranks.start(case), {}
+    sites = ["decoder.layers.*.mlp"]
+    dump = mf.Dump(f"{folder}/dump", sites, gradients=True)
+    statistics = mf.Statistics(f"{folder}/statistics", sites, gradients=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flex = mf.attach(chunks, dumps=dump, statistics=statistics)
+        for number in range(4):
+            if number == 1 and torch.distributed.get_rank() == 1:
+                changes.setattr(owner, name, raising)
+            try:
+                gpt.step(case, chunks, 0)
+            except mf.HookError as error:
+                errors[number] = str(error)
+            changes.undo()
+        flex.restore()
+    return {"errors": errors, "warnings": [str(w.message) for w in caught if w.category is mf.FlexWarning]}
+
+
+@pytest.mark.parametrize("broken", ["a gradient", "a tensor"])
+def test_a_sink_reports_what_it_could_not_record(broken: str, tmp_path: Path) -> None:
+    import megatron_flex as mf
+
+    first, second = run(2, recorded, Case("tp2", tp=2, layers=1), str(tmp_path), broken, timeout=60)
+    assert first["errors"] == second["errors"]
+    ((number, text),) = first["errors"].items()
+    assert number == 2, "the sums of a step are known at the end of the next one"
+    site = "decoder.layers.0.mlp:output"
+    assert_names(text, site, "iteration 1", "on purpose", "rank 1")
+    assert any(_names(text, site, "iteration 1", "on purpose") for text in second["warnings"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mf.FlexWarning)
+        with mf.open_dump(tmp_path / "dump") as dump:
+            assert dump.iterations == [0, 2, 3]
+
+
+def _names(text: str, *values: str) -> bool:
+    return all(value in text for value in values)
