@@ -336,7 +336,8 @@ class _Comparer:
         """The common tensors, in execution order."""
         one, two = self.a.items(), self.b.items()
         leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
-        common = [i for i in leader if i in set(other)]
+        in_other = set(other)
+        common = [i for i in leader if i in in_other]
         for dumped in (self.a, self.b):
             if reasons := dumped.manifest.left_out:
                 first, why = next(iter(reasons.items()))

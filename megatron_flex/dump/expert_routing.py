@@ -139,6 +139,12 @@ class ExpertRouting:
             raise DumpError(f"tokens of routers: {error}; the dump is damaged") from error
         self.shape = sequence, batch
         self._sent: dict[tuple[int, int, int | None], list[list[Tensor]]] = {}
+        self._rows: dict[tuple[int, int | None], RowLocations] = {}
+
+    @property
+    def weight(self) -> int:
+        """The number of entries of all ranks' decisions."""
+        return sum(choice.chosen.numel() for _, choice in self.choices.values())
 
     @property
     def sequences(self) -> tuple[Span, ...]:
@@ -155,6 +161,12 @@ class ExpertRouting:
         Raises:
             DumpError: a rank's decision is missing, or there is no such expert.
         """
+        key = replica, expert
+        if key not in self._rows:  # all tensors of the layer's experts ask for the same
+            self._rows[key] = self._locate(replica, expert)
+        return self._rows[key]
+
+    def _locate(self, replica: int, expert: int | None) -> RowLocations:
         if expert is not None and not (type(expert) is int and 0 <= expert < self.experts):
             raise DumpError(f"rows of expert {str(expert)[:40]} of {self.experts}: the dump is damaged")
         out = []

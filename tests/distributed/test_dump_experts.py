@@ -153,8 +153,9 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
             one.by.pop((FEW[0], "value"), None)
         with raises(mf.DumpError, "edp=0", "ep=1"):
             dump[FEW[0]].torch()
-        for one in opened:
-            one.by.pop((LAYER, ROUTING), None)
+    with mf.open_dump(tmp_path / "all") as dump:
+        for path in dump.stored_iteration((0, 0)).paths(1):
+            dump.files.open(path).by.pop((LAYER, ROUTING), None)
         with raises(mf.DumpError, (0, 1, 0)):
             dump[FEW[1]].torch()
 

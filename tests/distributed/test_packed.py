@@ -348,9 +348,9 @@ def test_data_parallel_ranks_together(site: str) -> None:
 
 EXPERT = "decoder.layers.1.mlp.experts"
 RUNS = [
-    CONTEXT[2],
+    dataclasses.replace(CONTEXT[2], microbatches=1),
     Case("packed pp2", pp=2, packed="heads", layers=2),
-    Case("packed experts cp2 ep2", cp=2, ep=2, packed="flat", padded=True, layers=2, experts=4),
+    dataclasses.replace(EXPERTS[2], microbatches=1),
 ]
 
 
@@ -393,9 +393,9 @@ def unpacked_step(chunks: list[Any], batches: list[dict[str, Tensor]]) -> None:
     )
 
 
-def dump_unpacked(case: Case, state: dict[str, Tensor], path: str, sites: list[str]) -> None:
+def dump_unpacked(case: Case, path: str, sites: list[str]) -> dict[str, Tensor]:
     """Dumps of one process without packs: each sequence by itself; those of a pack padded to one length; and
-    each by itself with another token in the last one."""
+    the first site with another token in the last sequence. The weights are returned."""
     import megatron_flex as mf
     from megatron_flex.statistics import Statistics
 
@@ -416,13 +416,16 @@ def dump_unpacked(case: Case, state: dict[str, Tensor], path: str, sites: list[s
 
     padded = [pad(single[i : i + count]) for i in range(0, len(single), count)]
     other = [*single[:-1], {k: (t + (torch.arange(t.shape[1]) == 3)) % 64 for k, t in single[-1].items()}]
-    for name, batches in (("apart", single), ("padded", padded), ("other", other)):
-        chunks = ranks.start(case)
-        gpt.load(chunks, state)
-        with mf.attach(chunks, dumps=[mf.Dump(f"{path}/{name}", sites, gradients=True)]) as flex:
+    chunks = ranks.start(case)
+    state = gpt.randomize(chunks[0])
+    runs = (("apart", single, sites), ("padded", padded, sites), ("other", other, sites[:1]))
+    for name, batches, dumped in runs:
+        chunks[0].zero_grad()
+        with mf.attach(chunks, dumps=[mf.Dump(f"{path}/{name}", dumped, gradients=True)]) as flex:
             if name == "apart":
                 flex.register_statistics(Statistics(f"{path}/statistics", MEASURED[-1:], gradients=True))
             unpacked_step(chunks, batches)
+    return state
 
 
 def dump_packed(case: Case, state: dict[str, Tensor], path: str, sites: list[str]) -> None:
@@ -443,13 +446,12 @@ def test_a_packed_dump_reads_as_an_unpacked_one(case: Case, tmp_path: Path) -> N
     from megatron_flex.compare import compare
 
     sites = dumped_sites(case)
-    state = truths.of(case.single(), sites[:1], [])["state"]
-    run(1, dump_unpacked, case, state, str(tmp_path), sites, timeout=100)
+    (state,) = run(1, dump_unpacked, case, str(tmp_path), sites, timeout=100)
     run(case.world, dump_packed, case, state, str(tmp_path), sites, timeout=100)
     for name in ("apart", "padded"):
-        found = compare(tmp_path / name, tmp_path / "packed", tolerance=BOUND)
+        found = compare(tmp_path / name, tmp_path / "packed")
         assert found.first is None, str(found.first)
-        assert compare(tmp_path / name, tmp_path / "packed").first is None, "not distinguishable"
+        assert max(r.relative for r in found.rows) < BOUND
         assert not found.missing, found.missing
         names = {r.name for r in found.rows}
         assert {*sites} <= names
@@ -464,7 +466,7 @@ def test_a_packed_dump_reads_as_an_unpacked_one(case: Case, tmp_path: Path) -> N
             for one, two in zip(*both, strict=True):
                 assert one.positions.tolist() == two.positions.tolist()
                 assert relative(one.array.torch(), two.array.torch()) < BOUND, site
-    wrong = compare(tmp_path / "other", tmp_path / "packed", tolerance=BOUND).first
+    wrong = compare(tmp_path / "other", tmp_path / "packed", tolerance=BOUND, allow_missing=True).first
     assert wrong is not None
     assert wrong.name.startswith("embedding")
     assert (wrong.worst.sample, wrong.worst.token) == (len(lengths) - 1, 3)

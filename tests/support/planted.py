@@ -38,6 +38,8 @@ FEW = [  # sites of long runs
     "loss",
 ]
 ROUTERS = "decoder.layers.*.mlp.router:*"
+OUTSIDE = ["embedding", "decoder.final_layernorm", "output_layer"]  # of layers
+AROUND = [*(f"{name}**:*" for name in OUTSIDE), "decoder.layers.*:output", "loss"]  # a layer
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Pair:
         seed: of the weights and the data.
         steps: training steps; with more than one, Adam runs.
         few: whether only `FEW` is dumped.
+        inside: a layer: only of it everything is dumped, of the others what comes out of them.
         routers: whether the routers are dumped besides.
         setting: of the training, one of `SETTINGS`.
     """
@@ -60,6 +63,7 @@ class Pair:
     seed: int = 0
     steps: int = 1
     few: bool = False
+    inside: int | None = None
     routers: bool = False
     setting: str = ""
 
@@ -67,12 +71,24 @@ class Pair:
     def name(self) -> str:
         """A name for files."""
         parts = [self.case.name, self.precision, f"seed {self.seed}", f"{self.steps} steps"]
-        return " ".join([*parts, *["few"] * self.few, *["routers"] * self.routers, self.setting]).strip()
+        inside = [] if self.inside is None else [f"inside {self.inside}"]
+        words = [*parts, *["few"] * self.few, *inside, *["routers"] * self.routers, self.setting]
+        return " ".join(words).strip()
 
     @property
     def sites(self) -> str | list[str]:
         """The patterns of the sites that are dumped."""
-        return [*FEW, *[ROUTERS] * self.routers] if self.few else "**:*"
+        if self.few:
+            return [*FEW, *[ROUTERS] * self.routers]
+        return "**:*" if self.inside is None else [*AROUND, f"decoder.layers.{self.inside}**:*"]
+
+    @property
+    def parameters(self) -> str | list[str]:
+        """The patterns of the parameters that are dumped."""
+        if self.inside is None:
+            return "**"
+        outside = [f"{name}.**" for name in OUTSIDE if name != "output_layer" or not self.case.tied]
+        return [*outside, f"decoder.layers.{self.inside}.**"]
 
     @property
     def run(self) -> Case:
@@ -142,8 +158,8 @@ def dumped(pair: Pair, case: Case, path: str, weights: str, bug: str, magnitude:
         models, step = _trained(pair, case, chunks)
         plant = BY_NAME[bug].patch if bug in BY_NAME else PATCHES.get(bug)
         with contextlib.nullcontext() if plant is None else plant(models, state, magnitude):
-            settings: dict[str, Any] = {"gradients": True, "parameters": "**", "order": "blocks"}
-            dump = mf.Dump(path, pair.sites, replicas=True, **settings)
+            settings: dict[str, Any] = {"gradients": True, "order": "blocks", "replicas": True}
+            dump = mf.Dump(path, pair.sites, parameters=pair.parameters, **settings)
             flex = mf.attach(models, dumps=dump)
             for _ in range(pair.steps):
                 step()
@@ -188,6 +204,7 @@ class Bench:
         single = pair.run.single()
         model = repr(sorted({**vars(single), "extra": repr(single.extra)}.items()))
         name = f"alone {pair.precision} {pair.seed} {pair.steps} {pair.few} {_digest(model)}"
+        name += f" inside {pair.inside}" * (pair.inside is not None)
         name += " routers" * pair.routers + f" {pair.setting}" * bool(pair.setting)
         weights = self.folder / f"{name} weights"
         return self.made(pair, single, name, weights), weights

@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 
+from megatron_flex.dump.expert_routing import ExpertRouting
 from megatron_flex.dump.reader.array_sources import ActivationSource, ParameterSource
 from megatron_flex.dump.reader.dump_array import DumpArray
 from megatron_flex.dump.reader.missing_parts import MOST_DETAILED, lost, missing, replaced
 from megatron_flex.dump.reader.sample_plan import StoredTensorKey
-from megatron_flex.dump.reader.shard_files import MOST_OPEN_FILES, ChecksumPolicy, LocatedShard, PartFiles
+from megatron_flex.dump.reader.shard_files import (
+    MOST_OPEN_FILES,
+    ChecksumPolicy,
+    LocatedShard,
+    PartFiles,
+    RoutingKey,
+    WeightedCache,
+)
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows, is_row_mask
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
@@ -25,6 +33,7 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
 
+MOST_ROUTED = 1 << 24  # entries of routers' decisions that are kept
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
 
 
@@ -131,6 +140,11 @@ class OpenDump:
         sites, parameters = len(self.site_records), len(self._parameter_records)
         names = f"{count_words(sites, 'site')}, {count_words(parameters, 'parameter')}"
         return f"<OpenDump {self.path}: {names}, {count_words(len(self.runs), 'run')}>"
+
+    @cached_property
+    def routings(self) -> WeightedCache[RoutingKey, ExpertRouting]:
+        """Routers' decisions, of which all sites of a layer's experts ask for the same."""
+        return WeightedCache(MOST_ROUTED)
 
     # -- contents -------------------------------------------------------------------------------------
 
@@ -630,6 +644,7 @@ class OpenDump:
             >>> dump.close()
         """
         self.files.close()
+        self.routings.clear()
 
     def __enter__(self) -> OpenDump:
         return self

@@ -15,7 +15,6 @@ from megatron_flex.dump.reader.shard_files import (
     LocatedShard,
     PartFiles,
     StoredDump,
-    WeightedCache,
     parse_layout_text,
 )
 from megatron_flex.dump.reader.stored_runs import StoredIteration
@@ -25,7 +24,6 @@ from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Dim, DimIndex, Layout, Sizes
 
-MOST_ROUTINGS = 64  # decisions that are kept for each site
 TOKEN_SAMPLE_DIMS = Dim(TOKEN_DIM), Dim(SAMPLE_DIM)
 
 
@@ -127,7 +125,6 @@ class ExpertTensorReader:
 
     def __init__(self, dump: StoredDump, site: str, stage: int, call: int) -> None:
         self.dump, self.site, self.stage, self.call = dump, site, stage, call
-        self._known: WeightedCache[tuple[int, int, int], ExpertRouting] = WeightedCache(MOST_ROUTINGS)
 
     def entries(self, written: StoredIteration, kind: str, site: str = "") -> list[LocatedShard]:
         """What ranks of all replicas wrote: rows of any replica's tokens are on any."""
@@ -170,7 +167,8 @@ class ExpertTensorReader:
                     )
             return ExpertRouting(choices, written.run.sizes)
 
-        return self._known.get((written.iteration, written.run_of, microbatch), make)
+        key = (written.iteration, written.run_of), self.stage, layer, self.call, microbatch
+        return self.dump.routings.get(key, make, lambda routing: routing.weight)
 
 
 def _assemble_by_rank(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -192,6 +192,9 @@ class StoredTensorShards:
         self._known: WeightedCache[tuple[IterationKey, int], dict[int, list[LocatedShard]]] = WeightedCache(
             MOST_KNOWN_SHARDS
         )
+        self._tensors: WeightedCache[tuple[IterationKey, int, int], StoredTensor] = WeightedCache(
+            MOST_KNOWN_SHARDS
+        )
 
     def of(self, written: StoredIteration, replica: int) -> Mapping[int, list[LocatedShard]]:
         """The shards that the ranks of a replica wrote, by microbatch; of experts, those of all replicas."""
@@ -200,6 +203,14 @@ class StoredTensorShards:
             lambda: self._find(written, replica),
             lambda found: sum(map(len, found.values())),
         )
+
+    def tensor(
+        self, written: StoredIteration, microbatch: int, replica: int, make: Callable[[], StoredTensor]
+    ) -> StoredTensor:
+        """The tensor of a block: plans of all microbatches and plans of one alone have the same."""
+        key = (written.iteration, written.run_of), microbatch, replica
+        ranks = prod(written.run.sizes.values()) // len(written.run.replicas)
+        return self._tensors.get(key, make, lambda _: ranks)
 
     def _find(self, written: StoredIteration, replica: int) -> dict[int, list[LocatedShard]]:
         out: dict[int, list[LocatedShard]] = {}
@@ -242,7 +253,7 @@ class SamplePlanner:
             found = {m: several for m, several in found.items() if m == only[0]}
         if not found:
             raise self.dump.missing_activation_error(self.which.name, written, self.which.stage)
-        tensors = {(m, replica): self._tensor(written, m, replica, found[m]) for m in sorted(found)}
+        tensors = {(m, replica): self._tensor(written, m, replica) for m in sorted(found)}
         counts = {m: _count_samples(one) for (m, _), one in tensors.items()}
         first = next(iter(tensors.values()))
         joined = REPLICA_AXIS in first.layout.axes or len(run.replicas) == 1
@@ -273,8 +284,7 @@ class SamplePlanner:
     def _find_tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
         key = block.microbatch, block.replica
         if key not in plan.tensors:
-            found = self._shards.of(plan.written, block.replica).get(block.microbatch, [])
-            plan.tensors[key] = self._tensor(plan.written, *key, found)
+            plan.tensors[key] = self._tensor(plan.written, *key)
         return plan.tensors[key]
 
     def tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
@@ -344,11 +354,15 @@ class SamplePlanner:
                 return self.dump.files.open(path).part.index.microbatches
         return 0
 
-    def _tensor(
-        self, written: StoredIteration, microbatch: int, replica: int, found: list[LocatedShard]
-    ) -> StoredTensor:
+    def _tensor(self, written: StoredIteration, microbatch: int, replica: int) -> StoredTensor:
+        """The tensor of a block."""
+        return self._shards.tensor(
+            written, microbatch, replica, lambda: self._assemble(written, microbatch, replica)
+        )
+
+    def _assemble(self, written: StoredIteration, microbatch: int, replica: int) -> StoredTensor:
         """Put together the tensor of a block."""
-        run = written.run
+        run, found = written.run, self._shards.of(written, replica).get(microbatch, [])
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
         if found and REPLICA_AXIS in found[0][2].axes:
             found = [f for r in run.replicas for f in self._shards.of(written, r).get(microbatch, [])]

@@ -24,6 +24,7 @@ from megatron_flex.dump.checksums import (
     count_checksum_blocks,
     get_block_checksum,
 )
+from megatron_flex.dump.expert_routing import ExpertRouting
 from megatron_flex.dump.part_format import StoredPart, parse_iteration_folder, parse_part_name, read_part
 from megatron_flex.dump.reader.stored_runs import IterationKey, StoredIteration
 from megatron_flex.dump.schema import REPLICA, Manifest, ShardEntry, SiteRecord, layout_from_json
@@ -373,6 +374,9 @@ def _map_part_file(path: Path) -> mmap.mmap:
         ) from error
 
 
+RoutingKey = tuple[IterationKey, int, str, int, int]  # iteration, stage, layer, call, microbatch
+
+
 class StoredDump(Protocol):
     """What the sources of arrays ask of a dump that is open.
 
@@ -383,6 +387,10 @@ class StoredDump(Protocol):
 
     path: Path
     files: PartFiles
+
+    @property
+    def routings(self) -> WeightedCache[RoutingKey, ExpertRouting]:
+        """Routers' decisions, of which all sites of a layer's experts ask for the same."""
 
     @property
     def manifest(self) -> Manifest:
