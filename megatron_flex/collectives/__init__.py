@@ -25,6 +25,13 @@ from megatron_flex.collectives.exchange import (
     require_gradient,
 )
 from megatron_flex.collectives.expert_route import Dispatch, Route
+from megatron_flex.collectives.gather_plan import (
+    REPLICA_AXES,
+    is_leader,
+    is_leader_for,
+    plan_read,
+    takes_part,
+)
 from megatron_flex.collectives.gather_scatter import (
     PlannedCollective,
     assemble_on_all_ranks,
@@ -34,17 +41,7 @@ from megatron_flex.collectives.gather_scatter import (
     plan_result_broadcast,
     replica_mesh,
 )
-from megatron_flex.collectives.leader_gather import (
-    REPLICA_AXES,
-    GatherStep,
-    LeaderGather,
-    PendingShard,
-    gather_to_leader,
-    is_leader,
-    is_leader_for,
-    plan_read,
-    takes_part,
-)
+from megatron_flex.collectives.leader_gather import gather_to_leader
 from megatron_flex.collectives.local_shard import Shard, ShardExchange, ShardSum, join_sum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
@@ -112,11 +109,8 @@ __all__ = [
     "Enter",
     "Exchange",
     "FailedElsewhere",
-    "GatherStep",
-    "LeaderGather",
     "OneRank",
     "PendingReduction",
-    "PendingShard",
     "PipelineGather",
     "PipelineRelay",
     "PlannedCollective",

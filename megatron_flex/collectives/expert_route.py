@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -179,11 +180,26 @@ class Route:
 
     def empty_at_tokens(self, local: Tensor) -> Tensor:
         """An empty tensor of the shape that `local` has at its tokens."""
-        one = Layout((Dim("t"), *self.layout.dims[1:]))
-        features = padded_shape(one, local.shape, self.mesh.sizes)[1:]
+        features = self._features(local)
         if self.expert is None:
             return local.new_empty((*self.dispatch.shape, self.dispatch.slots, *features))
         return local.new_empty((int(self.dispatch.host[:, self.expert].sum()), *features))
+
+    def count_bytes(self, local: Tensor) -> int:
+        """The bytes of the full tensor at its tokens, as all ranks count them without communication: of one
+        expert those that it has if all experts have the same number of tokens.
+        """
+        choice = self.dispatch
+        tokens = prod(padded_shape(Layout(choice.stream.dims[:2]), choice.shape, self.mesh.sizes))
+        rows = tokens * choice.slots
+        if self.expert is not None:
+            rows = -(-rows // choice.chosen.shape[1])
+        return rows * prod(self._features(local)) * local.element_size()
+
+    def _features(self, local: Tensor) -> tuple[int, ...]:
+        """The shape of one whole row."""
+        one = Layout((Dim("t"), *self.layout.dims[1:]))
+        return padded_shape(one, local.shape, self.mesh.sizes)[1:]
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """The rows of this rank's own tokens. Collective over `ep` and `etp`.

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.gather_plan import is_leader
 from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
-from megatron_flex.collectives.leader_gather import PendingShard, gather_to_leader, is_leader
+from megatron_flex.collectives.leader_gather import gather_to_leader
 from megatron_flex.collectives.object_exchange import broadcast_object
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -176,7 +177,7 @@ def assemble_on_stage(
     """
     dense = {a.name for a in mesh}
     if local is not None and not owner and not everywhere and set(layout.axes) <= dense:
-        return gather_to_leader([PendingShard(layout, [local])], mesh, 0)[0]
+        return gather_to_leader([(layout, local)], mesh, 0)[0]
     full = None if local is None else assemble_on_all_ranks(local, layout, mesh)[0]
     for axis, coord in ((mesh[name], coord) for name, coord in owner):
         if axis.size > 1:

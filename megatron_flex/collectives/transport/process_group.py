@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from megatron_flex.collectives.expert_route import Route
-from megatron_flex.collectives.leader_gather import (
-    GatherStep,
-    LeaderGather,
-    PendingShard,
-    plan_read,
-    takes_part,
-)
+from megatron_flex.collectives.gather_plan import CapturedShard, plan_gather
+from megatron_flex.collectives.leader_gather import ShardGather, exchange_shapes
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
-from megatron_flex.collectives.planned_gather import GatheredShard, GatherPlan, PlannedGather, plan_gather
 from megatron_flex.collectives.transport.interface import Arrival, TransportBytes, Watch
 from megatron_flex.config import flex_config
-from megatron_flex.layout import Layout, full_shape
+from megatron_flex.layout import Layout, Lengths, full_shape, uneven_lengths
 from megatron_flex.mesh import Mesh
 
 FIRST_BLOCK_BYTES = 1 << 16  # bytes of a tape's first piece
@@ -105,8 +101,9 @@ class CopyTapes:
         return block
 
 
-MAX_SEND_PLANS = 4096  # layouts and shapes that are remembered
-MAX_BATCH_PLANS = 64  # sets of captures that are remembered
+MAX_SHARDS = 4096  # layouts, shapes and dtypes that are remembered
+MAX_PLANS = 64  # sets of captures that are remembered
+TAG_MASK = 0x7FFFFFFF
 
 
 @dataclass(slots=True)
@@ -114,51 +111,19 @@ class _PendingCapture:
     tag: Any
     layout: Layout
     tensor: Tensor | None  # None on a rank whose shard is not needed
+    device: torch.device
+    shard: CapturedShard | None = None  # of a route none, until the rows are back at their tokens
     route: Route | None = None
-    plan: _SendPlan | None = None
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _SendPlan:
-    """How all local shards of one layout and shape are sent.
-
-    Attributes:
-        layout: itself: while it is here no other one is found by its identity.
-        shape: of the shards.
-        needed: whether the shard of this rank is.
-        steps: in which it is sent.
-        entries: of the full tensor, if all ranks count the same number.
-    """
-
-    layout: Layout
-    shape: torch.Size
-    needed: bool
-    steps: list[GatherStep]
-    entries: int
-
-
-@dataclass(frozen=True, slots=True)
-class _BatchPlan:
-    """How all captures of such steps are sent.
-
-    Attributes:
-        plans: of the captures: while they are here no other ones are found by their identity.
-        gather: the plan of the gather; None where each step plans its own.
-    """
-
-    plans: list[_SendPlan]
-    gather: GatherPlan | None
-
-
-@dataclass(slots=True)
 class _InFlight:
     """Captures that are being sent: as recorded, in the order of sending, and the memory that holds them."""
 
     recorded: list[_PendingCapture]
     order: list[_PendingCapture]
     blocks: list[TapeBlock]
-    sending: LeaderGather | PlannedGather
+    gather: ShardGather
 
 
 class ProcessGroupTransport:
@@ -168,10 +133,15 @@ class ProcessGroupTransport:
         self.mesh = mesh
         self._pending: list[_PendingCapture] = []
         self._waiting_bytes = 0
+        self._waiting_unknown = False
+        # The lengths of uneven shards that the ranks exchanged last, by which they count those that follow.
+        self._lengths: dict[Layout, Lengths] = {}
         self._buffers = CopyTapes()
         self._sent: _InFlight | None = None
-        self._plans: dict[tuple[int, torch.Size], _SendPlan] = {}
-        self._batches: dict[tuple[Any, ...], _BatchPlan] = {}
+        # Dropped while they were being sent: gloo may still write to the memory.
+        self._abandoned: list[_InFlight] = []
+        self._shard_of = lru_cache(MAX_SHARDS)(partial(CapturedShard.of, mesh=mesh))
+        self._plan = lru_cache(MAX_PLANS)(partial(plan_gather, mesh=mesh))
 
     @classmethod
     def open(cls, mesh: Mesh, watch: Watch | None) -> ProcessGroupTransport:
@@ -187,22 +157,36 @@ class ProcessGroupTransport:
 
     def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
         """Copy the local shard if the receiving rank needs it: `Transport.submit`."""
-        if route is not None:  # the rows of every rank are needed: they go back to their tokens first
-            kept = self._buffers.copy(local, "rows", flex_config.bucket_bytes)
-            self._pending.append(_PendingCapture(tag, layout, kept, route))
-            return True
-        plan = self._plan(layout, local.shape)
-        shard = self._copy(local, plan) if plan.needed else None
-        self._pending.append(_PendingCapture(tag, layout, shard, None, plan, local.dtype))
-        self._waiting_bytes += plan.entries * local.element_size()
+        pending = _PendingCapture(tag, layout, None, local.device, route=route)
+        if route is None:
+            pending.shard = self._shard_of(layout, local.shape, local.dtype)
+            self._count(pending.shard)
+            pending.tensor = self._copy(local, pending.shard)
+        else:  # the rows of every rank are needed: they go back to their tokens first
+            self._waiting_bytes += route.count_bytes(local)
+            pending.tensor = self._buffers.copy(local, "rows", flex_config.bucket_bytes)
+        self._pending.append(pending)
         return True
+
+    def _count(self, shard: CapturedShard) -> None:
+        """Count a capture among those that wait, as all ranks count it."""
+        if shard.full_bytes is not None:
+            self._waiting_bytes += shard.full_bytes
+        elif shard.layout in self._lengths:
+            lengths = self._lengths[shard.layout]
+            shape = full_shape(shard.layout, shard.shape, self.mesh.sizes, lengths)
+            self._waiting_bytes += prod(shape) * shard.dtype.itemsize
+        else:
+            self._waiting_unknown = True
 
     def start(self) -> list[Arrival]:
         """Begin to send if many bytes wait; earlier sends are awaited first.
 
         So no more than two batches are in memory. All ranks decide alike, from the sizes of full tensors.
+        Shards that differ in length are sent at once the first time: the ranks then know how long they are.
         """
-        return self._post() if self._waiting_bytes > flex_config.pending_bytes else []
+        large = self._waiting_unknown or self._waiting_bytes > flex_config.pending_bytes
+        return self._post() if large else []
 
     def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
         """Nothing is sent before the ranks agree that the step is good."""
@@ -219,12 +203,17 @@ class ProcessGroupTransport:
         return self._post() + self._wait()
 
     def drop(self, failed: bool) -> None:
-        """Discard what was submitted, and release all memory."""
+        """Discard what was submitted, and release all memory but that of messages in transit.
+
+        Another rank may never send or receive them, so this one does not wait for them.
+        """
         self._pending.clear()
-        self._sent = None
+        if self._sent is not None:
+            self._abandoned.append(self._sent)
+            self._sent = None
         self._buffers.clear()
         buffer_pool.clear()
-        self._waiting_bytes = 0
+        self._waiting_bytes, self._waiting_unknown = 0, False
 
     def close(self) -> None:
         """Discard what was submitted, and release all memory."""
@@ -238,76 +227,61 @@ class ProcessGroupTransport:
 
     def _post(self) -> list[Arrival]:
         arrived = self._wait()
-        todo, self._pending, self._waiting_bytes = self._pending, [], 0
+        todo, self._pending = self._pending, []
+        self._waiting_bytes, self._waiting_unknown = 0, False
+        if not todo:
+            return arrived
         # Rows of experts last, as their copies lie in memory.
         order = sorted(todo, key=lambda p: p.route is not None) if any(p.route for p in todo) else todo
         for pending in order:
             if pending.route is not None and pending.tensor is not None:
                 rows = pending.route.to_tokens(pending.tensor)
-                pending.plan = self._plan(pending.layout, rows.shape)
-                pending.tensor = self._copy(rows, pending.plan) if pending.plan.needed else None
+                pending.shard = self._shard_of(pending.layout, rows.shape, rows.dtype)
+                pending.tensor = self._copy(rows, pending.shard)
         self._sent = _InFlight(todo, order, self._buffers.take(), self._begin(order))
         return arrived
 
-    def _begin(self, order: list[_PendingCapture]) -> LeaderGather | PlannedGather:
-        """Begin the gather of captures, by the plan of such captures if there is one."""
-        planned = self._find_batch(order)
-        if planned is not None:
-            return PlannedGather(planned, [p.tensor for p in order])
-        parcels = [
-            PendingShard(
-                p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh))
-            )
-            for p in order
-        ]
-        return LeaderGather(parcels, self.mesh, flex_config.bucket_bytes)
+    def _begin(self, order: list[_PendingCapture]) -> ShardGather:
+        """Begin the gather of captures."""
+        shards = [p.shard for p in order if p.shard is not None]
+        device = next((p.device for p in order if p.shard is not None and p.shard.full_bytes is None), None)
+        if device is not None:
+            shards = exchange_shapes(shards, self.mesh, device)
+            self._note_lengths(shards)
+        plan = self._plan(tuple(shards), most=flex_config.bucket_bytes)
+        # Messages of a step that was dropped are not taken for those of this one.
+        tag = crc32(str(order[0].tag).encode()) & TAG_MASK
+        return ShardGather(plan, [p.tensor for p in order], self.mesh, owned=True, tag=tag)
 
-    def _find_batch(self, order: list[_PendingCapture]) -> GatherPlan | None:
-        """The plan of captures like these; None where there is none."""
-        at = tuple([(id(p.plan), p.dtype) for p in order])
-        found = self._batches.get(at)
-        if found is None:
-            plans = [p.plan for p in order if p.plan is not None]
-            shards = [
-                GatheredShard(p.layout, p.plan.shape, p.dtype, p.plan.needed)
-                for p in order
-                if p.route is None and p.plan is not None and p.dtype is not None
-            ]
-            local = all(p.tensor is None or p.tensor.is_cpu for p in order)
-            most = flex_config.bucket_bytes
-            plan = plan_gather(shards, self.mesh, most) if local and len(shards) == len(order) else None
-            if len(self._batches) >= MAX_BATCH_PLANS:
-                self._batches.clear()
-            found = self._batches[at] = _BatchPlan(plans, plan)
-        return found.gather
+    def _note_lengths(self, shards: Sequence[CapturedShard]) -> None:
+        if len(self._lengths) > MAX_SHARDS:
+            self._lengths.clear()
+        for shard in shards:
+            if shard.shapes:
+                dims = Layout(shard.layout.dims)
+                self._lengths[shard.layout] = uneven_lengths(dims, shard.shapes, self.mesh.sizes)
 
     def _wait(self) -> list[Arrival]:
         """Wait for what is being sent."""
         if self._sent is None:
             return []
         sent, self._sent = self._sent, None
-        for pending, full in zip(sent.order, sent.sending.wait(), strict=True):
+        for pending, full in zip(sent.order, sent.gather.wait(), strict=True):
             order = pending.route.order if pending.route else None
             pending.tensor = full if full is None or order is None else full[order]
         self._buffers.give_back(sent.blocks)
+        if self._abandoned:
+            # Messages between two ranks arrive in the order in which they were sent: those before these have.
+            axes = sent.gather.plan.axes
+            self._abandoned = [a for a in self._abandoned if not a.gather.plan.axes <= axes]
         return [(p.tag, p.tensor) for p in sent.recorded if p.tensor is not None]
 
-    def _plan(self, layout: Layout, shape: torch.Size) -> _SendPlan:
-        found = self._plans.get((id(layout), shape))
-        if found is None:
-            if len(self._plans) >= MAX_SEND_PLANS:
-                self._plans.clear()
-            even = not any(d.uneven for d in layout.dims)
-            entries = prod(full_shape(layout, shape, self.mesh.sizes)) if even else 0
-            needed = takes_part(layout, self.mesh)
-            found = _SendPlan(layout, shape, needed, plan_read(layout, self.mesh), entries)
-            self._plans[id(layout), shape] = found
-        return found
-
-    def _copy(self, tensor: Tensor, plan: _SendPlan) -> Tensor:
+    def _copy(self, tensor: Tensor, shard: CapturedShard) -> Tensor | None:
         """A copy, after those that are sent with it; of a tensor that is not sent a copy of its own."""
-        if not plan.steps:
+        if not shard.needed:
+            return None
+        if not shard.steps:
             return tensor.clone(memory_format=torch.contiguous_format)
-        first = plan.steps[0]
+        first = shard.steps[0]
         tape = (first, tensor.dtype if first.op == "sum" else None)
         return self._buffers.copy(tensor, tape, flex_config.bucket_bytes)

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.expert_route import Route
+from megatron_flex.collectives.gather_plan import REPLICA_AXES
 from megatron_flex.collectives.host_groups import open_host_group, receive_from, send_to
-from megatron_flex.collectives.leader_gather import REPLICA_AXES
 from megatron_flex.collectives.messages import buffer_pool, group_by_size
 from megatron_flex.collectives.rank_agreement import gather_objects, max_over_ranks
 from megatron_flex.collectives.transport.device_copies import DeviceCopies

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import leader_gather
 from megatron_flex.collectives.gather_scatter import GATHER
+from megatron_flex.collectives.transport.process_group import CopyTapes, ProcessGroupTransport
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replicated
 from megatron_flex.runtime import Key
@@ -32,6 +33,7 @@ SITES: list[tuple[Layout, torch.dtype]] = [
     (Layout((Dim("s"), Dim("h")), partial=("tp",)), torch.float32),
     (Layout((Dim("s"), Dim("h")), partial=("tp",)), torch.bfloat16),
     (Layout((Dim("s"), Dim("h")), partial=("cp",)), torch.float32),
+    (Layout((Dim("s"), Dim("h")), partial=("tp", "cp")), torch.float32),
 ]
 ROWS = Layout((Dim("t", (Cut("cp"), Cut("tp")), uneven=True), Dim("h")))
 UNEVEN: list[tuple[Layout, torch.dtype]] = [
@@ -179,9 +181,62 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
     assert all(run(2, posting))
 
 
-def test_memory_of_a_tape() -> None:
-    from megatron_flex.collectives.transport.process_group import CopyTapes
+def uneven_in_windows(steps: int) -> Any:
+    """How many captures of other lengths wait after each, at two bytes less than two of them have."""
+    mesh, kept = make_mesh(1), Kept()
+    # Likewise.
+    recorder = Recorder(mesh, kept)  # type: ignore[arg-type]
+    flex_config.pending_bytes = 2 * 16 * 16 * 4 - 2
+    (transport,) = recorder._transports
+    assert isinstance(transport, ProcessGroupTransport)
+    waiting = []
+    for step in range(steps):
+        read(recorder, UNEVEN[:1], step, equal=False)
+        recorder.gather_if_large()
+        waiting.append(len(transport._pending))
+    recorder.flush()
+    return waiting, right(kept, UNEVEN[:1], steps) if mesh["tp"].coord == 0 else not kept
 
+
+def test_uneven_parts_are_sent_in_windows() -> None:
+    for waiting, good in run(2, uneven_in_windows, 6):
+        assert waiting == [0, 1, 0, 1, 0, 1], "at first how long they are is not known"
+        assert good
+
+
+def dropped(failed_on: int) -> Any:
+    """Ranks drop two steps, in the second of which one of them has sent nothing; then two that are good."""
+    flex_config.pending_bytes = 0
+    mesh = make_mesh(1)
+    rank = mesh["tp"].coord
+    # Likewise.
+    recorder = Recorder(mesh, kept := Kept())  # type: ignore[arg-type]
+    (transport,) = recorder._transports
+    assert isinstance(transport, ProcessGroupTransport)
+    large = [(Layout((Dim("s", (TP,)), Dim("h"))), torch.float32)]
+    for step in (10, 11):
+        if rank != failed_on or step == 10:
+            read(recorder, large, step, True)
+            recorder.gather_if_large()
+        recorder.drop()
+    held = len(transport._abandoned)
+    dist.barrier()
+    for step in range(2):
+        read(recorder, large, step, True)
+        recorder.gather_if_large()
+    recorder.flush()
+    return held, len(transport._abandoned), right(kept, large, 2) if rank == 0 else not kept
+
+
+@pytest.mark.parametrize("failed_on", [0, 1, 2], ids=["leader", "other", "both alike"])
+def test_messages_of_a_dropped_step_are_not_taken_for_others(failed_on: int) -> None:
+    answers = run(2, dropped, failed_on)
+    assert all(good for _, _, good in answers)
+    assert [held for held, _, _ in answers] == [2 - (rank == failed_on) for rank in range(2)]
+    assert [left for _, left, _ in answers] == [0, 0], "their memory is kept until later messages have come"
+
+
+def test_memory_of_a_tape() -> None:
     buffers, made = CopyTapes(), []
     for _ in range(4):
         copies = [buffers.copy(torch.full((n,), float(n)), "tape", 1 << 20) for n in (30000, 1, 70000, 5)]

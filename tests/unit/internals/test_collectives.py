@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import (
-    PendingShard,
     PipelineGather,
     choose_exchange,
     enter,
@@ -21,7 +20,6 @@ from megatron_flex.collectives import (
     is_leader,
     max_over_ranks,
     plan_read,
-    takes_part,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
@@ -155,7 +153,7 @@ def uneven() -> Any:
     whole = enter(local, exchange)
     back = exit(whole * torch.arange(len(whole)).unsqueeze(1), whole, local, exchange)
     back.backward(torch.ones_like(back))
-    read = gather_to_leader([PendingShard(layout, [local.detach()])], mesh, 1 << 20)
+    read = gather_to_leader([(layout, local.detach())], mesh, 1 << 20)
     return whole.detach(), back.detach(), local.grad, read[0], local.detach()
 
 
@@ -178,7 +176,7 @@ def reads(cp: int, offset: int, bucket: int) -> Any:
     counts: dict[str, int] = {}
     for name in ("gather", "reduce", "all_reduce", GATHER, "all_gather", "isend", "irecv"):
         changes.setattr(dist, name, _counted(getattr(dist, name), name, counts))
-    parcels, wholes = [], []
+    shards, wholes = [], []
     for layout in LAYOUTS.values():
         if mesh["tp"].size % 2 and any(c.copies > 1 for d in layout.dims for c in d.cuts):
             continue
@@ -187,9 +185,9 @@ def reads(cp: int, offset: int, bucket: int) -> Any:
         local = extract(
             layout, whole, mesh.coords, mesh.sizes, padded if layout is LAYOUTS["padded"] else None
         )
-        parcels.append(PendingShard(layout, [local] if takes_part(layout, mesh) else []))
+        shards.append((layout, local))
         wholes.append(whole)
-    got = gather_to_leader(parcels, mesh, bucket)
+    got = gather_to_leader(shards, mesh, bucket)
     return (
         is_leader(mesh),
         counts,

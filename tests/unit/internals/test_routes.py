@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import Dispatch, Route, choose_exchange, enter, exit
+from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
+from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
@@ -40,8 +45,10 @@ def whole(expert: int | None) -> Tensor:
     return out
 
 
-def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
-    """Experts over two ranks of `ep`, or summands of them over two of `etp`: what is found, and wanted."""
+def route_over_two(kind: str, expert: int | None) -> tuple[Route, Tensor, float]:
+    """Experts over two ranks of `ep`, or summands of them over two of `etp`; all rows, and this rank's share
+    of them.
+    """
     rank = dist.get_rank()
 
     def axis(name: str) -> Axis:
@@ -60,18 +67,21 @@ def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
     mine = range(EXPERTS)[2 * rank : 2 * rank + 2] if kind == "ep" else range(EXPERTS)
     order = [(t, e) for e in mine for ours in theirs for t in ours if picked[t, e] and expert in (None, e)]
     rows = torch.tensor([value(t, e) for t, e in order]).reshape(-1, 2)
-    share = 1.0 if kind == "ep" else (0.25, 0.75)[rank]
-    local = (share * rows).requires_grad_()
-    route = Route(dispatch, layout, home, expert)
+    return Route(dispatch, layout, home, expert), rows, 1.0 if kind == "ep" else (0.25, 0.75)[rank]
 
-    exchange = choose_exchange(home, mesh, local, route)
+
+def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
+    """What is found, and wanted."""
+    route, rows, share = route_over_two(kind, expert)
+    local = (share * rows).requires_grad_()
+    exchange = choose_exchange(route.token_layout, route.mesh, local, route)
     got = enter(local, exchange)
     passed = exit(got * 3, got, local, exchange)
     weight = torch.arange(got.numel()).view(got.shape).float()
     (got * weight).sum().backward()
     want = whole(expert)
     at = weight.flatten(end_dim=-2)[[_place(want, row) for row in rows]]
-    first = kind == "ep" or rank == 0  # of summands the first gets the value
+    first = kind == "ep" or dist.get_rank() == 0  # of summands the first gets the value
     return {
         "value": (got.detach(), want),
         "edited": (passed.detach(), 3 * rows * first),
@@ -105,3 +115,30 @@ def test_summands_of_experts() -> None:
 
 def test_summands_of_one_expert() -> None:
     check("etp", 2)
+
+
+CAPTURES, WINDOW = 10, 2  # captures in all, and as many as may wait
+
+
+def in_windows(expert: int | None) -> tuple[list[int], list[bool]]:
+    """Capture rows of experts, in messages of a window each: how many wait after each, and what arrives."""
+    route, rows, share = route_over_two("ep", expert)
+    tokens = TOKENS * SLOTS if expert is None else TOKENS * SLOTS // EXPERTS  # of one expert its share
+    flex_config.pending_bytes = WINDOW * tokens * 2 * rows.element_size()
+    transport, waiting, arrived = ProcessGroupTransport(route.mesh), list[int](), list[Any]()
+    for number in range(CAPTURES):
+        assert transport.submit(number, share * rows + number, route.token_layout, route)
+        arrived += transport.start()
+        waiting.append(len(transport._pending))
+    arrived += transport.finish()
+    want = whole(expert)
+    real = want != 0
+    return waiting, [torch.equal(full, want + number * real) for number, full in arrived]
+
+
+@pytest.mark.parametrize("expert", [None, 2], ids=["all experts", "one expert"])
+def test_rows_are_sent_in_windows(expert: int | None) -> None:
+    (leader, arrived), (other, nothing) = run(2, in_windows, expert)
+    assert leader == other == [*range(1, WINDOW + 1), *[0, 1, 2] * 2, 0, 1], "all ranks decide alike"
+    assert arrived == [True] * CAPTURES
+    assert nothing == []
