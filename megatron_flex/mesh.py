@@ -36,6 +36,9 @@ class Axis:
     group: Any = field(default=None, compare=False)
     ranks: tuple[int, ...] = (0,)
 
+    def __repr__(self) -> str:
+        return f"<Axis {self.name}: coordinate {self.coord} of {self.size}>"
+
     def __post_init__(self) -> None:
         if not 0 <= self.coord < self.size or len(self.ranks) != self.size:
             raise FlexError(
@@ -107,6 +110,10 @@ class Mesh:
             True
         """
         return all(self[n].coord == 0 for n in names)
+
+    def __repr__(self) -> str:
+        here = ", ".join(f"{a.name} {a.coord}" for a in (*self.axes, *self.experts) if a.size > 1)
+        return f"<Mesh {self.describe()}{here and ' at ' + here}>"
 
     def describe(self) -> str:
         """Return the mesh as text, such as `tp=2 x pp=2`.

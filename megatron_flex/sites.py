@@ -173,6 +173,11 @@ class Site:
     dim_names: DimNameSource | None = field(default=None, compare=False, repr=False)
     known: DimNames | None = None
 
+    def __repr__(self) -> str:
+        layout = "layout not declared" if self.inferred else self.layout.describe()
+        shape = f" ({', '.join(map(str, self.shape))})" if self.shape else ""
+        return f"<Site {self.name}{shape}: {layout}, stage {self.stage}>"
+
     @property
     def module(self) -> str:
         """The module path of the name."""

@@ -162,10 +162,7 @@ def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
     flex.register_trainable_module("tuned", Translators(layers, words.shape[1], norm, words, epsilon))
     optimizer = torch.optim.Adam(flex.trainable_parameters(), lr=3e-3)
     source = Source(steps * SEQUENCES, LENGTH)
-    hooks = [
-        HookFunction(f"decoder.layers.{n}:input", editing_function=partial(tune, n), save=False)
-        for n in range(layers)
-    ]
+    hooks = [HookFunction(f"decoder.layers.{n}:input", partial(tune, n), save=False) for n in range(layers)]
     for step in range(steps):
         tokens = torch.stack([source[step * SEQUENCES + n]["tokens"] for n in range(SEQUENCES)])
         flex.save_ctx.final = flex.interp.run_with_hooks(tokens).log_softmax(-1)

@@ -167,7 +167,7 @@ def experiment(watch: Watch) -> dict[str, Tensor]:
     results = {site: readings[0] for site, readings in flex.output_dict.items()}
     say(f"held-out loss {losses['unedited']:.4f}")
     for label, (name, _, edit) in EDITS.items():
-        hook = HookFunction(f"gpt:{name}", editing_function=edit, save=False)
+        hook = HookFunction(f"gpt:{name}", edit, save=False)
         flex.register_forward_hook(hook)
         losses[label] = held_out(watch)
         flex.remove_hook(hook)

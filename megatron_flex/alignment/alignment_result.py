@@ -66,7 +66,7 @@ class LayerVerdict:
     isolated_error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Alignment(ComparedResult):
     """What `align` found.
 

@@ -50,6 +50,10 @@ class ComparedResult(ABC):
 
     HEADS: ClassVar[tuple[str, ...]]
 
+    def __repr__(self) -> str:
+        verdict, *_ = self.summary()
+        return f"<{type(self).__name__}: {verdict}>"
+
     @property
     @abstractmethod
     def exit_status(self) -> int:

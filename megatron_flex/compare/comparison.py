@@ -243,7 +243,7 @@ class Power:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(ComparedResult):
     """The result of comparing two dumps.
 

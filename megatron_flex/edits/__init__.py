@@ -1,4 +1,4 @@
-"""Preset editing functions, each one line: `HookFunction(site, editing_function=edits.scale(2.0))`.
+"""Preset editing functions, each one line: `HookFunction(site, edits.scale(2.0))`.
 
 They are written for the full tensor and have no rank logic; many run on local shards. `a | b` runs one after
 the other, `parse` builds them from text. Each can be restricted to `positions`, `samples`, `heads` and

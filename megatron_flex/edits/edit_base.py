@@ -60,7 +60,7 @@ class Edit(Preset):
         ...         return edits.EditTraits(unsharded_dims=())
         ...     def edit(self, inputs, module, modules):
         ...         return (inputs / self.step).round() * self.step
-        >>> edit = HookFunction("decoder.layers.2", editing_function=round_to(0.25, positions=0))
+        >>> edit = HookFunction("decoder.layers.2", round_to(0.25, positions=0))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     (flex.output_dict["decoder.layers.3:input"][0][0] % 0.25).any()

@@ -153,7 +153,7 @@ def local(dims: str | Sequence[str] = "all") -> Callable[[EditingFunction], Loca
         >>> @local("s b")
         ... def normalize(current_module, inputs, save_ctx, modules):
         ...     return inputs / inputs.norm(dim=-1, keepdim=True)
-        >>> edit = HookFunction("decoder.layers.2", editing_function=normalize)
+        >>> edit = HookFunction("decoder.layers.2", normalize)
         >>> handle = flex.register_forward_hook(edit)
         >>> print(flex.explain(edit))
         hook: forward on decoder.layers.2 editing by normalize, local along s, b

@@ -39,7 +39,7 @@ class resample(Edit):
         over: the name of the dim.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.resample("b"))
+        >>> edit = HookFunction("decoder.layers.2", edits.resample("b"))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -73,7 +73,7 @@ class swap(Edit):
         second: index of the second sample.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.swap(0, 1))
+        >>> edit = HookFunction("decoder.layers.2", edits.swap(0, 1))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -113,7 +113,7 @@ class patch(Edit):
         >>> with attach(chunks, [HookFunction("decoder.layers.2")]) as flex:
         ...     train_step(chunks)
         ...     clean = flex.output_dict
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.patch(clean, positions=-1))
+        >>> edit = HookFunction("decoder.layers.2", edits.patch(clean, positions=-1))
         >>> with attach(chunks, [edit]):
         ...     train_step(chunks)  # with the last position's stream of the first run
     """
@@ -232,7 +232,7 @@ class low_rank(Edit):
 
     Examples:
         >>> handle = flex.register_trainable_module("adapter", edits.LowRank(32, 4))
-        >>> edit = HookFunction("decoder.layers.2.mlp", editing_function=edits.low_rank("adapter"))
+        >>> edit = HookFunction("decoder.layers.2.mlp", edits.low_rank("adapter"))
         >>> handle = flex.register_forward_hook(edit)
         >>> train_step(chunks)
         >>> optimizer = torch.optim.AdamW(flex.trainable_parameters())
@@ -262,7 +262,7 @@ class splice(Edit):
         >>> from torch import nn
         >>> autoencoder = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32))
         >>> handle = flex.register_trainable_module("sae", autoencoder)
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.splice("sae", keep_error=True))
+        >>> edit = HookFunction("decoder.layers.2", edits.splice("sae", keep_error=True))
         >>> handle = flex.register_forward_hook(edit)
         >>> train_step(chunks)
     """

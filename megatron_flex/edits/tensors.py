@@ -176,7 +176,7 @@ def write(captures: Captures, path: str | Path) -> None:
         >>> with attach(chunks, [HookFunction("decoder.layers.2")]) as flex:
         ...     train_step(chunks)
         ...     edits.write(flex.output_dict, "clean.safetensors")
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.patch("clean.safetensors"))
+        >>> edit = HookFunction("decoder.layers.2", edits.patch("clean.safetensors"))
         >>> with attach(chunks, [edit]):
         ...     train_step(chunks)
     """

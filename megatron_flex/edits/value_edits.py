@@ -23,7 +23,7 @@ class scale(Edit):
     """Multiply by a factor.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(0.5))
+        >>> edit = HookFunction("decoder.layers.2", edits.scale(0.5))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -45,7 +45,7 @@ class zero(Edit):
     """Replace by zeros.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.zero(positions=0))
+        >>> edit = HookFunction("decoder.layers.2", edits.zero(positions=0))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -72,7 +72,7 @@ class clamp(Edit):
         HookError: there is no bound.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.clamp(-2.0, 2.0))
+        >>> edit = HookFunction("decoder.layers.2", edits.clamp(-2.0, 2.0))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -103,7 +103,7 @@ class noise(Edit):
         std: the standard deviation of the noise.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.noise(0.1))
+        >>> edit = HookFunction("decoder.layers.2", edits.noise(0.1))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -137,7 +137,7 @@ class ablate_heads(Edit):
 
     Examples:
         >>> attention = "decoder.layers.1.self_attention"
-        >>> edit = HookFunction(f"{attention}.core_attention", editing_function=edits.ablate_heads([0, 3]))
+        >>> edit = HookFunction(f"{attention}.core_attention", edits.ablate_heads([0, 3]))
         >>> with attach(chunks, [edit, HookFunction(f"{attention}.linear_proj:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -173,7 +173,7 @@ class ablate_neurons(Edit):
 
     Examples:
         >>> edit = edits.ablate_neurons([7, 11])
-        >>> hook = HookFunction("decoder.layers.1.mlp.linear_fc2:input", editing_function=edit)
+        >>> hook = HookFunction("decoder.layers.1.mlp.linear_fc2:input", edit)
         >>> with attach(chunks, [hook]):
         ...     train_step(chunks)
     """
@@ -198,7 +198,7 @@ class mean(Edit):
         value: a tensor, or a file of one; of the full tensor's shape or of its last dims.
 
     Examples:
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.mean("s b"))
+        >>> edit = HookFunction("decoder.layers.2", edits.mean("s b"))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())

@@ -34,7 +34,7 @@ class steer(Edit):
     Examples:
         >>> direction = torch.nn.functional.normalize(torch.randn(32), dim=0)
         >>> steer = edits.steer(direction, 0.5, positions=-1)
-        >>> edit = HookFunction("decoder.layers.2", editing_function=steer)
+        >>> edit = HookFunction("decoder.layers.2", steer)
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -104,7 +104,7 @@ class project_out(LinearEdit):
 
     Examples:
         >>> direction = torch.randn(32)
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.project_out(direction))
+        >>> edit = HookFunction("decoder.layers.2", edits.project_out(direction))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -152,7 +152,7 @@ class project(project_out):
 
     Examples:
         >>> direction = torch.randn(32)
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.project(direction))
+        >>> edit = HookFunction("decoder.layers.2", edits.project(direction))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())
@@ -181,7 +181,7 @@ class linear_map(LinearEdit):
 
     Examples:
         >>> rotation = torch.linalg.qr(torch.randn(32, 32)).Q
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.linear_map(rotation))
+        >>> edit = HookFunction("decoder.layers.2", edits.linear_map(rotation))
         >>> with attach(chunks, [edit, HookFunction("decoder.layers.3:input")]) as flex:
         ...     train_step(chunks)
         ...     before, after = (captures[0] for captures in flex.output_dict.values())

@@ -45,7 +45,7 @@ class Control:
 
     Examples:
         >>> from megatron_flex.launch.hook_control import Control
-        >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+        >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0), groups=["steer"])
         >>> handle = flex.register_forward_hook(edit)
         >>> control = Control(flex, "control")  # then, in a shell: echo "-steer" > control
         >>> control.step_begins()

@@ -137,6 +137,11 @@ class Layout(_HashSlot):
         if len(set(axes)) != len(axes):
             raise LayoutError(f"axes {axes} of one layout repeat; an axis cuts, sums or shares a tensor once")
 
+    def __repr__(self) -> str:
+        shared = f", gradient summed over {', '.join(self.shared)}" if self.shared else ""
+        order = f", permuted by {self.permute}" if self.permute is not None else ""
+        return f"<Layout {self.describe()}{shared}{order}>"
+
     def __hash__(self) -> int:
         try:
             return self._hash

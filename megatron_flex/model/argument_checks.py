@@ -74,7 +74,7 @@ def _suggest_hook(given: object) -> str:
     if callable(given):
         name = name_function(given)
         return (
-            f"not the function {name}; give HookFunction({EXAMPLE_NAME!r}, editing_function={name}), whose "
+            f"not the function {name}; give HookFunction({EXAMPLE_NAME!r}, {name}), whose "
             "function takes (current_module, inputs, save_ctx, modules)"
         )
     if isinstance(given, (list, tuple)):

@@ -23,6 +23,7 @@ from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
 from megatron_flex.model.registration import register_dump, register_statistics, remove_sink
 from megatron_flex.model.report import Report
+from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
 from megatron_flex.runtime.full_parameters import ParameterRequest
@@ -121,6 +122,13 @@ class FlexModel(nn.Module):
             └─ ○ :output  [s, b, h] ...
         """
         return Report(self.session, self.chunks)
+
+    def __repr__(self) -> str:
+        """One line; `print(flex.chunks)` prints the modules."""
+        session = self.session
+        models = " and ".join(dict.fromkeys(type(chunk).__name__ for chunk in self.chunks))
+        state = count_words(len(session.registry.entries), "hook") if session.open else "restored"
+        return f"<FlexModel of {models}, {session.mesh.describe()}: {state}>"
 
     def _repr_html_(self) -> str:
         return self.report._repr_html_()
@@ -291,7 +299,7 @@ class FlexModel(nn.Module):
             >>> def record(current_module, inputs, save_ctx, modules):
             ...     save_ctx.run.norm = inputs.norm()
             ...     return inputs
-            >>> hook = HookFunction("decoder.layers.0", editing_function=record)
+            >>> hook = HookFunction("decoder.layers.0", record)
             >>> with attach(chunks, [hook]) as flex:
             ...     train_step(chunks)
             ...     flex.save_ctx.run.norm.shape
@@ -458,7 +466,7 @@ class FlexModel(nn.Module):
         Examples:
             >>> def fail(current_module, inputs, save_ctx, modules):
             ...     raise RuntimeError("no direction yet")
-            >>> edit = HookFunction("decoder.layers.2", editing_function=fail, on_error="skip")
+            >>> edit = HookFunction("decoder.layers.2", fail, on_error="skip")
             >>> handle = flex.register_forward_hook(edit)
             >>> train_step(chunks)  # as without the edit
             >>> flex.skipped[edit].count
@@ -507,7 +515,7 @@ class FlexModel(nn.Module):
             HookError: no hook is in such a group.
 
         Examples:
-            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+            >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0), groups=["steer"])
             >>> handle = flex.register_forward_hook(edit)
             >>> flex.select("-steer")  # off, until
             >>> flex.select()  # on again
@@ -532,7 +540,7 @@ class FlexModel(nn.Module):
             HookError: no hook is in such a group.
 
         Examples:
-            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), groups=["steer"])
+            >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0), groups=["steer"])
             >>> handle = flex.register_forward_hook(edit)
             >>> with flex.hooks("-steer"):  # all hooks without these
             ...     train_step(chunks)
@@ -558,7 +566,7 @@ class FlexModel(nn.Module):
         Examples:
             >>> def center(current_module, inputs, save_ctx, modules):
             ...     return inputs - inputs.mean(-1, keepdim=True)
-            >>> edit = HookFunction("decoder.layers.2", editing_function=center)
+            >>> edit = HookFunction("decoder.layers.2", center)
             >>> handle = flex.register_forward_hook(edit)
             >>> flex.dry_run()  # before the model runs
         """
@@ -592,7 +600,7 @@ class FlexModel(nn.Module):
             HookError: the hook is not registered.
 
         Examples:
-            >>> edit = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0))
+            >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0))
             >>> handle = flex.register_forward_hook(edit)
             >>> print(flex.explain(edit))
             hook: forward on decoder.layers.2 editing by scale(2.0)
@@ -866,7 +874,7 @@ class FlexModel(nn.Module):
             >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
             >>> def translate(current_module, inputs, save_ctx, modules):
             ...     return modules["lens"](inputs)
-            >>> edit = HookFunction("decoder.layers.2", editing_function=translate)
+            >>> edit = HookFunction("decoder.layers.2", translate)
             >>> handle = flex.register_forward_hook(edit)
             >>> train_step(chunks)
             >>> flex.trainable_modules["lens"].weight.grad.shape

@@ -73,7 +73,7 @@ def rank_dependent(*names: str) -> Callable[[Marked], Marked]:
         ... def log(current_module, inputs, save_ctx, modules):
         ...     print(f"rank {rank}: {tuple(inputs.shape)}")
         ...     return inputs
-        >>> with attach(chunks, [HookFunction("decoder.layers.2", editing_function=log)]):
+        >>> with attach(chunks, [HookFunction("decoder.layers.2", log)]):
         ...     train_step(chunks)
         rank 0: (16, 2, 32)
         rank 0: (16, 2, 32)

@@ -79,13 +79,13 @@ class HookFunction:
             (`...linear_proj:partial`), or a pattern over either: a glob (`*` within one component of the
             path, `**` across components), a compiled regular expression, or a predicate on a Site (called for
             every point).
-        expected_shape: the full tensor's shape, None for a dim of any length. Optional, and checked; required
-            only for a plain module with sharded tensors: a dim whose local length is the expected length
-            divided by the tensor parallel size is inferred to be sharded.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
             returns a tensor of the shape and dtype of `inputs`. `run` selects the ranks that run it. An
             object with a method `for_site(site)` returns a function for each site, with `for_pass(key)` for
             each pass.
+        expected_shape: the full tensor's shape, None for a dim of any length. Optional, and checked; required
+            only for a plain module with sharded tensors: a dim whose local length is the expected length
+            divided by the tensor parallel size is inferred to be sharded.
         unpack_idx: the index of the tensor at the hook point, counted depth first through tuples, lists,
             mappings and dataclasses; keyword arguments follow the positional ones, and a negative index
             counts from the end. Not every tensor of a framework's modules has a known layout.
@@ -133,7 +133,7 @@ class HookFunction:
     Examples:
         >>> HookFunction("decoder.layers.*.mlp.linear_fc1")  # captures the output of a module in every layer
         <HookFunction forward on decoder.layers.*.mlp.linear_fc1>
-        >>> HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), hook_type="forward_pre")
+        >>> HookFunction("decoder.layers.2", edits.scale(2.0), hook_type="forward_pre")
         <HookFunction forward_pre on decoder.layers.2 editing by scale(2.0)>
         >>> HookFunction("decoder.layers.2:mid", select=Select(positions=-1), reduce=reduce.norm("h"))
         <HookFunction forward on decoder.layers.2:mid keeping positions -1, then norm(h)>
@@ -142,10 +142,10 @@ class HookFunction:
     def __init__(
         self,
         module_name: Pattern,
-        expected_shape: Sequence[int | None] | None = None,
         editing_function: EditingFunction | None = None,
-        unpack_idx: int = 0,
         *,
+        expected_shape: Sequence[int | None] | None = None,
+        unpack_idx: int = 0,
         hook_type: HookType = "forward",
         save: bool = True,
         gradient_scale: GradientScale = "raw",
@@ -159,7 +159,7 @@ class HookFunction:
     ) -> None:
         named = isinstance(module_name, (str, re.Pattern))
         with error_attributes(site=describe_pattern(module_name) if named else None):
-            check_name(module_name, expected_shape)
+            check_name(module_name, editing_function, expected_shape)
             if hook_type not in POINT_OF_TYPE:
                 raise HookError(f"hook_type {hook_type!r} is not one of {', '.join(POINT_OF_TYPE)}")
             if editing_function is not None and not callable(editing_function):
@@ -255,7 +255,7 @@ class HookFunction:
             HookError: the editing function cannot be used at a site.
 
         Examples:
-            >>> hook = HookFunction("decoder.layers.*", editing_function=edits.zero(positions=0))
+            >>> hook = HookFunction("decoder.layers.*", edits.zero(positions=0))
             >>> hook.bind_sites(flex.sites("decoder.layers.*"))
         """
         edit, sites = self.editing_function, list(sites)
@@ -271,7 +271,7 @@ class HookFunction:
 
         Examples:
             >>> from megatron_flex.runtime import Key
-            >>> hook = HookFunction("decoder.layers.0", editing_function=edits.zero())
+            >>> hook = HookFunction("decoder.layers.0", edits.zero())
             >>> hook.editing_at(Key("decoder.layers.0:output", step=0, iteration=0, microbatch=0, call=0))
             zero()
         """
@@ -282,7 +282,7 @@ class HookFunction:
         """Return the editing function at a site, for any pass; None without one.
 
         Examples:
-            >>> hook = HookFunction("decoder.layers.0", editing_function=edits.zero())
+            >>> hook = HookFunction("decoder.layers.0", edits.zero())
             >>> hook.editing_of("decoder.layers.0:output")
             zero()
         """
@@ -319,7 +319,7 @@ class HookFunction:
         """Return a text that must be the same for this hook on all ranks.
 
         Examples:
-            >>> hook = HookFunction("decoder.layers.2", editing_function=edits.scale(2.0), run="once")
+            >>> hook = HookFunction("decoder.layers.2", edits.scale(2.0), run="once")
             >>> hook.describe()
             'forward on decoder.layers.2 editing by scale(2.0) once'
         """
@@ -407,19 +407,25 @@ def name_function(function: object) -> str:
     return "function" if "<" in name else name
 
 
-def check_name(module_name: object, expected_shape: object) -> None:
-    """Check that the first argument of a HookFunction can name hook points, and the second can be a shape.
+def check_name(module_name: object, editing_function: object, expected_shape: object) -> None:
+    """Check that the arguments of a HookFunction are not in each other's places.
 
     Raises:
-        HookError: name and function are swapped, or the name is a list, a module or something else.
+        HookError: name and function are swapped, the function or the shape is in the place of the other, or
+            the name is a list, a module or something else.
     """
-    if isinstance(expected_shape, str) or callable(expected_shape):
-        swapped = callable(module_name)
-        name, edit = (expected_shape, module_name) if swapped else (module_name, expected_shape)
+    if isinstance(editing_function, str) and callable(module_name):
         raise HookError(
-            f"expected_shape={expected_shape!r} is not a shape; the name is first, and the function has a "
-            f"keyword: HookFunction({name!r}, editing_function={name_function(edit)})"
+            f"editing_function={editing_function!r} is a name, and the name is first: "
+            f"HookFunction({editing_function!r}, {name_function(module_name)})"
         )
+    if isinstance(editing_function, (tuple, list, torch.Size)):
+        raise HookError(
+            f"editing_function={editing_function!r} is a shape: "
+            f"HookFunction(name, expected_shape={tuple(editing_function)!r})"
+        )
+    if isinstance(expected_shape, str) or callable(expected_shape):
+        raise HookError(f"expected_shape={expected_shape!r} is not a shape; give a tuple of lengths, or None")
     if isinstance(module_name, (str, re.Pattern)):
         return
     if isinstance(module_name, nn.Module):
@@ -438,7 +444,7 @@ def check_name(module_name: object, expected_shape: object) -> None:
         name = name_function(module_name)
         raise HookError(
             f"module_name is the function {name}, which cannot be called with a Site ({error}); an editing "
-            f"function is given as HookFunction('decoder.layers.3', editing_function={name})"
+            f"function is given as HookFunction('decoder.layers.3', {name})"
         ) from None
     except ValueError:  # a builtin without a signature
         return

@@ -195,7 +195,7 @@ def _register(flex: Any, mf: Any) -> None:
     for pattern in ("decoder.layers.*", "decoder.layers.*.mlp", "decoder.layers.*.self_attention"):
         flex.register_forward_hook(mf.HookFunction(pattern))
     flex.register_forward_hook(
-        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", editing_function=lambda x, *rest: x.softmax(-1))
+        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", lambda x, *rest: x.softmax(-1))
     )
 
 

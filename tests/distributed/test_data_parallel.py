@@ -48,7 +48,11 @@ def sharded(case: Case, state: dict[str, Tensor], runs: tuple[str, ...]) -> dict
             answer["read"].update({n: list(r) for n, r in flex.output_dict.items()})
     for how in runs:
         for site in READ[:-2]:
-            hook = mf.HookFunction(site, (None,) * 3, matrix._edit, run=how) if "scores" not in site else None
+            hook = (
+                mf.HookFunction(site, matrix._edit, expected_shape=(None,) * 3, run=how)
+                if "scores" not in site
+                else None
+            )
             hook = hook or mf.HookFunction(site, editing_function=matrix._edit, run=how)
             with mf.attach(chunks, [hook], gather_data_parallel=True) as flex:
                 mesh = flex.session.mesh

@@ -160,7 +160,7 @@ def half() -> Any:
         with mf.attach(chunks, [mf.HookFunction(SITES[1], hook_type="tensor", gradient_scale=at)]) as flex:
             step(case, chunks, "small")
             out.append(flex.output_dict[f"{SITES[1]}.grad"][0])
-    hook = mf.HookFunction(SITES[1], None, edit, hook_type="tensor", gradient_scale="loss")
+    hook = mf.HookFunction(SITES[1], edit, hook_type="tensor", gradient_scale="loss")
     with mf.attach(chunks, [hook]):
         step(case, chunks, "small")
     return *out, case.microbatches

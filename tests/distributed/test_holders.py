@@ -247,7 +247,7 @@ def on_logits(case: Case) -> tuple[str, tuple[int, ...]]:
             holder(batch["tokens"], places, None)
     except mf.FlexError as error:
         told = str(error)
-    with mf.attach(holder, [mf.HookFunction("temperature", shape)]) as flex:
+    with mf.attach(holder, [mf.HookFunction("temperature", expected_shape=shape)]) as flex:
         holder(batch["tokens"], places, None)
         (read,) = flex.output_dict.values() if flex.is_leader else ([torch.empty(shape)],)
         return told, tuple(read[0].shape)

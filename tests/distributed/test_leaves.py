@@ -77,7 +77,7 @@ def spread(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     answer["read"] = {n: list(r) for n, r in flex.output_dict.items()}
     flex.restore()
     for place in PLACES:
-        hook = mf.HookFunction(f"{LAYER}.{place}", None, edit, unpack_idx=1, save=False)
+        hook = mf.HookFunction(f"{LAYER}.{place}", edit, unpack_idx=1, save=False)
         with mf.attach(chunks, [hook]) as flex:
             answer["edited"][place] = gpt.step(case, chunks, 0), matrix._gradients(flex, chunks)
     flex = mf.attach(chunks, [mf.HookFunction(f"{LAYER}.self_attention.linear_qkv", unpack_idx=1)])

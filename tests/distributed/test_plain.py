@@ -106,7 +106,7 @@ def _effect(model: nn.Module, x: Tensor) -> list[Tensor]:
 def hooks_on(name: str, edit: Any = None, backward: bool = False) -> mf.HookFunction:
     kinds = ("full_backward", "full_backward_pre") if backward else ("forward_pre", "forward")
     kind = kinds[name.endswith("output")]
-    return mf.HookFunction(name, PLACES[name][0], edit, hook_type=kind, save=edit is None)
+    return mf.HookFunction(name, edit, expected_shape=PLACES[name][0], hook_type=kind, save=edit is None)
 
 
 def cut(tp: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def cut(tp: int) -> dict[str, Any]:
         )
         flex.session.hooks.add(hooks_on(name, backward=True))
     for name, shape in PARAMETERS.items():
-        flex.register_hook(mf.HookFunction(name, shape))
+        flex.register_hook(mf.HookFunction(name, expected_shape=shape))
     losses(flex, x).backward()
     out["read"] = {n: r[0] for n, r in flex.output_dict.items()}
     out["parameters"] = {n: flex.get_module_parameter(n, s) for n, s in PARAMETERS.items()}
@@ -236,11 +236,15 @@ def wrong() -> dict[str, str]:
     def step(flex: Any) -> None:
         losses(flex, x).backward()
 
-    say("ratio", step, mf.HookFunction("up", (None, None, 24)))
-    say("dims", step, mf.HookFunction("up", (None, WIDE), mixed))
-    say("two dims", step, mf.HookFunction("up", (None, 2 * SAMPLES, WIDE), hook_type="full_backward_pre"))
+    say("ratio", step, mf.HookFunction("up", expected_shape=(None, None, 24)))
+    say("dims", step, mf.HookFunction("up", mixed, expected_shape=(None, WIDE)))
+    say(
+        "two dims",
+        step,
+        mf.HookFunction("up", expected_shape=(None, 2 * SAMPLES, WIDE), hook_type="full_backward_pre"),
+    )
     say("leaf", step, mf.HookFunction("up", unpack_idx=1))
-    say("parameter", step, mf.HookFunction("up.weight", (WIDE, 5), hook_type="tensor"))
+    say("parameter", step, mf.HookFunction("up.weight", expected_shape=(WIDE, 5), hook_type="tensor"))
     flex = mf.FlexModel(model, tensor_parallel_size=2)
     out["get"] = told(lambda: flex.get_module_parameter("up.weight", (WIDE + 1, IN)))
     out["set"] = told(lambda: flex.set_module_parameter("up.weight", torch.ones(3, IN)))
@@ -276,7 +280,7 @@ class Uneven(nn.Module):
 
 def uneven(edit: bool) -> str:
     flex = mf.FlexModel(nn.Sequential(Uneven(), nn.Tanh()), tensor_parallel_size=2)
-    flex.register_forward_hook(mf.HookFunction("0", (3, 4), mixed if edit else None))
+    flex.register_forward_hook(mf.HookFunction("0", mixed if edit else None, expected_shape=(3, 4)))
     said = told(lambda: flex(torch.ones(3, 4)))
     flex.session.close()
     return said
@@ -318,7 +322,7 @@ def part_of_the_job() -> tuple[str, list[Any]]:
         return said, []
     model = nn.Linear(4, 4)
     flex = mf.FlexModel(model, tensor_parallel_size=3, process_group=group)
-    flex.register_forward_hook(mf.HookFunction("root", (None, 12)))
+    flex.register_forward_hook(mf.HookFunction("root", expected_shape=(None, 12)))
     flex(torch.full((2, 4), float(rank)))
     leader = flex.is_leader
     shapes = [tuple(t.shape) for t in flex.output_dict.values() for t in t]
@@ -359,7 +363,7 @@ def replicas() -> Any:
     model = handmade.single()
     wrapped = DistributedDataParallel(model)
     flex = mf.FlexModel(wrapped)
-    flex.register_forward_hook(mf.HookFunction("up", None, mixed))
+    flex.register_forward_hook(mf.HookFunction("up", mixed))
     flex.register_full_backward_pre_hook(mf.HookFunction("up"))
     losses(flex, x).backward()
     grads = [p.grad.clone() for p in model.parameters()]
@@ -406,7 +410,7 @@ def stages() -> Any:
 
     parts.forward = forward
     flex = mf.FlexModel(parts, pipeline_parallel_size=2)
-    flex.register_forward_hook(mf.HookFunction("up", None, mixed))
+    flex.register_forward_hook(mf.HookFunction("up", mixed))
     flex.register_full_backward_pre_hook(mf.HookFunction("down"))
     flex.register_forward_hook(mf.HookFunction("stage*"))
     with flex.step():

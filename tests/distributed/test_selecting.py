@@ -173,15 +173,15 @@ def several(case: Case) -> dict[str, Any]:
     chunks = ranks.start(case)
     site, last = f"{FC1}:output", mf.Select(positions=-1)
     norm = mf.reduce.norm("gate|up")
-    edit = mf.HookFunction(site, None, double, select=last)
-    behind = mf.HookFunction(site, None, double, select=last, reduce=norm, keep_as="norm")
+    edit = mf.HookFunction(site, double, select=last)
+    behind = mf.HookFunction(site, double, select=last, reduce=norm, keep_as="norm")
     behind.captures_edited = True
     out = {"whole": step_with(case, chunks, [mf.HookFunction(site)])}
     out["edit"] = step_with(case, chunks, [edit])
     out["behind"] = step_with(case, chunks, [behind])
     # The same by an edit that runs on the shard.
-    edit = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last)
-    behind = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last, reduce=norm, keep_as="norm")
+    edit = mf.HookFunction(site, mf.edits.scale(2.0), select=last)
+    behind = mf.HookFunction(site, mf.edits.scale(2.0), select=last, reduce=norm, keep_as="norm")
     behind.captures_edited = True
     out["edit on shards"] = step_with(case, chunks, [edit])
     out["behind on shards"] = step_with(case, chunks, [behind])
@@ -190,7 +190,7 @@ def several(case: Case) -> dict[str, Any]:
         chunks,
         [
             mf.HookFunction(site),
-            mf.HookFunction(site, None, double, keep_as="seen", reduce=norm),
+            mf.HookFunction(site, double, keep_as="seen", reduce=norm),
             mf.HookFunction(site, select=last, keep_as="last"),
         ],
     )
@@ -225,7 +225,7 @@ def wrong() -> dict[str, Any]:
         "heads": mf.HookFunction(f"{CORE}:output", select=mf.Select(heads=4)),
         "top": mf.HookFunction(STREAM, reduce=mf.reduce.topk(17, "s")),
         "gradient": mf.HookFunction(STREAM, hook_type="tensor", select=mf.Select(samples=2)),
-        "edit": mf.HookFunction(STREAM, None, double, select=mf.Select(samples=2)),
+        "edit": mf.HookFunction(STREAM, double, select=mf.Select(samples=2)),
     }
 
 

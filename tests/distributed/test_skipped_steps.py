@@ -138,7 +138,7 @@ def test_a_rank_that_is_steps_behind(dp: int) -> None:
 def shapes(edits: bool) -> str:
     model = nn.Linear(4, 4)
     edit = centred if edits else None
-    flex = mf.attach(model, [mf.HookFunction("root", (None, 8), edit)], tensor_parallel_size=2)
+    flex = mf.attach(model, [mf.HookFunction("root", edit, expected_shape=(None, 8))], tensor_parallel_size=2)
     started = time.monotonic()
     with pytest.raises(FlexError) as caught:
         model(torch.ones(2 + dist.get_rank(), 4))

@@ -58,7 +58,7 @@ def by_hand(tp: int) -> Any:
         "edit": mf.HookFunction("up", editing_function=edit),
         "once": mf.HookFunction("up", editing_function=edit, run="once"),
         "preset": mf.HookFunction("act", editing_function=mf.edits.scale(2.0)),
-        "gradient edit": mf.HookFunction("up", None, edit, hook_type="full_backward_pre"),
+        "gradient edit": mf.HookFunction("up", edit, hook_type="full_backward_pre"),
         "parameter": mf.HookFunction("up.weight", hook_type="tensor"),
     }
     out: Steps = {}
@@ -68,7 +68,7 @@ def by_hand(tp: int) -> Any:
         out[f"{name}, again"] = told(lambda f=flex: losses(f, x).backward())
         flex.session.close()
     right = [
-        mf.HookFunction("up", (None, None, WIDE)),
+        mf.HookFunction("up", expected_shape=(None, None, WIDE)),
         mf.HookFunction("norm", editing_function=mixed),
         mf.HookFunction("down", hook_type="full_backward_pre"),
         mf.HookFunction("norm.weight", hook_type="tensor"),
@@ -113,7 +113,7 @@ def backward(scope: bool) -> Steps:
     model, x = nn.Sequential(nn.Identity(), Open()), torch.arange(8.0).reshape(2, 4).requires_grad_()
     hooks = {
         "read": mf.HookFunction("0", hook_type="full_backward_pre"),
-        "edit": mf.HookFunction("0", None, mixed, hook_type="full_backward_pre"),
+        "edit": mf.HookFunction("0", mixed, hook_type="full_backward_pre"),
     }
     out = {}
     for name, hook in hooks.items():
@@ -205,9 +205,9 @@ def dropped() -> tuple[str, str, list[Tensor], Tensor]:
     without = told(lambda: flex(x))
     flex.session.close()
     hooks = [
-        mf.HookFunction("0", (None, None)),
-        mf.HookFunction("1", (None, None), mixed),
-        mf.HookFunction("0", (None, None), hook_type="full_backward_pre"),
+        mf.HookFunction("0", expected_shape=(None, None)),
+        mf.HookFunction("1", mixed, expected_shape=(None, None)),
+        mf.HookFunction("0", expected_shape=(None, None), hook_type="full_backward_pre"),
     ]
     with mf.attach(model, hooks, tensor_parallel_size=2) as flex:
         y = flex(x.requires_grad_())
@@ -280,7 +280,7 @@ def inside(name: str) -> dict[str, Any]:
                 out[f"{place}{' edited' * bool(edit)}"] = told(lambda f=flex: f(*args))
                 flex.session.registry.clear()
         with mf.FlexModel(model, tensor_parallel_size=2) as flex, torch.no_grad():
-            flex.register_forward_hook(mf.HookFunction(place, shape))
+            flex.register_forward_hook(mf.HookFunction(place, expected_shape=shape))
             flex(*args)
             out["shapes"] |= {n: (t[0].shape[-1], shape[-1]) for n, t in flex.output_dict.items()}
     return out

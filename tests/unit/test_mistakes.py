@@ -67,7 +67,7 @@ ATTACH: dict[str, tuple[Callable[[nn.Module], Any], type[FlexError], tuple[str, 
     "a function as a hook": (
         lambda m: mf.attach(m, [edit]),  # type: ignore[list-item]
         HookError,
-        ("attach()", "edit", "HookFunction('decoder.layers.3', editing_function=edit)"),
+        ("attach()", "edit", "HookFunction('decoder.layers.3', edit)"),
     ),
     "a dump as a hook": (
         lambda m: mf.attach(m, [Dump("x", ["decoder.layers.1"])]),  # type: ignore[list-item]
@@ -100,17 +100,22 @@ ATTACH: dict[str, tuple[Callable[[nn.Module], Any], type[FlexError], tuple[str, 
     "name and function swapped": (
         lambda m: HookFunction(edit, "decoder.layers.1"),  # type: ignore[arg-type]
         HookError,
-        ("expected_shape='decoder.layers.1'", "HookFunction('decoder.layers.1', editing_function=edit)"),
+        ("editing_function='decoder.layers.1'", "HookFunction('decoder.layers.1', edit)"),
+    ),
+    "a shape as a function": (
+        lambda m: HookFunction("decoder.layers.1", (None, 4)),  # type: ignore[arg-type]
+        HookError,
+        ("(None, 4)", "expected_shape=(None, 4)"),
     ),
     "a function as a shape": (
-        lambda m: HookFunction("decoder.layers.1", edit),  # type: ignore[arg-type]
+        lambda m: HookFunction("decoder.layers.1", expected_shape=edit),  # type: ignore[arg-type]
         HookError,
-        ("expected_shape", "HookFunction('decoder.layers.1', editing_function=edit)"),
+        ("expected_shape", "edit"),
     ),
     "a function as a name": (
         lambda m: HookFunction(edit),  # type: ignore[arg-type]
         HookError,
-        ("module_name", "'inputs'", "HookFunction('decoder.layers.3', editing_function=edit)"),
+        ("module_name", "'inputs'", "HookFunction('decoder.layers.3', edit)"),
     ),
     "names as a name": (
         lambda m: HookFunction(["decoder.layers.1"]),  # type: ignore[arg-type]
@@ -129,20 +134,20 @@ REGISTER: dict[str, tuple[Callable[[FlexModel], Any], type[FlexError], tuple[str
     "a function": (
         lambda f: f.register_forward_hook(edit),  # type: ignore[arg-type]
         HookError,
-        ("register_forward_hook", "HookFunction('decoder.layers.3', editing_function=edit)", FOUR),
+        ("register_forward_hook", "HookFunction('decoder.layers.3', edit)", FOUR),
     ),
     "torch's hook": (
         lambda f: f.register_full_backward_hook(torch_hook),  # type: ignore[arg-type]
         HookError,
         (
             "register_full_backward_hook",
-            "HookFunction('decoder.layers.3', editing_function=torch_hook)",
+            "HookFunction('decoder.layers.3', torch_hook)",
             FOUR,
         ),
     ),
     "torch's hook with a name": (
         lambda f: f.register_forward_pre_hook(
-            HookFunction("decoder.layers.1", editing_function=torch_hook)  # type: ignore[arg-type]
+            HookFunction("decoder.layers.1", torch_hook)  # type: ignore[arg-type]
         ),
         HookError,
         ("torch_hook", "module", "args", "output", FOUR),

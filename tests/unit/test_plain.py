@@ -139,7 +139,7 @@ def test_every_tensor_of_a_nested_call(leaf: str, index: int, output: bool) -> N
     model = Model()
     flex = mf.FlexModel(model)
     for kind in (forward, backward):
-        flex.session.hooks.add(HookFunction("nest", (5, 4), unpack_idx=index, hook_type=kind))
+        flex.session.hooks.add(HookFunction("nest", expected_shape=(5, 4), unpack_idx=index, hook_type=kind))
     gradients(flex, data())
     name = f"nest:{'output' if output else 'input'}" + (f"[{index}]" if index else "")
     assert torch.equal(flex.output_dict[name][0], seen["value"])
@@ -148,7 +148,7 @@ def test_every_tensor_of_a_nested_call(leaf: str, index: int, output: bool) -> N
     for kind, visit, edit in ((forward, torch.sin, torch.sin), (backward, turned, torch.cos)):
         plain, model = Model(), Model()
         change(visit, leaf)(plain)
-        hook = HookFunction("nest", None, by(edit), unpack_idx=index, hook_type=kind)
+        hook = HookFunction("nest", by(edit), unpack_idx=index, hook_type=kind)
         with mf.attach(model, [hook]):
             torch.testing.assert_close(gradients(model, data()), gradients(plain, data()))
 
@@ -174,7 +174,7 @@ def test_a_gradient_of_a_parameter_read_and_edited() -> None:
     plain.inp.weight.register_hook(double)
     want = gradients(plain, data())
     flex = mf.FlexModel(model)
-    flex.register_hook(HookFunction("inp.weight", (4, 4), by(double)))
+    flex.register_hook(HookFunction("inp.weight", by(double), expected_shape=(4, 4)))
     got = gradients(flex, data())
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(flex.output_dict["inp.weight.grad"][0] * 2, model.inp.weight.grad)
@@ -210,7 +210,7 @@ def test_hooks_at_one_place_run_in_the_order_of_registration() -> None:
     model, x = Model(), data()
     edits: list[Edit] = [lambda t: t + 1, lambda t: t * 3]
     for order in (edits, edits[::-1]):
-        hooks = [HookFunction("nest", None, by(e), unpack_idx=1) for e in order]
+        hooks = [HookFunction("nest", by(e), unpack_idx=1) for e in order]
         with mf.attach(model, hooks):
             got = model(x)
         plain = Model()
@@ -233,7 +233,7 @@ def test_an_edit_returns_what_is_like_what_it_got(edit: Any, said: tuple[str, ..
         calls.append(0)  # so that it is not tried before the step
         return edit(tensor)
 
-    flex = mf.attach(Model(), [HookFunction("out", None, by(late))])
+    flex = mf.attach(Model(), [HookFunction("out", by(late))])
     with raises(mf.HookError, "out:output", *said):
         flex(data())
     flex.session.close()
@@ -245,7 +245,7 @@ def test_an_edit_that_draws_leaves_all_generators_as_they_were() -> None:
 
     model, x = Model(), data()
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    with mf.attach(model, [HookFunction("inp", None, by(noisy))]):
+    with mf.attach(model, [HookFunction("inp", by(noisy))]):
         model(x)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
@@ -256,7 +256,7 @@ def test_hooks_on_one_gradient_run_in_the_order_of_registration() -> None:
     edits: list[Edit] = [lambda t: t + 1, lambda t: t * 3]
     for order in (edits, edits[::-1]):
         model, x = Model(), data()
-        hooks = [HookFunction("out", None, by(e), hook_type="full_backward_pre") for e in order]
+        hooks = [HookFunction("out", by(e), hook_type="full_backward_pre") for e in order]
         with mf.attach(model, hooks):
             model(x).sum().backward()
         plain = Model()
@@ -348,15 +348,15 @@ def test_a_model_that_returns_nothing_is_read_even_so() -> None:
 def test_shapes_that_contradict() -> None:
     model = Model()
     flex = mf.FlexModel(model)
-    flex.register_forward_hook(HookFunction("inp", (None, 4)))
-    flex.register_forward_hook(HookFunction("inp", (5, None)))
+    flex.register_forward_hook(HookFunction("inp", expected_shape=(None, 4)))
+    flex.register_forward_hook(HookFunction("inp", expected_shape=(5, None)))
     with raises(HookError, "inp:output", "(5, 3)", "(5, 4)"):
-        flex.register_forward_hook(HookFunction("inp", (5, 3)))
+        flex.register_forward_hook(HookFunction("inp", expected_shape=(5, 3)))
     with raises(HookError, "inp:output", "(5, 4, 1)", "(5, 4)"):
-        flex.register_full_backward_pre_hook(HookFunction("inp", (5, 4, 1)))
+        flex.register_full_backward_pre_hook(HookFunction("inp", expected_shape=(5, 4, 1)))
     flex.restore()
     with raises(HookError, "inp:output", "(5, 4)", "(5, 3)", "expected_shape"):
-        _run(model, HookFunction("inp", (5, 3)))
+        _run(model, HookFunction("inp", expected_shape=(5, 3)))
 
 
 def test_what_cannot_be_taken() -> None:
@@ -390,7 +390,7 @@ def test_a_tensor_changed_in_place_behind_the_hook() -> None:
         for inplace in (False, True):
             model = make(inplace)
             flex = mf.FlexModel(model)
-            flex.register_forward_hook(HookFunction("0", None, edit and by(edit)))
+            flex.register_forward_hook(HookFunction("0", edit and by(edit)))
             flex.register_full_backward_pre_hook(HookFunction("0"))
             got = gradients(flex, data())
             results.append([*got, flex.output_dict["0:output"][0], flex.output_dict["0:output.grad"][0]])
@@ -424,10 +424,10 @@ def test_recomputation_reads_once_and_replays_edits(reentrant: bool) -> None:
     for mode in (None, reentrant):
         model = Recomputed(mode)
         flex = mf.FlexModel(model)
-        flex.register_forward_hook(HookFunction("blocks.*", None, noise))
+        flex.register_forward_hook(HookFunction("blocks.*", noise))
         flex.register_forward_hook(HookFunction("blocks.*.0"))
         flex.register_full_backward_pre_hook(HookFunction("blocks.0.1"))
-        flex.register_full_backward_hook(HookFunction("blocks.1", None, by(double)))
+        flex.register_full_backward_hook(HookFunction("blocks.1", by(double)))
         got = gradients(flex, data().requires_grad_())
         read = {n: (r.keys, list(r)) for n, r in flex.output_dict.items()}
         found.append((got, read))
@@ -448,7 +448,7 @@ def test_one_module_in_two_recomputed_parts(reentrant: bool) -> None:
         model = Recomputed(mode)
         model.blocks[1] = model.blocks[0]
         flex = mf.FlexModel(model)
-        flex.register_forward_hook(HookFunction("blocks.0.0", None, noise))
+        flex.register_forward_hook(HookFunction("blocks.0.0", noise))
         flex.register_full_backward_pre_hook(HookFunction("blocks.0.1"))
         got = gradients(flex, data().requires_grad_())
         found.append([*got, *flex.output_dict["blocks.0.1:output.grad"]])
@@ -474,7 +474,7 @@ def test_modules_inside_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plain, model = Model(), Model()
         change(torch.sin, "z")(plain)
-        hook = HookFunction("nest", None, by(torch.sin), unpack_idx=2)
+        hook = HookFunction("nest", by(torch.sin), unpack_idx=2)
         flex = mf.attach(model, [hook, HookFunction("nest", unpack_idx=2, hook_type="full_backward_pre")])
         want, got = gradients(plain, data()), gradients(flex, data())
     assert flex.output_dict["nest:output[2]"][0].dtype == torch.bfloat16

@@ -158,7 +158,7 @@ class HookRegistrationMethods:
         name, places = self._places(hook, kind)
         expected = self._expected(hook, kind, places)
         check_signature(hook.editing_function)
-        native = NativeHook(name, expected, None, hook.unpack_idx, hook_type=kind)
+        native = NativeHook(name, expected_shape=expected, unpack_idx=hook.unpack_idx, hook_type=kind)
         number = len(self._hook_fn_group_manager.native)
         label = f"hook {number}: {hook.module_name}"
         alone = not hook.edits and not any(self._edited(n, kind) for n in places)

@@ -66,7 +66,7 @@ def breakpoint() -> None:
         >>> def look(current_module, inputs, save_ctx, modules):
         ...     mf.breakpoint()  # at (Pdb): p inputs.abs().max(), then c
         ...     return inputs
-        >>> edit = HookFunction("decoder.layers.2", editing_function=look, run="once")
+        >>> edit = HookFunction("decoder.layers.2", look, run="once")
     """
     now = CurrentEdit.edit
     if now is None:

@@ -146,6 +146,12 @@ class Select:
         except FlexError as error:
             raise HookError(f"Select: {error}, the number of heads") from None
 
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in ("positions", "samples", "heads", "neurons")}
+        values["dims"] = " ".join(self.names) or self.dims or None
+        values |= {"of": self.of, "sequences": self.sequences}
+        return f"Select({', '.join(f'{name}={v!r}' for name, v in values.items() if v is not None)})"
+
     @property
     def entries(self) -> Mapping[DimReference, Indices]:
         """The entries of other dims, by name or index."""

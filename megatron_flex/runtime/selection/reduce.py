@@ -101,7 +101,7 @@ class ReductionContext(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Reduction(ABC):
     """Reduces many numbers to one.
 
@@ -155,6 +155,9 @@ class Reduction(ABC):
     @abstractmethod
     def describe(self) -> str:
         """The reduction as text."""
+
+    def __repr__(self) -> str:
+        return self.describe()
 
     def reduce_full(self, tensor: Tensor, where: ReductionContext) -> Results:
         """The reduction of the full tensor, as on a single device."""
@@ -219,7 +222,7 @@ class _NormReduction(Reduction):
         return f"norm({', '.join(map(str, self.dims))})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _TopKReduction(Reduction):
     k: int = 1
     largest: bool = True
@@ -260,7 +263,7 @@ class _TopKReduction(Reduction):
         return f"topk({self.k}, {self.dims[0]}" + ("" if self.largest else ", smallest") + ")"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _DotReduction(Reduction):
     direction: Tensor = field(default_factory=lambda: torch.ones(1), repr=False)
     _moved: dict[tuple[torch.device, torch.dtype], Tensor] = field(

@@ -375,7 +375,7 @@ def test_what_is_wrong_is_said_where_the_hook_stands(
         (lambda: mf.HookFunction("m", keep_as="a b"), ("keep_as='a b'",)),
         (lambda: mf.HookFunction("m", keep_as="grad"), ("keep_as='grad'", "edited", "indices")),
         (
-            lambda: mf.HookFunction("m", None, lambda m, x, c, t: x, save=False, select=mf.Select()),
+            lambda: mf.HookFunction("m", lambda m, x, c, t: x, save=False, select=mf.Select()),
             ("save=False",),
         ),
     ],
