@@ -1,6 +1,6 @@
 """MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
 
-The README is the home; CONTRIBUTING.md, CHANGELOG.md and megatron_flex_patches/README.md are pages; the help
+The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages; the help
 of the command line and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or
 a table needs no empty line before it.
 """
@@ -18,7 +18,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "megatron_flex_patches/README.md": "patches.md",
+    "patches/README.md": "patches.md",
 }
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")

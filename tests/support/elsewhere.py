@@ -29,7 +29,7 @@ class Elsewhere:
 
     def __init__(self, folder: Path) -> None:
         self._pipe, theirs = mp.Pipe()
-        path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(folder), str(ROOT), str(ROOT / "patches"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.elsewhere", str(theirs.fileno())],
             cwd=ROOT,

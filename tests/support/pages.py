@@ -51,7 +51,7 @@ def pages() -> list[str]:
     """Every page that people read, by its path in the repository."""
     found = [
         ROOT / f"{name}.md"
-        for name in ("README", "CONTRIBUTING", "CHANGELOG", "megatron_flex_patches/README")
+        for name in ("README", "CONTRIBUTING", "CHANGELOG", "patches/README")
     ]
     return [p.relative_to(ROOT).as_posix() for p in (*found, *sorted((ROOT / "docs").rglob("*.md")))]
 

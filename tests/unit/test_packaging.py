@@ -31,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
-    for name in ("megatron_flex", "megatron_flex_patches"):
+    for name in ("megatron_flex", "patches"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "out").mkdir()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

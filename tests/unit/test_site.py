@@ -146,11 +146,11 @@ def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> No
         (
             "README.md",
             "index.md",
-            "[a](CONTRIBUTING.md), [b](megatron_flex_patches/README.md)",
+            "[a](CONTRIBUTING.md), [b](patches/README.md)",
             "[a](contributing.md), [b](patches.md)",
         ),
         ("README.md", "index.md", "![a](docs/hooks.png)", "![a](hooks.png)"),
-        ("megatron_flex_patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
+        ("patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
         ("docs/compat.md", "compat.md", "[a](../README.md)", "[a](index.md)"),
         ("docs/api/models.md", "api/models.md", "[a](../concepts.md)", "[a](../concepts.md)"),
         ("docs/api/models.md", "api/models.md", "[a](../../README.md)", "[a](../index.md)"),
