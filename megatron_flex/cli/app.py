@@ -82,6 +82,26 @@ def two_layouts(context: typer.Context) -> None:
         raise typer.Exit(status)
 
 
+def patch(context: typer.Context) -> None:
+    """Write hook points and flags into the source of Megatron or fairscale.
+
+    PATH is a checkout's root, an installed package's folder, or a file. One of:
+
+    \b
+    --check    say which files are patched; status 0: all, 1: not all, 2: a file cannot be patched
+    --diff     show what --apply would change, as git apply takes it
+    --apply    write the lines; a second time changes nothing
+    --revert   remove the lines, byte for byte
+
+    For example: megatron-flex patch --apply Megatron-LM
+    """
+    from megatron_flex_patches.command import main  # with LibCST, which other commands do not need
+
+    status = main(context.args, "megatron-flex patch")
+    if status:
+        raise typer.Exit(status)
+
+
 app = typer.Typer(
     name="megatron-flex",
     cls=CommandGroup,
@@ -94,6 +114,7 @@ app = typer.Typer(
 for name, command, usage in (
     ("run", launch, "[--dry] [TORCHRUN OPTIONS] SCRIPT [FLAGS]"),
     ("two-layouts", two_layouts, "[OPTIONS] -- SCRIPT [FLAGS]"),
+    ("patch", patch, "--check | --diff | --apply | --revert PATH..."),
 ):
     app.command(
         name,

@@ -1,4 +1,4 @@
-"""`scripts/patch_upstream`: add hook points and flags to source, and remove them."""
+"""`megatron-flex patch` and `scripts/patch_upstream`: add hook points and flags to source, or remove them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ ABOUT = (
 PATCHED, NOT_PATCHED, CANNOT = 0, 1, 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "patch_upstream") -> int:
     """Run the command.
+
+    Args:
+        arguments: the words after the command; None for those of `sys.argv`.
+        program: the command as the user calls it, for messages.
 
     Returns:
         Its exit status: 0 if done (or all patched, of --check), 1 if --check found a file that is not
         patched, 2 if something cannot be done, which one line on stderr says; then nothing is written.
     """
-    parser = argparse.ArgumentParser(prog="patch_upstream", description=ABOUT, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program, description=ABOUT, allow_abbrev=False)
     doing = parser.add_mutually_exclusive_group(required=True)
     doing.add_argument("--check", action="store_true", help="say which files are patched; status 0, 1 or 2")
     doing.add_argument("--diff", action="store_true", help="show what --apply would do, and do nothing")
@@ -50,16 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _checked(changes)
         if args.diff:
             for change in changes:
-                sys.stdout.write(_diff(change))
+                sys.stdout.write(_diff(change, _relative_path(change.path, args.paths)))
             return PATCHED
         write(changes)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "libcst":
             raise
-        print("patch_upstream: needs LibCST; pip install libcst, or megatron-flex[patches]", file=sys.stderr)
+        print(f"{program}: needs LibCST; pip install libcst, or megatron-flex[patches]", file=sys.stderr)
         return CANNOT
     except (PatchError, OSError) as error:
-        print(f"patch_upstream: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return CANNOT
     for change in changes:
         print(f"{_done(change, args.revert)}: {change.path}{_note(change)}")
@@ -102,10 +106,18 @@ def _note(change: Change) -> str:
     return ""
 
 
-def _diff(change: Change) -> str:
+def _relative_path(file: Path, given: Sequence[Path]) -> str:
+    """The path for `git apply`: from the root of the file's repository, or from the folder that was given."""
+    repositories = (folder for folder in file.parents if (folder / ".git").exists())
+    folders = (folder for path in given if (folder := path.resolve()) in file.parents)
+    root = next(repositories, None) or next(folders, file.parent)
+    return file.relative_to(root).as_posix()
+
+
+def _diff(change: Change, path: str) -> str:
     """As in `diff -u`; empty if nothing changes."""
     now, then = (_text(content).splitlines(keepends=True) for content in (change.now, change.then))
-    lines = difflib.unified_diff(now, then, f"a{change.path}", f"b{change.path}")
+    lines = difflib.unified_diff(now, then, f"a/{path}", f"b/{path}")
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 

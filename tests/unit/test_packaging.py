@@ -62,7 +62,7 @@ def test_the_metadata_are_complete(metadata: Message) -> None:
 def test_commands_are_installed(built: Path) -> None:
     text = (built / "entry_points.txt").read_text(encoding="utf-8")
     found = dict(re.findall(r"^(\S+) = (\S+)$", text, re.MULTILINE))
-    assert {*found} == {"megatron-flex", "patch_upstream"}
+    assert {*found} == {"megatron-flex"}
     for where in found.values():
         module, _, name = where.partition(":")
         assert callable(getattr(import_module(module), name))

@@ -303,7 +303,11 @@ def test_a_checkout_in_and_out(checkout: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert shown.count("+++") == 2
     assert_names(shown, "megatron_flex.launch.install()")
+    subprocess.run(["git", "apply"], cwd=checkout, input=shown.encode(), check=True)
+    applied = contents(checkout)
+    subprocess.run(["git", "apply", "--reverse"], cwd=checkout, input=shown.encode(), check=True)
     assert main(["--apply", str(checkout)]) == 0
+    assert contents(checkout) == applied
     told = capsys.readouterr().out
     assert told.count("patched: ") == 2
     assert "layers.py" in told
@@ -324,6 +328,18 @@ def test_a_checkout_in_and_out(checkout: Path, capsys: pytest.CaptureFixture[str
     assert contents(checkout) == before
     assert main(["--revert", str(checkout)]) == 0
     assert capsys.readouterr().out not in ("", removed), "that they are not patched"
+
+
+def test_the_command_of_the_package(checkout: Path) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from megatron_flex.cli.app import app
+
+    answers = [
+        runner.invoke(app, ["patch", *words, str(checkout)])
+        for words in (["--check"], ["--apply"], ["--check"], ["--revert"], ["--apply", "--revert"])
+    ]
+    assert [answer.exit_code for answer in answers] == [1, 0, 0, 0, 2]
+    assert_names(answers[-1].output, "megatron-flex patch", "--revert", "--apply")
 
 
 @pytest.mark.parametrize(
