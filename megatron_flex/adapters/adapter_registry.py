@@ -33,7 +33,7 @@ class Finder(Protocol):
 
         Args:
             chunks: the model, or its virtual pipeline chunks; bare or wrapped.
-            said: the sizes given by the user, by axis.
+            axis_sizes: the sizes given by the user, by axis.
             process_group: the ranks given by the user; the default group if None.
         """
 

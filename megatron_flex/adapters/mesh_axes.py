@@ -206,7 +206,7 @@ def mesh_of_device_meshes(uses: Iterable[MeshUse], axis_sizes: AxisSizes, proces
 
     Args:
         uses: the meshes, root meshes or slices.
-        said: the sizes given by the user, by axis.
+        axis_sizes: the sizes given by the user, by axis.
         process_group: all ranks that take part; the default group if None.
 
     Raises:

@@ -290,7 +290,7 @@ def make_pipeline_adapter(
 
     Args:
         chunks: its modules on this rank.
-        said: the sizes given by the user.
+        axis_sizes: the sizes given by the user.
         adapter_of: creates the adapter of one module. Collective, called equally often on all ranks.
 
     Raises:

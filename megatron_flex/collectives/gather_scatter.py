@@ -86,8 +86,8 @@ def assemble_on_all_ranks(
 ) -> tuple[Tensor, Lengths]:
     """The full tensor on every rank, and the lengths of uneven shards; not differentiable.
 
-    Collective over `layout.live(mesh.sizes)`: one all-reduce for each partial axis, one all-gather for each
-    axis of sharding, and for uneven dims one more, of the shapes.
+    Collective over `layout.active_axes(mesh.sizes)`: one all-reduce for each partial axis, one all-gather for
+    each axis of sharding, and for uneven dims one more, of the shapes.
 
     Args:
         local: this rank's tensor.

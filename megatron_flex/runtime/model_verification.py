@@ -448,7 +448,7 @@ def find_violations(
     A pure function of the observations of all ranks of the stage.
 
     Args:
-        told: the coordinates and the observations of each rank.
+        reports: the coordinates and the observations of each rank.
         shapes: the full tensor's shape that each site declares.
         mesh: the run's axes.
     """

@@ -45,7 +45,7 @@ def join_cuts(
         dims: the number of dims of the result; the operands' are aligned at the end.
 
     Raises:
-        Refusal: their shardings differ.
+        LayoutUnknown: their shardings differ.
     """
     out: dict[int, tuple[str, ...]] = {}
     for tensor, cuts in operands:
@@ -107,7 +107,7 @@ def contract(call: FunctionCall, operands: Sequence[tuple[Tensor, Labels]], out:
         out: the result's labels; others are reduced.
 
     Raises:
-        Refusal: the operands' shardings differ.
+        LayoutUnknown: the operands' shardings differ.
     """
     cut: dict[str, tuple[str, ...]] = {}
     for tensor, labels in operands:

@@ -86,7 +86,7 @@ class FunctionCall:
         """The sharding of the result.
 
         Raises:
-            Refusal: an axis would shard it twice.
+            LayoutUnknown: an axis would shard it twice.
         """
         pairs = tuple((d, a) for d in sorted(cuts) for a in cuts[d])
         names = [a for _, a in pairs] + list(partial)

@@ -87,7 +87,7 @@ def target_dim(
         The dim of the result; None if the shards are no contiguous parts of it.
 
     Raises:
-        Refusal: several positions are possible.
+        LayoutUnknown: several positions are possible.
     """
     before, shape, new = prod(shape[:dim]), tuple(shape), tuple(new)
     if 0 in shape:
@@ -376,7 +376,7 @@ def dims_kept(call: FunctionCall, x: Tensor, index: Any) -> list[int | None]:
     """For each dim of the selected result the full dim of the tensor that it equals; None for others.
 
     Raises:
-        Refusal: this kind of index is not supported.
+        LayoutUnknown: this kind of index is not supported.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_dims_consumed(i) for i in items)

@@ -64,7 +64,7 @@ class ActivationSource:
     Args:
         dump: that has them.
         which: the tensor.
-        iteration_keys: the iterations.
+        passes: the iterations.
         shards: what ranks wrote of the tensor, if another source of it knows.
     """
 
@@ -358,7 +358,7 @@ class ParameterSource:
         name: of the parameter.
         kind: `parameter` or `parameter_gradient`.
         stage: the pipeline stage that has it.
-        iteration_keys: the iterations.
+        passes: the iterations.
     """
 
     def __init__(

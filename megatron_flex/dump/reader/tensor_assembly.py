@@ -322,7 +322,7 @@ class TokenMean:
     """A tensor without its dim of tokens.
 
     Args:
-        complete: the tensor.
+        tensor: with its dim of tokens.
         kept: for a sample of it the positions to average.
         dtype: of the mean, which is taken in fp32.
     """
