@@ -17,7 +17,7 @@ from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 
-SETTLED = 300  # by then caches have what they need
+SETTLED = 100  # by then caches have what they need
 
 
 FIELDS = (  # of struct mallinfo2
@@ -77,11 +77,11 @@ def many(case: Case, forwards: int) -> dict[str, Any]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc tells how many bytes are in use")
 @pytest.mark.slow
-@pytest.mark.parametrize("forwards", [600, 1000])
+@pytest.mark.parametrize("forwards", [250, 1000])
 def test_memory_is_flat_over_many_forwards(forwards: int) -> None:
     answers = run(2, many, Case("tp2 sp", tp=2, sp=True, layers=2), forwards, timeout=280)
     assert answers[0]["read"] == (2 + 1 + 1 + 1) * (forwards + 1)
     for answer in answers:
         assert answer["tensors"][0] == answer["tensors"][1]
-        # one tensor of the stream kept from each forward would be 1.2 MiB of 300 forwards
-        assert answer["bytes"][1] - answer["bytes"][0] < 1 << 20, answer["bytes"]
+        # one tensor of the stream kept from each forward would be 600 KiB of 150 forwards
+        assert answer["bytes"][1] - answer["bytes"][0] < 1 << 19, answer["bytes"]

@@ -1,4 +1,4 @@
-"""The worked launcher as a person starts it: plain, by the runner, by the Slurm example in four processes."""
+"""The worked launcher: plain and by the runner in one process, by the Slurm example in four."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.compare import compare
-from tests.support.launching import SCRIPTS, has_pretrain
+from tests.support.launching import SCRIPTS, Server, has_pretrain
 
 ROOT = SCRIPTS.parent
 SCRIPT = SCRIPTS / "pretrain_tiny.py"
@@ -29,15 +29,6 @@ SMALLER = (
 )
 TRAINING = f"--micro-batch-size 4 --global-batch-size {SAMPLES} --train-iters {ITERATIONS} --eval-interval 2"
 
-# What `python SCRIPT` is on a machine with a GPU: here Megatron needs its stand-ins, no more of ours.
-PLAINLY = """
-import runpy, sys
-from megatron_flex import cpu
-cpu.enable()
-del sys.argv[0]
-sys.path[0] = sys.argv[0].rpartition("/")[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 # The scheduler, in small: a task for each node, on this machine.
 SRUN = """#!/usr/bin/env bash
 while [[ ${1:-} == --* ]]; do shift; done
@@ -78,49 +69,18 @@ class Run(NamedTuple):
         return [re.sub(r"elapsed time per iteration \(ms\): [\d.]+", "", line) for line in lines]
 
 
-class Started(NamedTuple):
-    """A training that is under way, perhaps beside another."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def end(self) -> Run:
-        output, _ = self.process.communicate(timeout=800)
-        assert self.process.returncode == 0, output[-6000:]
-        return Run(output, self.folder)
-
-    def stop(self) -> None:
-        """End what still runs; torchrun passes it on to its workers."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(60)
-
-
-def ends(*started: Started) -> tuple[Run, ...]:
-    """Wait for all of them; none is left behind if one fails."""
-    try:
-        return tuple(run.end() for run in started)
-    finally:
-        for run in started:
-            run.stop()
-
-
-def start(command: list[object], folder: Path, **variables: str) -> Started:
-    """Start it in a process group of its own; a training of one process needs no torchrun."""
-    folder.mkdir(exist_ok=True)
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+def ran(command: list[object], folder: Path, **variables: str) -> Run:
+    """Run it in a process group of its own, of which nothing is left behind if it fails."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "MASTER_PORT": str(free_port()),
-        "MEGATRON_FLEX_FLAGS": "",
     }
     process = subprocess.Popen(
         [str(word) for word in command],
-        env=environment | (alone if "SLURM_JOB_ID" not in variables else {}) | variables,
+        env=environment | variables,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -129,7 +89,14 @@ def start(command: list[object], folder: Path, **variables: str) -> Started:
         errors="replace",
         start_new_session=True,
     )
-    return Started(process, folder)
+    try:
+        output, _ = process.communicate(timeout=800)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+    assert process.returncode == 0, output[-6000:]
+    return Run(output, folder)
 
 
 def free_port(low: int = 0) -> int:
@@ -157,21 +124,25 @@ def flags_of_the_example() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
+def first(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """The script alone, and by the runner with no flags but that for the CPU; both leave a checkpoint."""
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
     words = [SCRIPT, *flags_of_the_example(), *flags_for_a_cpu(), *f"{SMALLER} {TRAINING}".split()]
     words += ["--eval-iters", "0", "--save", "checkpoint", "--save-interval", "100"]
-    runner = [sys.executable, "-m", "megatron_flex.launch", *words, "--flex-cpu"]
-    return ends(
-        start([sys.executable, "-c", PLAINLY, *words], tmp_path_factory.mktemp("plain")),
-        start(runner, tmp_path_factory.mktemp("runner")),
-    )
+    plain, runner = (tmp_path_factory.mktemp(name) for name in ("plain", "runner"))
+    return forked(server, plain, *words, plain=True), forked(server, runner, *words, "--flex-cpu")
+
+
+def forked(server: Server, folder: Path, *words: object, plain: bool = False) -> Run:
+    """The script in one process, plainly or by the runner."""
+    done = server(1, folder, *words, plain=plain)
+    assert done.status == [0], done.err[0][-6000:]
+    return Run(done.out[0] + done.err[0], folder)
 
 
 @pytest.fixture(scope="module")
-def both(first: tuple[Run, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
+def both(first: tuple[Run, ...], server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """From the same weights, by flags in one process and by a file in four: dumped, measured, edited."""
     more = [*flags_for_a_cpu(), *f"{SMALLER} {TRAINING} --eval-iters 1".split()]
     more += ["--load", str(first[0].folder / "checkpoint"), "--finetune"]
@@ -180,11 +151,11 @@ def both(first: tuple[Run, ...], tmp_path_factory: pytest.TempPathFactory) -> tu
     ours = ["--flex-cpu", "--flex-gradients", "--flex-sites", *SITES]
     ours += ["--flex-dump", "dump", "--flex-stats", "stats"]
     ours += ["--flex-edit", HALF, "scale=0.5", "--flex-edit", f"{NUDGED} edits.py:nudge"]
-    command = [sys.executable, "-m", "megatron_flex.launch", SCRIPT, *ours, *flags_of_the_example(), *more]
-    return ends(start(command, one), start_job(tmp_path_factory.mktemp("four"), more))
+    by_flags = forked(server, one, SCRIPT, *ours, *flags_of_the_example(), *more)
+    return by_flags, run_job(tmp_path_factory.mktemp("four"), more)
 
 
-def start_job(folder: Path, more: list[str]) -> Started:
+def run_job(folder: Path, more: list[str]) -> Run:
     """Two nodes with two processes each, as sbatch runs the example."""
     (folder / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}.items():
@@ -203,7 +174,7 @@ edits:
 """,
         encoding="utf-8",
     )
-    return start(
+    return ran(
         [BATCH, *more],
         folder,
         PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",

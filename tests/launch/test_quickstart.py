@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_flex import open_dump
 from tests.browser.conftest import Open
 from tests.launch import test_analyses
 from tests.support import pages
-from tests.support.launching import SCRIPTS, has_pretrain
+from tests.support.launching import SCRIPTS, Server, has_pretrain, launch_forked
 from tests.support.messages import any_names, assert_names, raises
 
 SITES = [
@@ -118,19 +119,24 @@ def test_every_site_and_loss_agrees(run: tuple[str, Path]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_hybrid_model_is_trained_and_compared_likewise(tmp_path: Path) -> None:
+def test_a_hybrid_model_is_trained_and_compared_likewise(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
     flags = ["--model", "hybrid", "--iterations", "1", "--keep", str(tmp_path)]
-    command = [sys.executable, str(SCRIPTS / "quickstart.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert any_names(done.stdout.splitlines(), "HybridModel", 4)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    quickstart = importlib.import_module("quickstart")
+    monkeypatch.setattr(quickstart, "launch", launch_forked(server, tmp_path, quickstart.MARK))
+    monkeypatch.setattr(sys, "argv", ["quickstart", *flags])
+    assert quickstart.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any_names(lines, "HybridModel", 4)
     mlps = [f"decoder.layers.{n}" for n in (1, 3, 5, 7)]
     sites = [f"{layer}{module}:output" for layer in mlps for module in ("", ".mlp.linear_fc1")]
-    table = [line.split()[0] for line in done.stdout.splitlines() if " × " in line]
+    table = [line.split()[0] for line in lines if " × " in line]
     assert sorted(table) == sorted([*sites, "output_layer:output", "loss:output"])
-    assert any_names(done.stdout.splitlines(), 10, 3, "1e-05")
+    assert any_names(lines, 10, 3, "1e-05")
     with open_dump(tmp_path / "dump") as dump:
         assert dump["gpt:decoder.layers.3:output.grad"].torch().abs().sum() > 0
 
@@ -147,30 +153,37 @@ def test_loss_falls_and_edits_change_it(run: tuple[str, Path], comparison: Modul
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["decoder.layers.2.mlp.linear_fc1:output", "steered after layer 2"])
-def test_a_wrong_tensor_fails_the_comparison(run: tuple[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_wrong_tensor_fails_the_comparison(
+    run: tuple[str, Path],
+    comparison: ModuleType,
+    tmp_path: Path,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, kept = run
-    code = f"""
-import shutil, sys
-from pathlib import Path
-import quickstart_compare, quickstart_data
-here = Path({str(tmp_path)!r})
-shutil.copy({str(kept / "single")!r}, here)
-tensors = quickstart_data.load(Path({str(kept / "parallel")!r}))
-tensors[{name!r}].view(-1)[-1] += 1e-3 * tensors[{name!r}].abs().max()
-quickstart_data.save(here / "parallel", tensors)
-sys.exit(quickstart_compare.main(here))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1, done.stderr
-    assert_names(done.stdout.splitlines()[-1], "1 of 13", "1e-05", name)
+    shutil.copy(kept / "single", tmp_path)
+    results = comparison.load(kept / "parallel")
+    results[name].view(-1)[-1] += 1e-3 * results[name].abs().max()
+    importlib.import_module("quickstart_data").save(tmp_path / "parallel", results)
+    assert comparison.main(tmp_path) == 1
+    assert_names(capsys.readouterr().out.splitlines()[-1], "1 of 13", "1e-05", name)
 
 
 @pytest.mark.timeout(600)
-def test_analyses_of_its_weights_say_what_they_found(run: tuple[str, Path]) -> None:
+def test_analyses_of_its_weights_say_what_they_found(
+    run: tuple[str, Path],
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, folder = run
-    test_analyses.check("--weights", str(folder))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    analyses, mark = importlib.import_module("analyses"), importlib.import_module("quickstart").MARK
+    monkeypatch.setattr(analyses, "launch", launch_forked(server, tmp_path, mark))
+    monkeypatch.setattr(sys, "argv", ["analyses", "--weights", str(folder), *test_analyses.SHORT])
+    assert analyses.main() == 0
+    test_analyses.check(capsys.readouterr().out)
 
 
 def tensors(loss: float = 2.0, entry: float = 1.0) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,6 @@ sys.argv[1:] = {argv!r}  # Megatron reads its own flags there
 from tests.support.scripts import pretraining
 pretraining.main()
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    process = Server()
-    yield process
-    process.close()
 
 
 def command(out: Path, *words: object) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -10,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,16 +122,41 @@ class Server:
         self.process.communicate()
 
 
+def launch_forked(server: Server, folder: Path, mark: str) -> Callable[[list[str], Path], None]:
+    """As `launch` of scripts/quickstart.py, with ranks that are forked instead of started by torchrun.
+
+    Args:
+        server: forks them.
+        folder: has the folders in which they run.
+        mark: what a launch prints behind it is for the screen.
+    """
+
+    def launch(command: list[str], log: Path) -> None:
+        world = int(command[command.index("--nproc-per-node") + 1]) if "--nproc-per-node" in command else 1
+        words = command[next(n for n, word in enumerate(command) if word.endswith(".py")) :]
+        done = server(world, folder / f"{world} ranks", *words, plain=True)
+        assert done.status == [0] * world, done.err
+        for line in "".join(done.out).splitlines():
+            if line.startswith(mark):
+                print(line.removeprefix(mark))
+
+    return launch
+
+
 def _serve() -> None:
     import torch.distributed as dist
 
     from megatron_flex import cpu
 
     with cpu.runtime():
-        import megatron.training.training  # noqa: F401
+        import megatron.training.training
+
+        with contextlib.suppress(ImportError):
+            import megatron.core.tokenizers.text.libraries  # noqa: F401 # loads transformers: seconds a rank
 
         import megatron_flex.launch.preview
         import megatron_flex.launch.script_runner  # noqa: F401
+    gc.freeze()
     answers = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -163,6 +191,7 @@ def _forked(rank: int, job: dict) -> int:
 
         cpu.enable()
         sys.argv[:] = job["words"]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit(0)
     from megatron_flex.launch import run
