@@ -32,12 +32,12 @@ def open_host_group(name: str, ranks: Sequence[int], me: int) -> Any:
     return dist.ProcessGroupGloo(store, me, len(ranks), timeout=timedelta(seconds=JOIN_SECONDS))
 
 
-def send_to(group: Any, tensor: Tensor, index: int, tag: int = 0) -> Any:
+def send_to(group: Any, tensor: Tensor, index: int, tag: int = 0) -> HostWork:
     """Begin to send a tensor of the host to a member of the group; the result waits as collectives do."""
     return HostWork(group.send([tensor], index, tag), tensor)
 
 
-def receive_from(group: Any, tensor: Tensor, index: int, tag: int = 0) -> Any:
+def receive_from(group: Any, tensor: Tensor, index: int, tag: int = 0) -> HostWork:
     """Begin to receive a tensor of the host from a member of the group."""
     return HostWork(group.recv([tensor], index, tag), tensor)
 

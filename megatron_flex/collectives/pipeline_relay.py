@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
+from megatron_flex.collectives.host_groups import HostWork, open_host_group, receive_from, send_to
 from megatron_flex.mesh import Mesh
 
 PACKAGE_ALIGN = 16  # bytes; every dtype may start at a multiple of it
@@ -64,19 +64,14 @@ class PipelineRelay:
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._axis, self._name = mesh["pp"], name
         self._group: Any = None
-        self._posted: dict[StageMessage, list[tuple[dist.Work, Tensor]]] = {}
+        self._posted: dict[StageMessage, list[HostWork]] = {}
         # By tag: gloo may read the tensors until the receiver has taken or dropped the messages.
-        self._abandoned: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        self._abandoned: dict[int, list[HostWork]] = {}
 
     def open(self) -> None:
         """Create the group, if it does not exist. Collective over the leaders of a replica's stages."""
         if self._group is None:
-            axis = self._axis
-            # Not dist.new_group: all ranks of the job would have to call it, or a later group would reuse
-            # the name, and with the name the old group's entries in the store.
-            prefix = f"megatron_flex/{self._name}/{'-'.join(map(str, axis.ranks))}"
-            store = dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-            self._group = dist.ProcessGroupGloo(store, axis.coord, axis.size, timeout=default_pg_timeout)
+            self._group = open_host_group(self._name, self._axis.ranks, self._axis.coord)
 
     def send(self, package: Tensor, stage: int, message: StageMessage) -> None:
         """Send a package to a stage's leader, without waiting for it.
@@ -89,23 +84,23 @@ class PipelineRelay:
         body = package.cpu()
         lengths = torch.tensor([message.number, body.numel()], dtype=torch.int64)
         self._posted[message] = [
-            (self._group.send([t], stage, message.tag << 1 | i), t) for i, t in enumerate((lengths, body))
+            send_to(self._group, t, stage, message.tag << 1 | i) for i, t in enumerate((lengths, body))
         ]
 
     def receive(self, stage: int, message: StageMessage) -> Tensor:
         """Wait for a package from a stage's leader; other packages with the same tag are dropped."""
         lengths = torch.zeros(2, dtype=torch.int64)
         while True:
-            self._group.recv([lengths], stage, message.tag << 1).wait()
+            receive_from(self._group, lengths, stage, message.tag << 1).wait()
             body = torch.empty(int(lengths[1]), dtype=torch.uint8)
-            self._group.recv([body], stage, message.tag << 1 | 1).wait()
+            receive_from(self._group, body, stage, message.tag << 1 | 1).wait()
             if int(lengths[0]) == message.number:
                 return body
 
     def settle(self, message: StageMessage | None = None) -> None:
         """Release sent packages that are known to have been received: one message, or all of them."""
         for known in [message] if message else list(self._posted):
-            for work, _ in self._posted.pop(known, []):
+            for work in self._posted.pop(known, []):
                 work.wait()
             # Messages with one tag arrive in the order in which they were sent.
             self._abandoned.pop(known.tag, None)
