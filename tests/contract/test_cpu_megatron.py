@@ -1,6 +1,6 @@
 """The CPU runtime under the installed megatron-core: a tiny model trains, and Megatron is left as it was.
 
-Each test is a fresh interpreter: what Megatron binds while it is imported is the point.
+Code runs in fresh interpreters: what Megatron binds while it is imported is the point.
 """
 
 import os
@@ -82,6 +82,11 @@ MODEL = dedent("""
 
 def run(code: str) -> str:
     """The last line that `code` printed, in an interpreter of its own, after the definitions above."""
+    return run_lines(code)[-1]
+
+
+def run_lines(code: str) -> list[str]:
+    """All lines."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     environment.pop("TORCH_COMPILE_DISABLE", None)  # the runtime has to see to it
     done = subprocess.run(
@@ -93,31 +98,33 @@ def run(code: str) -> str:
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    return done.stdout.splitlines()
 
 
-def test_a_tiny_model_trains_and_recomputation_replays_dropout():
-    said = run("""
+@pytest.fixture(scope="module")
+def trained() -> list[str]:
+    """The norms of a tiny model's gradients, and that it trained."""
+    return run_lines("""
         cpu.enable()
         start()
         plain = step(model())
+        norms = [float(t.norm()) for t in plain[1]]
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         assert same(plain, step(model(**full)))
         assert same(plain, step(model(recompute_granularity="selective")))
         again = model()
         first = step(again)
         assert same(plain, first), "the same seeds, the same model"
+        print(norms)
         print("trained")
-    """)
-    assert said == "trained"
+    """)[-2:]
 
 
-def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
-    early = run("""
-        cpu.enable()
-        start()
-        print([float(t.norm()) for t in step(model())[1]])
-    """)
+def test_a_tiny_model_trains_and_recomputation_replays_dropout(trained: list[str]):
+    assert trained[1] == "trained"
+
+
+def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was(trained: list[str]):
     late = run("""
         import megatron.core.models.gpt.gpt_layer_specs, numpy
         from megatron.core.transformer.moe import token_dispatcher
@@ -143,7 +150,7 @@ def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
             assert same(late, step(model()))
         print([float(t.norm()) for t in late[1]])
     """)
-    assert early == late
+    assert trained[0] == late
 
 
 def test_what_is_imported_meanwhile_is_put_right():
@@ -164,12 +171,35 @@ def test_what_is_imported_meanwhile_is_put_right():
     assert said == "put right"
 
 
-def test_norms_run_under_sequence_parallel():
-    said = run("""
+@pytest.fixture(scope="module")
+def enabled() -> list[str]:
+    """What an interpreter says in which the runtime was there before Megatron: a line for each test."""
+    return run_lines("""
         cpu.enable()
         start()
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer import TransformerConfig
+        try:
+            from megatron.core.extensions import transformer_engine as te
+        except ImportError:
+            print("this megatron-core does not pretend")
+        else:
+            if te.HAVE_TE:
+                print("Transformer Engine is installed")
+            else:
+                assert not isinstance(torch.nn.Linear(1, 1), (te.TELinear, te.TEColumnParallelLinear))
+                try:
+                    te.TELinear(1, 1)
+                except ValueError as error:
+                    print(error)
+        try:
+            from megatron.core.models.hybrid import hybrid_block
+        except ImportError:
+            print("no hybrid models")
+        else:
+            config = TransformerConfig(
+                num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm")
+            print(type(hybrid_block.TENorm(config, hidden_size=8, eps=1e-5)).__name__)
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
         def norm(kind, **wanted):
             config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, normalization=kind,
                                        tensor_model_parallel_size=2, **wanted)
@@ -185,46 +215,22 @@ def test_norms_run_under_sequence_parallel():
             norm("RMSNorm", sequence_parallel=True)
         except AssertionError:
             print("refused again")
-    """)
-    assert said == "refused again"
+    """)[-3:]
 
 
-def test_transformer_engine_is_absent_and_says_so():
-    said = run("""
-        cpu.enable()
-        try:
-            from megatron.core.extensions import transformer_engine as te
-        except ImportError:
-            print("this megatron-core does not pretend")
-            sys.exit()
-        if te.HAVE_TE:
-            print("Transformer Engine is installed")
-            sys.exit()
-        assert not isinstance(torch.nn.Linear(1, 1), (te.TELinear, te.TEColumnParallelLinear))
-        try:
-            te.TELinear(1, 1)
-        except ValueError as error:
-            print(error)
-    """)
+def test_transformer_engine_is_absent_and_says_so(enabled: list[str]):
+    said = enabled[0]
     if "TELinear" not in said:
         pytest.skip(said)
     assert_names(said, "TELinear", "Transformer Engine", "GPU")
 
 
-def test_hybrid_models_build_their_last_norm():
-    said = run("""
-        cpu.enable()
-        try:
-            from megatron.core.models.hybrid import hybrid_block
-        except ImportError:
-            print("no hybrid models")
-            sys.exit()
-        start()
-        from megatron.core.transformer import TransformerConfig
-        config = TransformerConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm")
-        print(type(hybrid_block.TENorm(config, hidden_size=8, eps=1e-5)).__name__)
-    """)
+def test_hybrid_models_build_their_last_norm(enabled: list[str]):
+    said = enabled[1]
     if said == "no hybrid models":
         pytest.skip(said)
     assert said == "FlexRMSNorm"
+
+
+def test_norms_run_under_sequence_parallel(enabled: list[str]):
+    assert enabled[2] == "refused again"
