@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_flex.alignment.alignment_result import SiteVerdict
 from megatron_flex.alignment.site_rows import hold_to, make_verdict, sum_site
 from megatron_flex.alignment.token_batch import TokenBatch
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import sum_over_ranks
 from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.tolerance import Tolerances
 from megatron_flex.conversion import place_full_tensors
@@ -163,8 +163,9 @@ def _full_loss(flex: FlexModel, part: float | None) -> float:
     mesh = flex.session.mesh
     # Replicas have the same loss, so that only the first one's parts are added.
     first = part is not None and all(axis.coord == 0 for axis in mesh if axis.name in ("dp", "tp"))
-    parts = gather_objects(part if first else None, mesh, [axis.name for axis in mesh])
-    return float(sum(value for value in parts if value is not None))
+    device = next(flex.chunks.parameters()).device
+    local = torch.tensor(part if first else 0.0, dtype=torch.float64, device=device)
+    return sum_over_ranks(local, mesh, [axis.name for axis in mesh])
 
 
 def _padding_rows(flex: FlexModel, hf_model: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_flex.collectives import gather_objects
+from megatron_flex.collectives import gather_numbers_to_first
 from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
 from megatron_flex.errors import FlexWarning
 from megatron_flex.launch.rank_errors import current_rank, print_notice
@@ -172,20 +172,22 @@ def _describe_every(every: int) -> str:
 
 
 def describe_end(dumps: Sequence[DumpSink], mesh: Mesh) -> list[str]:
-    """What was written of each dump, as one line for all ranks. Collective over the mesh.
+    """What was written of each dump, as one line on the first rank. Collective over the mesh.
 
     Args:
         dumps: dumps that are closed.
         mesh: the axes of the run.
     """
-    mine = [(d.tally.written, d.tally.dropped, d.tally.failed, d.tally.nbytes, d.tally.waited) for d in dumps]
-    ranks = gather_objects(mine, mesh, [axis.name for axis in mesh]) if dumps else []
     out = []
-    for number, dump in enumerate(dumps):
-        written, dropped, failed, nbytes, waited = zip(*(tallies[number] for tallies in ranks), strict=True)
+    for dump in dumps:
+        tally = dump.tally
+        mine = tally.written, tally.dropped, tally.failed, tally.nbytes, int(tally.waited * 1000)
+        if not (ranks := gather_numbers_to_first(mine, mesh)):
+            continue
+        written, dropped, failed, nbytes, waited = zip(*ranks, strict=True)
         out.append(
             f"dump to {dump.settings.path}: {count_words(min(written), 'iteration')} written, "
             f"{format_bytes(sum(nbytes))} by {count_words(len(ranks), 'rank')}; {max(dropped)} dropped, "
-            f"{max(failed)} failed; the model waited {max(waited):.1f} s for the disk"
+            f"{max(failed)} failed; the model waited {max(waited) / 1000:.1f} s for the disk"
         )
     return out
