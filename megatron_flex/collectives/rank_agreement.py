@@ -119,8 +119,9 @@ def _wait_and_watch(work: Any, watch: Watcher, blocking: bool) -> None:
                 work.wait(timedelta(seconds=pause))
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # it failed, or ended after the time was up
+                    work.wait()
+                    return
                 if pause >= watch_seconds():
                     watch()
                 pause = watch_seconds()

@@ -51,10 +51,12 @@ class Recorder:
         self._copies: DeviceCopies | None = None  # of full tensors, which no transport carries
 
     def prepare(self) -> None:
-        """Open the transports, the first time. Collective within the stage; nothing is recorded yet."""
+        """Open the transports, the first time. Collective in the model replica; nothing is recorded yet."""
         if not self._prepared:
             self._prepared = True
             self._transports = open_transports(self.mesh, self._watch, setup=True)
+            if self._leader:
+                self._stages.open()
 
     def shard(
         self,
@@ -136,6 +138,7 @@ class Recorder:
         for transport in self._transports:
             transport.close()
         self._transports = open_transports(self.mesh, self._watch, setup=False)
+        self._stages.close()
 
     def gather_if_large(self) -> None:
         """Begin to send the recorded tensors if they have become large. Collective within the stage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flex.collectives import PipelineGather, pipeline_gather
+from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexWarning
+from megatron_flex.mesh import Axis, Mesh
 from tests.support.accelerated import FC1, KINDS, Report, report
 from tests.support.accelerator import CUDA, differences, simulated
 from tests.support.accelerator.streams import device_of_process
@@ -20,6 +25,7 @@ from tests.support.rank import changes
 pytest.importorskip("megatron.core")
 
 FAILING = "failing edit"
+ENTRIES = 1 << 15  # of a tensor that is sent by itself
 WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", FAILING)
 
 
@@ -209,3 +215,68 @@ def in_other_order(_: Rules) -> Any:
 
 def test_communicators_in_another_order_on_another_rank() -> None:
     assert differences(run(2, in_other_order, Rules())) != []
+
+
+# -- from stage to stage without gloo --------------------------------------------------------------------
+
+
+class Unconnected(NamedTuple):
+    """What is seen on one rank of captures that go up the pipeline."""
+
+    arrived: bool
+    warned: list[str]
+    allocated: list[int]
+    violations: list[str]
+
+
+def without_hosts(_: Rules) -> Unconnected:
+    """The hosts of stages cannot connect: captures pass through the device, a window at a time."""
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no interface")
+
+    with simulated() as recording, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FlexWarning)
+        rank, group = dist.get_rank(), dist.new_group()
+        gather = PipelineGather(Mesh((Axis("pp", 2, rank, group, (0, 1)),)))
+        changes.setattr(pipeline_gather, "open_host_group", refuse)
+        recording.violations.clear()
+        gather.open()
+        flex_config.pending_bytes = 2 * ENTRIES * 4
+        allocated: list[int] = []
+        wait = pipeline_gather._wait
+
+        def counted(begin: Any) -> Any:
+            def call(tensor: Any, *stage: int) -> Any:
+                allocated[-1] += tensor.nbytes
+                assert tensor.is_cuda == bool(stage), "what arrives, arrives on the device"
+                return begin(tensor, *stage)
+
+            return call
+
+        def waited(works: Any) -> None:
+            wait(works)
+            allocated.append(0)
+
+        allocated.append(0)
+        for name in ("_begin_send", "_begin_receive"):
+            setattr(gather, name, counted(getattr(gather, name)))
+        changes.setattr(pipeline_gather, "_wait", waited)
+        items = [(f"site{i}", torch.full((ENTRIES,), 10.0 * rank + i)) for i in range(5)]
+        came = gather.gather(items)
+        wanted = [10.0 * stage + i for stage in range(2) for i in range(5)] if rank == 0 else []
+        right = [bool((t == v).all()) and t.is_cpu for (_, _, t), v in zip(came, wanted, strict=True)]
+        dist.destroy_process_group(group)
+        return Unconnected(all(right), [str(w.message) for w in caught], allocated, recording.violations)
+
+
+def test_stages_whose_hosts_cannot_connect() -> None:
+    answers = run(2, without_hosts, Rules())
+    for answer in answers:
+        assert answer.arrived
+        assert answer.violations == []
+        assert max(answer.allocated) <= 2 * ENTRIES * 4
+        assert sum(answer.allocated) > 5 * ENTRIES * 4
+    (warning,) = answers[0].warned
+    assert_names(warning, "rank 0", "no interface", "GLOO_SOCKET_IFNAME")
+    assert answers[1].warned == []

@@ -62,6 +62,7 @@ MEGATRON, FAIRSCALE = Setup("megatron", GPT), Setup("fairscale", GPT)
 RECOMPUTED = Setup("megatron", replace(GPT, name="recomputed", recompute=("full",)))
 PACKED = Setup("megatron", replace(GPT, name="packed", packed="flat"))
 FOLLOWED = Setup("fairscale", replace(GPT, name="followed", recompute=("full",)))
+STAGES = Setup("megatron", Case("pp2", pp=2, layers=2, device="cuda"))
 MOE = Setup("megatron", Case("moe", tp=2, sp=True, ep=2, layers=2, experts=4, device="cuda"))
 
 
@@ -335,6 +336,7 @@ BACKWARD: dict[str, Any] = {"hook_type": "full_backward"}
 KINDS = {
     "nothing": Kind(),
     "read": _read("decoder.layers.*", FC1, f"{PROJECTION}:partial", "output_layer"),
+    "read over stages": _read("decoder.layers.*", FC1, setup=STAGES),
     "read selections": Kind(_selections),
     "read reductions": Kind(_reductions),
     "read gradients": _several(

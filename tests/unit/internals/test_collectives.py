@@ -19,10 +19,12 @@ from megatron_flex.collectives import (
     gather_up_pipeline,
     is_leader,
     max_over_ranks,
+    pipeline_gather,
     plan_read,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
+from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
@@ -276,9 +278,39 @@ def test_up_the_pipeline_what_is_unchanged_is_not_described_again() -> None:
             values = [((n,), [number + rank / 2] * n) for n in lengths] + [((0, 3), [])]
             want += [(base, (f"site{i}", i), *value) for i, value in enumerate(values)]
         assert first[number][0] == want, number
-    # One header each; then the description, where it is new, one message of small tensors, and the large one.
-    assert [count.get("isend", 0) for _, count in second] == [2, 1, 2, 3, 1]
-    assert all(count["gather"] == 1 for _, count in second)
+    # One header; then the description, where it is new, one message of small tensors, and the large one.
+    assert [count for _, count in second] == [{"isend": n} for n in (3, 2, 3, 4, 2)]
+
+
+def windows_up_the_pipeline(most: int) -> Any:
+    rank = dist.get_rank()
+    flex_config.pending_bytes = most
+    gather = PipelineGather(Mesh((Axis("pp", 3, rank, dist.group.WORLD, (0, 1, 2)),)))
+    windows: list[int] = []
+    wait = pipeline_gather._wait
+
+    def counted(works: Any) -> None:
+        windows.append(len(works))
+        wait(works)
+
+    changes.setattr(pipeline_gather, "_wait", counted)
+    items = [(f"site{i}", torch.full((LARGE,), 10 * rank + i)) for i in range(4)]
+    return [
+        (tag, t.tolist() == [t[0].item()] * LARGE, t[0].item()) for _, tag, t in gather.gather(items)
+    ], windows
+
+
+@pytest.mark.parametrize("messages", [1, 3, 9])
+def test_up_the_pipeline_in_windows(messages: int) -> None:
+    first, *others = run(3, windows_up_the_pipeline, messages * LARGE * 8)
+    assert first[0] == [(f"site{i}", True, 10 * rank + i) for rank in range(3) for i in range(4)]
+    headers, descriptions, *windows = first[1]
+    assert (headers, descriptions) == (2, 2)
+    assert (sum(windows), max(windows)) == (8, min(messages, 8))
+    for came, windows in others:
+        assert came == []
+        assert sum(windows) == 6
+        assert max(windows) == min(messages + 1, 6), "with the header and the description"
 
 
 def test_up_the_pipeline() -> None:
