@@ -181,8 +181,8 @@ def describe_end(dumps: Sequence[DumpSink], mesh: Mesh) -> list[str]:
     out = []
     for dump in dumps:
         tally = dump.tally
-        mine = tally.written, tally.dropped, tally.failed, tally.nbytes, int(tally.waited * 1000)
-        if not (ranks := gather_numbers_to_first(mine, mesh)):
+        numbers = tally.written, tally.dropped, tally.failed, tally.nbytes, int(tally.waited * 1000)
+        if not (ranks := gather_numbers_to_first(numbers, mesh)):
             continue
         written, dropped, failed, nbytes, waited = zip(*ranks, strict=True)
         out.append(

@@ -165,7 +165,7 @@ class SharedMemoryTransport:
         self._private: Segment | None = None  # of a rank of another node
         self._segment: Segment | None = None
         self._number, self._capacity = -1, 0
-        self._announced: set[int] = set()  # segments that the other ranks were told of
+        self._announced: set[int] = set()  # segments whose numbers the other ranks have
         self._unmapped = ""  # why this rank could not map one
         self._named: list[Path] = []  # files that the receiving rank has not unlinked yet
         self._copies: DeviceCopies | None = None
@@ -309,13 +309,13 @@ class SharedMemoryTransport:
         except Exception as error:
             self._keep_error(error)
         try:
-            found = max_over_ranks([*flags, *self._note(number)], self._stage, at, self._watch)
+            greatest = max_over_ranks([*flags, *self._note(number)], self._stage, at, self._watch)
         except BaseException:  # a rank has ended: nobody maps a new file, nor removes its name
             self._pool.drop_unmapped()
             for path in self._named:
                 path.unlink(missing_ok=True)
             raise
-        flags, note = found[: len(flags)], _Note(*found[len(flags) :])
+        flags, note = greatest[: len(flags)], _Note(*greatest[len(flags) :])
         lost = self._describe_loss(flags, note)
         good = not (flags[0] or note.failed or lost)
         self._arrived = []
@@ -332,7 +332,7 @@ class SharedMemoryTransport:
         if good and not failed:
             return flags, lost
         self._arrived = []
-        return [1, *flags[1:]] if not flags[0] else flags, lost or self._tell(failure)
+        return [1, *flags[1:]] if not flags[0] else flags, lost or self._describe_lost_captures(failure)
 
     def finish(self) -> list[Arrival]:
         """The tensors that `collect` has found."""
@@ -381,7 +381,7 @@ class SharedMemoryTransport:
             raise error
         self._failure = self._failure or describe_error(error)
 
-    def _tell(self, failure: str) -> str:
+    def _describe_lost_captures(self, failure: str) -> str:
         return failure and NOT_SENT.format(rank=self.members[self.me].rank, why=failure)
 
     def _code(self) -> int:
@@ -408,11 +408,11 @@ class SharedMemoryTransport:
         if flags[0]:  # ranks may have recorded different tensors
             return ""
         if note.failed:
-            return self._tell(self._failure)
+            return self._describe_lost_captures(self._failure)
         if note.code == -note.negative:
             return ""
-        mine = self.members[self.me].rank, len(self._submitted), self._code()
-        (rank, count, code), *rows = gather_objects(mine, self._stage, [a.name for a in self._stage])
+        recorded = self.members[self.me].rank, len(self._submitted), self._code()
+        (rank, count, code), *rows = gather_objects(recorded, self._stage, [a.name for a in self._stage])
         other, theirs, _ = next((row for row in rows if row[2] != code), rows[0])
         return DIFFERENT.format(other=other, theirs=theirs, rank=rank, count=count)
 
@@ -456,8 +456,8 @@ class SharedMemoryTransport:
         self._map(note)
         unmapped = note.unmapped
         if note.settles or (good and self._group is not None):
-            mine = [int(bool(self._failure)), int(bool(self._unmapped))]
-            lost, unmapped = max_over_ranks(mine, self._stage, at, self._watch)
+            failed = [int(bool(self._failure)), int(bool(self._unmapped))]
+            lost, unmapped = max_over_ranks(failed, self._stage, at, self._watch)
             if self._leads and not unmapped:
                 self._pool.unlink(self._pool.segments)
         number = -1 if unmapped else number
