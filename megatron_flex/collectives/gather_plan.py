@@ -88,6 +88,14 @@ class CapturedShard:
     steps: tuple[GatherStep, ...] = field(default=(), compare=False)
     needed: bool = field(default=True, compare=False)
     full_bytes: int | None = field(default=None, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: plans are looked up by the captures of each step.
+        object.__setattr__(self, "_hash", hash((self.layout, self.shape, self.dtype, self.shapes)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> CapturedShard:
@@ -152,10 +160,11 @@ class FullTensorRead:
         dtype: of the tensor.
         shape: of the tensor.
         summed: whether the shard lies in a message.
-        copy: the copy of gathered shards; None for a shard that is the full tensor.
+        copy: the copy of gathered shards; None where the shard, or `view` in one contiguous copy, is the full
+            tensor.
         order: which of the gathered shards is the one at each of the `coordinates`.
         shapes: of these.
-        view: all of them at once; None where there is no such view.
+        view: all shards as one tensor among the received messages; None where they are not evenly spaced.
     """
 
     layout: Layout
@@ -259,7 +268,22 @@ def _plan_read(shard: CapturedShard, mesh: Mesh, view: StridedShards | None) -> 
             at = at * mesh[axis].size + coords[axis]
         order.append(at)
     shape = full_shape(layout, shapes[0], sizes, lengths)
+    if view is not None and copy.strides is not None:
+        return FullTensorRead(layout, shard.dtype, shape, False, None, view=_sort_dims(view, copy.strides))
     return FullTensorRead(layout, shard.dtype, shape, False, copy, tuple(order), shapes, view)
+
+
+def _sort_dims(view: StridedShards, strides: Sequence[int]) -> StridedShards:
+    """The view with its dims in the order in which they lie in the contiguous full tensor.
+
+    Args:
+        view: of all shards.
+        strides: of the same dims in the full tensor.
+    """
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    return StridedShards(
+        tuple([view.shape[d] for d in order]), tuple([view.stride[d] for d in order]), view.offset
+    )
 
 
 def order_steps(plans: Sequence[Sequence[GatherStep]]) -> list[tuple[GatherStep, list[int]]]:

@@ -183,6 +183,9 @@ class ShardGather:
                 ]
 
     def _read(self, n: int, read: FullTensorRead) -> Tensor:
+        if read.copy is None and read.view is not None:
+            whole = self._entries[n].as_strided(*read.view)
+            return whole.clone(memory_format=torch.contiguous_format).view(read.shape)
         if read.copy is None:
             shard = _view_as(self._slots[n][0], read.dtype, read.shape)
             full = single_device_view(read.layout, shard)

@@ -162,6 +162,7 @@ LARGE_ROWS = 1 << 12  # of 128 bytes
 def registering(_: Rules) -> list[Any]:
     """What is mapped and what the driver knows at the ends of steps, which capture more and more."""
     from megatron_flex.collectives.transport import segments
+    from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransport
     from megatron_flex.layout import Cut, Dim, Layout
     from megatron_flex.mesh import Axis, Mesh
     from megatron_flex.runtime.captures import Captures, Key
@@ -184,7 +185,8 @@ def registering(_: Rules) -> list[Any]:
             if rows == 4:
                 captures.clear()
             shared = recorder._transports[0]
-            mapped = {s.address: s.size for s in shared._list_mapped()}  # type: ignore[attr-defined]
+            assert isinstance(shared, SharedMemoryTransport)
+            mapped = {s.address: s.size for s in shared._list_mapped()}
             out.append((mapped, dict(device_of_process().registered)))
         recorder.close()
         assert not device_of_process().registered

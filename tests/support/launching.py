@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -149,10 +150,9 @@ def _serve() -> None:
     from megatron_flex import cpu
 
     with cpu.runtime():
-        import megatron.training.training
-
         with contextlib.suppress(ImportError):
-            import megatron.core.tokenizers.text.libraries  # noqa: F401 # loads transformers: seconds a rank
+            # It loads transformers, for seconds in each rank that would do so after the fork.
+            importlib.import_module("megatron.core.tokenizers.text.libraries")
 
         import megatron_flex.launch.preview
         import megatron_flex.launch.script_runner  # noqa: F401

@@ -187,10 +187,10 @@ def _load_runtime() -> Any:
     for name in (None, f"libcudart.so.{major}"):
         try:
             library = ctypes.CDLL(name)
-            library.cudaMemcpy2DAsync  # noqa: B018 - a library without the function raises here
-        except (OSError, AttributeError):
+        except OSError:
             continue
-        return library
+        if hasattr(library, "cudaMemcpy2DAsync"):
+            return library
     return None
 
 

@@ -27,7 +27,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
 FIRST_BYTES = 16 << 20  # of the first segment, before it is known what a step captures
 ROUNDING = 1 << 16  # bytes; segments are multiples of it
 NUMBERS = 60  # of segments, one bit each in a flag that ranks exchange
-MAX_SEGMENTS = 8  # of a pool; a caller who keeps the tensors of more steps gets copies
+MAX_SEGMENTS = 8  # of a pool; tensors of further steps that are still referred to are copies
 
 
 class Segment:
@@ -192,7 +192,7 @@ class SegmentPool:
             self.drop(number)
 
     def make(self, need: int) -> int:
-        """Make a segment of at least `need` bytes; its number, or -1 if there is no room."""
+        """Make a segment of at least `need` bytes; its number, or -1 if it does not fit."""
         self.lacking = ""
         size = max(-(-need // ROUNDING), 1) * ROUNDING
         used, room = sum(s.segment.size for s in self.segments.values()), free_bytes(self.folder)

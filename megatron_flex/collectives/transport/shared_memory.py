@@ -239,7 +239,7 @@ class SharedMemoryTransport:
             self._sent += [space.shard_bytes] if space.targets else []
         try:
             self._write(space, at, local)
-        except Exception as error:
+        except Exception as error:  # kept: raised here, it would leave the other ranks waiting for this one
             self._keep_error(error)
         return True
 
@@ -306,7 +306,7 @@ class SharedMemoryTransport:
             if self._leads:
                 number, lends = self._choose_segment()
                 tensors = self._lend() if lends else []
-        except Exception as error:
+        except Exception as error:  # kept: it travels with the flags, and all ranks raise
             self._keep_error(error)
         try:
             greatest = max_over_ranks([*flags, *self._note(number)], self._stage, at, self._watch)
@@ -322,7 +322,7 @@ class SharedMemoryTransport:
         if good:
             try:
                 self._arrived = self._receive(tensors, lends)
-            except Exception as error:
+            except Exception as error:  # kept: `_advance` sends it, and all ranks raise
                 self._keep_error(error)
         need, failure = self._need, self._failure
         failed = self._advance(note, good, at)
@@ -352,7 +352,7 @@ class SharedMemoryTransport:
         try:
             if self._copies is not None:
                 self._copies.finish()
-        except Exception as error:
+        except Exception as error:  # kept: the next step's flags carry it
             self._keep_error(error)
 
     def close(self) -> None:

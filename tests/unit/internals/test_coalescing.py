@@ -14,6 +14,7 @@ from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.collectives.transport.process_group import CopyTapes, ProcessGroupTransport
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replicated
+from megatron_flex.mesh import Mesh
 from megatron_flex.runtime import Key
 from megatron_flex.runtime.recorder import Recorder
 from tests.support.pool import run
@@ -48,6 +49,11 @@ class Kept(dict[Any, Tensor]):
 
     def add(self, key: Any, tensor: Tensor) -> None:
         self[key] = tensor
+
+
+def make_recorder(mesh: Mesh) -> tuple[Recorder, Kept]:
+    kept = Kept()
+    return Recorder(mesh, kept), kept  # type: ignore[arg-type]  # of Captures a recorder uses `add` alone
 
 
 def whole_of(site: int, step: int, dtype: torch.dtype) -> Tensor:
@@ -97,8 +103,7 @@ def flushes(cp: int, uneven: bool, equal: bool, most: int, steps: int = 3) -> An
     """Counts of each flush, whether messages were sent from where they were recorded, and the leader's."""
     flex_config.bucket_bytes = most
     sites = SITES + (UNEVEN if uneven else [])
-    # Of Captures a recorder uses `add` alone.
-    recorder = Recorder(mesh := make_mesh(cp), kept := Kept())  # type: ignore[arg-type]
+    recorder, kept = make_recorder(mesh := make_mesh(cp))
     views: list[bool] = []
     pack = leader_gather.pack
 
@@ -165,8 +170,7 @@ def posting() -> bool:
     """Send between microbatches, while the framework communicates too; flush at the end."""
     flex_config.pending_bytes = 0
     mesh = make_mesh(1)
-    # Likewise.
-    recorder = Recorder(mesh, kept := Kept())  # type: ignore[arg-type]
+    recorder, kept = make_recorder(mesh)
     other = torch.ones(1000)
     for step in range(5):
         read(recorder, SITES, step, True)
@@ -183,9 +187,8 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
 
 def uneven_in_windows(steps: int) -> Any:
     """How many captures of other lengths wait after each, at two bytes less than two of them have."""
-    mesh, kept = make_mesh(1), Kept()
-    # Likewise.
-    recorder = Recorder(mesh, kept)  # type: ignore[arg-type]
+    mesh = make_mesh(1)
+    recorder, kept = make_recorder(mesh)
     flex_config.pending_bytes = 2 * 16 * 16 * 4 - 2
     (transport,) = recorder._transports
     assert isinstance(transport, ProcessGroupTransport)
@@ -209,8 +212,7 @@ def dropped(failed_on: int) -> Any:
     flex_config.pending_bytes = 0
     mesh = make_mesh(1)
     rank = mesh["tp"].coord
-    # Likewise.
-    recorder = Recorder(mesh, kept := Kept())  # type: ignore[arg-type]
+    recorder, kept = make_recorder(mesh)
     (transport,) = recorder._transports
     assert isinstance(transport, ProcessGroupTransport)
     large = [(Layout((Dim("s", (TP,)), Dim("h"))), torch.float32)]

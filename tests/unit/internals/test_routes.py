@@ -46,9 +46,7 @@ def whole(expert: int | None) -> Tensor:
 
 
 def route_over_two(kind: str, expert: int | None) -> tuple[Route, Tensor, float]:
-    """Experts over two ranks of `ep`, or summands of them over two of `etp`; all rows, and this rank's share
-    of them.
-    """
+    """Experts over two ranks of `ep`, or partial sums over two of `etp`; all rows, this rank's share."""
     rank = dist.get_rank()
 
     def axis(name: str) -> Axis:
@@ -81,7 +79,7 @@ def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
     (got * weight).sum().backward()
     want = whole(expert)
     at = weight.flatten(end_dim=-2)[[_place(want, row) for row in rows]]
-    first = kind == "ep" or dist.get_rank() == 0  # of summands the first gets the value
+    first = kind == "ep" or dist.get_rank() == 0  # of partial sums the first gets the value
     return {
         "value": (got.detach(), want),
         "edited": (passed.detach(), 3 * rows * first),
