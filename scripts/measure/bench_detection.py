@@ -55,7 +55,7 @@ LEAST = {
 }  # magnitudes that are tried, powers of two
 MOST_SAID = 200  # characters of hints that are kept
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "docs" / "detection.json"
+KEPT = ROOT / "tests" / "data" / "detection.json"
 COMPARER = ROOT / "megatron_flex" / "compare"
 
 
@@ -89,7 +89,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="scripts/bench --detection", description=__doc__.split("\n\n")[1])
     add = parser.add_argument
-    add("--json", type=Path, default=KEPT, help="results, to go on with (default: docs/detection.json)")
+    add("--json", type=Path, default=KEPT, help="results, to go on with (default: tests/data/detection.json)")
     add("--jobs", type=int, default=1, help="processes, each with pools of its own (default %(default)s)")
     add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), help="default: all")
     add("--bugs", default="", metavar="WORDS", help="only bugs with these words in their names")

@@ -22,7 +22,7 @@ from typing import Any
 from bench_results import check_page, command_line, publish
 
 HERE = Path(__file__).resolve().parent
-KEPT = HERE.parents[1] / "docs" / "hook_cost.json"
+KEPT = HERE.parents[1] / "tests" / "data" / "hook_cost.json"
 SECTION = "hook-cost"
 BY_HAND, NONE, IDLE = " by hand", "none", "idle"
 PARTS = ("begin", "pass", "end")

@@ -40,7 +40,7 @@ def test_each_argument_is_in_one_group() -> None:
     theirs = {action.option_strings[0].removeprefix("--") for action in upstream()}
     assert len(theirs) > 700
     assert sorted(theirs - set(NAMED)) == [], (
-        "new arguments: say in docs/arguments.toml what they mean for hooks"
+        "new arguments: say in tests/data/arguments.toml what they mean for hooks"
     )
     assert sorted(set(NAMED) - theirs) == [], "arguments that this Megatron no longer has"
 
@@ -51,12 +51,12 @@ def test_each_field_of_the_config_is_known() -> None:
     dests = {action.dest for action in upstream()}
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     known = set(CENSUS["config"]["fields"].split())
-    assert sorted(fields - dests - known) == [], "new fields: add them to docs/arguments.toml"
+    assert sorted(fields - dests - known) == [], "new fields: add them to tests/data/arguments.toml"
     assert sorted(known - fields) == []
 
 
 def test_the_page_shows_the_table() -> None:
-    text = (argument_table.DOCS / "arguments.md").read_text(encoding="utf-8")
+    text = argument_table.PAGE.read_text(encoding="utf-8")
     assert argument_table.page(text, CENSUS) == text, "run: python -m tests.support.argument_table"
 
 

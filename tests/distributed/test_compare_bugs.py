@@ -30,7 +30,9 @@ from tests.support.planted import Bench, Pair, judge
 pytest.importorskip("megatron.core")
 
 MARGIN = 4  # over the least magnitude that was detected: other machines sum in another order
-KEPT: dict[str, Any] = json.loads((ROOT / "docs" / "detection.json").read_text(encoding="utf-8"))["results"]
+KEPT: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "detection.json").read_text(encoding="utf-8"))[
+    "results"
+]
 IN_BF16 = [  # what a bound for each element misses in bf16
     "all gradients off by a factor",
     "one rank's loss weighs more",

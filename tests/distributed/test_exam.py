@@ -30,7 +30,7 @@ def test_a_row_is_found_and_its_clean_run_is_silent(row: Row, tmp_path: Path) ->
 
 
 def exam() -> Any:
-    spec = importlib.util.spec_from_file_location("exam", ROOT / "scripts" / "exam.py")
+    spec = importlib.util.spec_from_file_location("exam", ROOT / "scripts" / "dev" / "exam.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -57,7 +57,7 @@ def test_each_kind_of_hook_and_of_edit_is_there_along_each_axis() -> None:
 def test_a_random_case(number: int) -> None:
     draw = selected_cases()[number]
     verdict = prove(draw)
-    again = f"scripts/fuzz_layouts --case '{draw.text()}'"
+    again = f"scripts/dev/fuzz_layouts --case '{draw.text()}'"
     assert verdict.good, f"{verdict.told()}\nmade smaller by: {again}"
     assert len(verdict.unjudged) <= len(verdict.cells) // 4, verdict.unjudged
 

@@ -1,4 +1,4 @@
-"""The table of docs/arguments.md, from arguments.toml: `python -m tests.support.argument_table`."""
+"""Write the table of docs/arguments.md from arguments.toml: `python -m tests.support.argument_table`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+TESTS = Path(__file__).parents[1]
+DATA, PAGE = TESTS / "data" / "arguments.toml", TESTS.parent / "docs" / "arguments.md"
 BEGIN, END = "<!-- table of arguments.toml -->", "<!-- end of the table -->"
 
 
 def read() -> dict[str, Any]:
     """The groups and the fields of the config."""
-    return tomllib.loads((DOCS / "arguments.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(DATA.read_text(encoding="utf-8"))
 
 
 def rows(census: dict[str, Any]) -> str:
@@ -32,5 +33,4 @@ def page(text: str, census: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    path = DOCS / "arguments.md"
-    path.write_text(page(path.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")

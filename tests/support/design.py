@@ -4,7 +4,7 @@ Every configuration compares the values and gradients of every site. Edits are d
 each, so a configuration edits what no configuration before it in its list has edited along one of its axes,
 and a share of the rest, several sites in one run. Other tests of (configuration, hook) choose in the same
 way, by `part`.
-`pytest --product` (scripts/coverage_matrix) makes the full product.
+`pytest --product` (scripts/dev/coverage_matrix) makes the full product.
 """
 
 from __future__ import annotations

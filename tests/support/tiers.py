@@ -2,7 +2,7 @@
 
 - `scripts/test` (pytest --quick): every kind of claim, and every module of the package executed.
 - `scripts/test --all`: everything but what is marked `product`.
-- `scripts/coverage_matrix` (pytest --product): the full product of configurations and edits besides.
+- `scripts/dev/coverage_matrix` (pytest --product): the full product of configurations and edits besides.
 """
 
 from __future__ import annotations

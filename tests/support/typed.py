@@ -19,7 +19,7 @@ PARSERS = {
     "scripts/analyses": ("analyses", "arguments"),
     "scripts/bench": ("bench", "flags"),
     "scripts/gpu": ("gpu", "flags"),
-    "scripts/mutate": ("mutate", "flags"),
+    "scripts/dev/mutate": ("mutate", "flags"),
 }
 
 
@@ -176,7 +176,7 @@ def check_script(script: str, words: list[str]) -> None:
     assert file.is_file(), f"there is no {script}"
     assert file.stat().st_mode & 0o111, f"{script} cannot be executed"
     if script in PARSERS:
-        folders = [str(ROOT / "scripts"), str(ROOT / "scripts" / "measure")]
+        folders = [str(ROOT / "scripts" / name) for name in (".", "measure", "dev")]
         sys.path[:0] = folders
         try:
             module, function = PARSERS[script]

@@ -1,4 +1,4 @@
-"""scripts/coverage_matrix: which cells the page and the file of compared cells have."""
+"""scripts/dev/coverage_matrix: which cells the page and the file of compared cells have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def page(tmp_path: Path) -> Any:
     """The script, which writes into a folder of its own."""
-    spec = importlib.util.spec_from_file_location("coverage_matrix", ROOT / "scripts" / "coverage_matrix.py")
+    spec = importlib.util.spec_from_file_location(
+        "coverage_matrix", ROOT / "scripts" / "dev" / "coverage_matrix.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     script: Any = importlib.util.module_from_spec(spec)

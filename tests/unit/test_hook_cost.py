@@ -1,4 +1,4 @@
-"""What one hook costs: calls counted now are compared with those that docs/hook_cost.json keeps."""
+"""What one hook costs: calls counted now are compared with those that tests/data/hook_cost.json keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.messages import assert_names
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "measure"
-KEPT = ROOT / "docs" / "hook_cost.json"
+KEPT = ROOT / "tests" / "data" / "hook_cost.json"
 ALLOWED = 1.1  # times the kept figure
 
 
@@ -65,7 +65,7 @@ def test_no_hook_calls_a_tenth_more_than_is_kept(kept: dict[str, Any], counted: 
     same = all(kept["versions"][name].partition("+")[0] == version for name, version in here.items())
     kinds = ("calls", "functions") if same else ("calls",)  # other versions call other functions of their own
     found = larger(counted, kept["figures"], kinds)
-    assert not found, "write docs/hook_cost.json anew if this is meant:\n" + "\n".join(found)
+    assert not found, "write tests/data/hook_cost.json anew if this is meant:\n" + "\n".join(found)
 
 
 def test_a_tenth_more_is_found() -> None:

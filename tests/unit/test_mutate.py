@@ -1,4 +1,4 @@
-"""scripts/mutate: faults that are noticed, survive or cannot be tried; and that the committed list holds."""
+"""scripts/dev/mutate: faults that are noticed, survive or cannot be tried; the committed list holds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_skipped():
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "dev"))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which take longer than what is run here
     return importlib.import_module("mutate")
 
@@ -56,13 +56,13 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 def checkout(tmp_path: Path) -> Path:
     """A repository with a package, its tests, and the plugin that writes down their outcomes."""
     root = tmp_path / "checkout"
-    (root / "scripts").mkdir(parents=True)
-    plugin = (ROOT / "scripts" / "mutate_record.py").read_text()
+    (root / "scripts" / "dev").mkdir(parents=True)
+    plugin = (ROOT / "scripts" / "dev" / "mutate_record.py").read_text()
     for name, text in {
         "tiny.py": SOURCE,
         "test_tiny.py": TESTS,
         "pytest.ini": "[pytest]\n",
-        "scripts/mutate_record.py": plugin,
+        "scripts/dev/mutate_record.py": plugin,
     }.items():
         (root / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(root)], check=True)

@@ -75,12 +75,13 @@ def test_setup_py_defers_to_pyproject() -> None:
 
 def test_every_script_uses_one_environment() -> None:
     """Scripts that name other extras would install the same environment again each time another one runs."""
-    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".sh")]
+    folders = ROOT / "scripts", ROOT / "scripts" / "dev"
+    scripts = [path for f in folders for path in f.iterdir() if path.is_file() and path.suffix in ("", ".sh")]
     calls = [
         (path.name, call)
         for path in scripts
         for call in re.findall(r"\$\(make_venv (.*)\)", path.read_text(encoding="utf-8"))
         if "$FLEX_MEGATRON" in call
     ]
-    assert len(calls) >= 9
+    assert len(calls) >= 13
     assert [name for name, call in calls if '"$FLEX_EXTRAS"' not in call] == []

@@ -28,7 +28,9 @@ def cases() -> list[Draw]:
 @pytest.fixture(scope="module")
 def command() -> Any:
     """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("fuzz_layouts", ROOT / "scripts" / "fuzz_layouts.py")
+    spec = importlib.util.spec_from_file_location(
+        "fuzz_layouts", ROOT / "scripts" / "dev" / "fuzz_layouts.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     script: Any = importlib.util.module_from_spec(spec)
@@ -170,7 +172,7 @@ def test_the_command_tells_what_failed_and_how_to_run_it_again(
     small = [Draw.read(c["smallest"]) for c in kept if not c["good"]]
     assert small
     assert all((d.tp, d.world) == (2, 2) for d in small)
-    assert all(f"scripts/fuzz_layouts --case '{d.text()}'" in said for d in small)
+    assert all(f"scripts/dev/fuzz_layouts --case '{d.text()}'" in said for d in small)
     assert command.main(["--case", small[0].text(), "--shrink", "0"]) == 1
     assert command.main(["--case", replace(small[0], tp=1, sp=False).text()]) == 0
     capsys.readouterr()

@@ -31,7 +31,7 @@ PUBLIC = {f"megatron_flex.{name}" for name in mf.__all__ if name not in (*ROOMS,
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """MkDocs' hooks."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "dev"))
     return import_module("docs_pages")
 
 

@@ -1,6 +1,6 @@
 """Settings of Megatron under which hooks would get wrong tensors or none; `attach` raises.
 
-docs/arguments.toml says for every argument of Megatron-LM whether it is supported, unaffected or refused.
+docs/arguments.md lists which arguments of Megatron-LM are supported, unaffected or refused.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megatron_flex.adapters.module_walk import ModuleWalk, shared_walk, walk_mod
 from megatron_flex.mesh import Axis, Mesh
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS, KEPT = ROOT / "scripts" / "measure", ROOT / "docs" / "attach.json"
+SCRIPTS, KEPT = ROOT / "scripts" / "measure", ROOT / "tests" / "data" / "attach.json"
 
 
 def theirs(name: str) -> type[nn.Module]:
@@ -133,7 +133,7 @@ def test_the_collector_of_cycles_is_left_as_it_was() -> None:
 
 
 def test_attaching_calls_no_more_than_is_kept_for_each_hook_point(tmp_path: Path) -> None:
-    """Calls of Python for each hook point of a model of experts, counted as those in docs/attach.json are."""
+    """Calls of Python for each hook point of a model of experts, as attach.json counts them."""
     name = "2 layers of 64 experts"
     (kept,) = (row for row in json.loads(KEPT.read_text(encoding="utf-8")) if row["model"] == name)
     places = os.pathsep.join([str(ROOT), str(SCRIPTS), *sys.path])

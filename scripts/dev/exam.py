@@ -1,7 +1,7 @@
-"""`scripts/exam`: silent bugs that others reported, beside clean runs, and the page of which are found.
+"""`scripts/dev/exam`: silent bugs that others reported, beside clean runs, and the page of which are found.
 
-Each row of `tests/support/exam` is run with its bug and without. What was said is kept in docs/exam.json, a
-line for each row, and written into docs/exam.md and the README.
+Each row of `tests/support/exam` is run with its bug and without. What was said is kept in
+tests/data/exam.json, a line for each row, and written into docs/exam.md and the README.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.support.exam import PAIRS, ROWS, STEPS
 from tests.support.exam.runs import ask, stepped
 from tests.support.planted import Bench
 
-ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "docs" / "exam.json"
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "tests" / "data" / "exam.json"
 PAGE, README = ROOT / "docs" / "exam.md", ROOT / "README.md"
 MOST_SAID = 220  # characters of the words that a cell quotes
 HEADS = ["bug", "configuration", "Megatron", "found by", "first site", "cause", "clean run"]
@@ -32,12 +32,12 @@ TOOLS = {"compare": "`compare`", "verify": "`verify()`"}
 
 def main(words: list[str] | None = None) -> None:
     """Run rows, and write what was said of them."""
-    parser = argparse.ArgumentParser(prog="scripts/exam", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(prog="scripts/dev/exam", description=__doc__.split("\n\n")[1])
     add = parser.add_argument
     add(
         "--rows", default="", metavar="WORDS", help="only rows with these words in their names (default: all)"
     )
-    add("--json", type=Path, default=KEPT, help="what was said, by row (default: docs/exam.json)")
+    add("--json", type=Path, default=KEPT, help="what was said, by row (default: tests/data/exam.json)")
     add("--page", type=Path, default=PAGE, help="the page with the table (default: docs/exam.md)")
     add("--readme", type=Path, default=README, help="the page with the sentence (default: README.md)")
     args = parser.parse_args(words)
@@ -86,7 +86,7 @@ def brief(said: Mapping[str, Any]) -> str:
 
 def put(page: str, name: str, text: str) -> str:
     """A page with the text between the two comments of that name replaced."""
-    begin, end = f"<!-- {name}: written by scripts/exam -->", f"<!-- {name}: end -->"
+    begin, end = f"<!-- {name}: written by scripts/dev/exam -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:

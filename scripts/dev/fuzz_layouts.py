@@ -29,7 +29,7 @@ SHRINKING = 60  # cases at most to make one smaller
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz_layouts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/dev/fuzz_layouts", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="which cases are drawn (default 0)")
     parser.add_argument("--start", type=int, default=0, help="the number of the first case of the seed")
@@ -126,7 +126,7 @@ def features(draw: Draw) -> Iterator[str]:
 
 def again(draw: Draw) -> str:
     """The command that runs a case."""
-    return f"scripts/fuzz_layouts --case {shlex.quote(draw.text())}"
+    return f"scripts/dev/fuzz_layouts --case {shlex.quote(draw.text())}"
 
 
 def failed(verdict: Verdict, flags: argparse.Namespace) -> dict[str, Any]:

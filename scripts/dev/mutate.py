@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAULTS = "tests/faults.toml"
-RECORD = "FLEX_MUTATE_RECORD"  # what scripts/mutate_record.py reads
+RECORD = "FLEX_MUTATE_RECORD"  # what scripts/dev/mutate_record.py reads
 NOTICED = "noticed"
 MISSING_NAME = re.compile(r"has no attribute '(\w+)'|name '(\w+)' is not defined|variable '(\w+)' where")
 WORD = re.compile(r"\w+")
@@ -195,7 +195,12 @@ def digest(root: Path) -> str:
 
 def environment(folder: Path) -> dict[str, str]:
     """What makes a process, and all that it starts, import the package from the copy."""
-    paths = [str(folder), str(folder / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(folder),
+        str(folder / "scripts"),
+        str(folder / "scripts" / "dev"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
@@ -508,7 +513,7 @@ def _git(*arguments: str) -> str:
 def flags(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="scripts/mutate",
+        prog="scripts/dev/mutate",
         description="Apply each fault of tests/faults.toml by itself, in a copy of the repository, and check "
         "that its tests notice it. Ends with 0 only if all are noticed.",
     )

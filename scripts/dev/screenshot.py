@@ -1,4 +1,4 @@
-"""What scripts/screenshot runs: a picture of a page as a reader would first see it."""
+"""What scripts/dev/screenshot runs: a picture of a page as a reader would first see it."""
 
 from __future__ import annotations
 

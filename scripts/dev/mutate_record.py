@@ -1,4 +1,4 @@
-"""pytest plugin of scripts/mutate: writes the outcome of each test to a file as soon as it is known.
+"""pytest plugin of scripts/dev/mutate: writes the outcome of each test to a file as soon as it is known.
 
 Property tests draw the same examples in every run, and one that fails is not made smaller.
 """

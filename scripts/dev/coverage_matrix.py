@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE, FIGURES, SUMMARY = (ROOT / "docs" / name for name in ("coverage.md", "coverage.csv", "frameworks.md"))
 BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
 CHECKS = ("value", "gradient", "edited")  # a row of the file has these, in this order
@@ -24,7 +24,7 @@ Row = tuple[str, ...]  # of the file: COLUMNS
 HEAD = """# Coverage
 
 Which hook points, features and frameworks are compared with a single process, and how closely they agree.
-Written by `scripts/coverage_matrix` from a run of the tests, never by hand:
+Written by `scripts/dev/coverage_matrix` from a run of the tests, never by hand:
 {commit}; {versions}; {seconds} of tests on {cores} cores.
 
 Each configuration is compared with a single process of plain Megatron on the same weights and data, whose
@@ -301,5 +301,5 @@ def main(*paths: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: scripts/coverage_matrix.py FILE ..., which 'scripts/test --cells FILE' wrote")
+        sys.exit("usage: scripts/dev/coverage_matrix.py FILE ..., which 'scripts/test --cells FILE' wrote")
     main(*sys.argv[1:])
