@@ -104,9 +104,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    collected = config.stash.get(tiers.COLLECTED, [])
-    if config.getoption("--quick") and not _names_tests(config) and (unknown := tiers.unknown(collected)):
-        raise pytest.UsageError(f"tests/support/tiers.py names tests that do not exist: {'; '.join(unknown)}")
     left_out = [i for i in items if _is_left_out(config, i)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -97,7 +97,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_local.py": ("test_edits_on_parts_equal_their_formulas_on_one_process",),
     "test_linear_edits.py": ("test_as_on_one_process[tp2 sp]",),
     "test_function_agreement.py": ("test_which_ranks_differ",),
-    "internals/test_connections.py": ("test_a_silent_connection_is_closed_in_time",),
     "test_run_once.py": ("test_an_edit_that_would_differ_between_ranks",),
     "test_context.py": ("test_shared_values_are_those_of_one_process[pp2]",),
     "internals/test_context_relay.py": ("test_a_message_left_behind_is_not_taken_for_another",),
@@ -135,7 +134,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "internals/test_routes.py": (),
     "internals/test_shards.py": ("test_on_shards_as_on_the_whole[2-2]",),
     "internals/test_coalescing.py": (),
-    "internals/test_shared.py": ("test_every_layout_with_no_collective", "test_two_nodes_send_once"),
+    "internals/test_shared.py": ("test_every_layout_with_no_collective", "test_two_nodes"),
     "test_data_parallel.py": ("test_replicas_may_have_different_numbers_of_samples",),
     "test_vocabulary.py": ("test_padding_is_kept_aside[the whole]",),
     # Dumps, comparison, statistics, figures, pages.
@@ -189,7 +188,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_refusals.py": (),
     "test_transformers_tp.py": ("test_plan[sdpa]",),
     "test_following.py": ("test_the_model[2]", "test_inside_attention"),
-    "test_followed_calls.py": (),
     "test_plain.py": (
         "test_tensors_cut_by_hand_equal_those_of_one_process[2-2]",
         "test_wrapping_often_makes_groups_once",
