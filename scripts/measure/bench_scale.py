@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -29,9 +30,10 @@ from bench_attach import Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = {
-    # A pipeline stage of 126 layers on 16 stages, as a job of its own: data parallel ranks fill the world.
-    "405B, TP8, a stage of PP16": Shape(8, 256, 832, 128, 8, 1024, tp=8),
+    # 128 layers, where the model has 126: all stages have 8. Data parallel ranks fill the world.
+    "405B, TP8 x PP16": Shape(8, 256, 832, 128, 8, 1024, tp=8, pp=16),
     "128 experts, TP8 x EP8": Shape(4, 64, 16, 32, 8, 1024, experts=128, tp=8, ep=8),
+    "2 layers, TP8 x PP4": Shape(2, 64, 64, 8, 8, 128, tp=8, pp=4),
     "2 layers, TP8": Shape(2, 64, 64, 8, 8, 128, tp=8),  # of a test
 }
 WORLDS = (1024, 16384)
@@ -152,12 +154,49 @@ class CollectiveCounter(TorchDispatchMode):
 def _number_ranks(parts: list[torch.Tensor]) -> None:
     """Give gathered rows the numbers that ranks send, of which the fake group repeats this rank's.
 
-    A row begins with the rank and its coordinates on `pp`, `dp`, `cp` and `tp`; the last are gathered first.
+    A row begins with the rank and its coordinates on `pp`, `dp`, `cp` and `tp`; the last are gathered first, and
+    nothing is gathered along `cp`, of size 1.
     """
     for number, part in enumerate(parts):
         if part.dtype == torch.int64 and part.ndim == 2:
             part[:, 0] += number * len(part)
-            part[:, 4 if len(part) == 1 else 2] = number
+            column = next(c for c in (4, 2, 1) if not part[:, c].any())
+            part[:, column] = number
+
+
+def _sum_equal_ranks(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a sum be that over ranks which all have this rank's numbers; the fake group leaves them alone."""
+
+    def sum_ranks(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, op, group, **kwargs)
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(group))
+        return work
+
+    return sum_ranks
+
+
+def _name_other_stages(layers: int, gather: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Let the hook points and parameters that other stages report be those of their layers.
+
+    The fake group repeats this stage's report for every stage.
+    """
+
+    def renumber(described: Any, stage: int) -> Any:
+        if "layers." not in described.name:
+            return None  # the embedding is on the first stage alone
+        name = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + stage * layers}", described.name)
+        return replace(described, name=name)
+
+    def gather_reports(value: Any, mesh: Any, axes: list[str]) -> list[Any]:
+        reports = gather(value, mesh, axes)
+        for stage in range(1, len(reports)):
+            *described, layouts = reports[stage]
+            renamed = [[d for one in kind if (d := renumber(one, stage))] for kind in described]
+            reports[stage] = (*renamed, layouts)
+        return reports
+
+    return gather_reports
 
 
 class Meter:
@@ -212,6 +251,7 @@ def build(shape: Shape, world: int, store: JobStore) -> Any:
     try:
         parallel_state.initialize_model_parallel(
             shape.tp,
+            shape.pp,
             expert_model_parallel_size=shape.ep,
             expert_tensor_parallel_size=1 if shape.experts else None,
             create_gloo_process_groups=False,
@@ -221,12 +261,14 @@ def build(shape: Shape, world: int, store: JobStore) -> Any:
     model_parallel_cuda_manual_seed(1)
     several = {"num_moe_experts": shape.experts, "moe_router_topk": 8} if shape.experts else {}
     config = TransformerConfig(
-        num_layers=shape.layers,
+        num_layers=shape.layers * shape.pp,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.heads,
         num_query_groups=shape.groups,
         tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        pipeline_dtype=torch.float32,
         expert_model_parallel_size=shape.ep,
         expert_tensor_parallel_size=1 if shape.experts else None,
         sequence_parallel=True,
@@ -251,6 +293,7 @@ def build(shape: Shape, world: int, store: JobStore) -> Any:
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        post_process=shape.pp == 1,
     )
 
 
@@ -273,9 +316,11 @@ def measure(shape: Shape, world: int, folder: Path, changes: int) -> dict[str, T
     numbers = torch.arange(SEQUENCE).reshape(1, SEQUENCE)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
 
+    labels = numbers if shape.pp == 1 else None  # which only the last stage has
+
     def step() -> None:
         with flex.step():
-            model(numbers, numbers, mask, labels=numbers).sum().backward()
+            model(numbers, numbers, mask, labels=labels).sum().backward()
 
     flex = meter.run("attach", lambda: mf.attach(model))
     flex.register_forward_hook(mf.HookFunction("decoder.layers.*", save=False, editing_function=_keep))
@@ -293,6 +338,10 @@ def measure(shape: Shape, world: int, folder: Path, changes: int) -> dict[str, T
     dump = mf.Dump(folder / "dump", "decoder.layers.*")
     meter.run("open a dump", lambda: flex.register_dump(dump))
     meter.run("dumped step", lambda: (step(), flex.remove_dump(dump)))  # which waits for the files
+    statistics = mf.Statistics(folder / "statistics", "decoder.layers.*")
+    meter.run("open statistics", lambda: flex.register_statistics(statistics))
+    meter.run("step with statistics", step)
+    meter.run("close statistics", lambda: flex.remove_statistics(statistics))
     flex.verify()
     meter.run("verified step", step)
     meter.run("parameters", lambda: sum(1 for _ in flex.named_full_parameters()))
@@ -362,6 +411,10 @@ def _measure_here(name: str, folder: str, changes: str, *worlds: str) -> None:
     """Measure a shape in jobs of several sizes, one after the other, and print the figures as JSON."""
     from megatron.core import parallel_state
 
+    from megatron_flex.runtime import session
+
+    dist.all_reduce = _sum_equal_ranks(dist.all_reduce)
+    session.gather_objects = _name_other_stages(SHAPES[name].layers, session.gather_objects)
     out = {}
     for world in worlds:
         parts = measure(SHAPES[name], int(world), Path(folder, world), int(changes))

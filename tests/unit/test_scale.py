@@ -17,17 +17,22 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "measure" / "bench_scale.py"
 SMALL, LARGE = 1024, 16384
 CHANGES = 30  # of hooks
-COORDINATES = 8 * 8  # bytes in which a rank tells the first one its place, for the manifest of a dump
+SHAPES = ["2 layers, TP8", "2 layers, TP8 x PP4"]
+# The most bytes in which a rank's place, five numbers, passes the first rank on its way to a dump's manifest: the
+# gathers along dp and pp receive the place, and along pp the rows of a stage are sent again.
+COORDINATES = 96
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[str, Any]]]:
+@pytest.fixture(scope="module", params=SHAPES)
+def jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, dict[str, Any]]]:
     """What each part of a run costs the first rank, in jobs of both sizes."""
     folder = tmp_path_factory.mktemp("jobs")
     command = [
         sys.executable,
         str(SCRIPT),
-        "2 layers, TP8",
+        request.param,
         str(folder),
         str(CHANGES),
         str(SMALL),
