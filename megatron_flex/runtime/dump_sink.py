@@ -269,11 +269,16 @@ class DumpSink:
             error.__cause__ = failure.error
             self._taking.writer.fail(error)
 
-    def _check(self, mesh: Mesh | None) -> None:
+    def _check(self, mesh: Mesh) -> None:
         """Raise if writing failed on a rank of the mesh and failures are raised; else the writer warns."""
-        if self.settings.on_error != "raise" or mesh is None or self._taking is None:
+        if self.settings.on_error == "raise":
+            self._check_written(mesh)
+
+    def _check_written(self, mesh: Mesh) -> None:
+        """Wait for all ranks, and raise if writing failed on one of them and failures are raised."""
+        if self._taking is None:
             return
-        failure = self._taking.writer.trouble()
+        failure = self._taking.writer.trouble() if self.settings.on_error == "raise" else None
         if max_over_ranks([int(failure is not None)], mesh)[0]:
             reports = gather_objects((global_rank(), failure), mesh, [a.name for a in mesh])
             failed = [(rank, error) for rank, error in reports if error is not None]
@@ -283,7 +288,7 @@ class DumpSink:
             ) from failure
 
     def close(self, failed: bool) -> None:
-        """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
+        """Wait until all ranks have written everything. Collective, unless `failed`."""
         if self._taking is None:
             return
         self.tally = self._taking.writer.tally
@@ -291,7 +296,8 @@ class DumpSink:
             if self.cycle.active:
                 self.flush(failed, self.mesh)
             self._taking.writer.close()
-            self._check(None if failed else self.mesh)
+            if not failed:  # the other ranks' files are there when this rank returns
+                self._check_written(self.mesh)
         finally:
             self._taking = None
         self._warn_of_earlier_runs()

@@ -157,7 +157,6 @@ def _steps(setup: Setup, kind: str, folder: Path, recording: Recording | None) -
         for name, parameter in part.named_parameters():
             if parameter.grad is not None:
                 out[f"gradient {number} {name}"] = parameter.grad.cpu()
-    dist.barrier()  # the other rank has written its files too
     if dist.get_rank() == 0:
         out.update(_read_files(folder))
     return out
