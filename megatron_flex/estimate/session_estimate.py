@@ -122,7 +122,7 @@ class SessionEstimate:
         full = tuple(self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True))
         here = site.layout if self.pack is None else self.pack.layout_of(site.layout)
         layout = layout_in_pass(here, backward)
-        width = self.session.dry_run.itemsize
+        width = self.session.hooks.trials.itemsize
         local = compute_local_shape(here, full, self.mesh.sizes)
         kind = "gradient" if backward else "value"
         return EstimatedTensor(
@@ -194,7 +194,7 @@ def estimate_session(
         pack = PackedSequences.of(accumulate(sequences, initial=0))
     if pack is not None:
         given = _packed_lengths(pack, given, session.mesh["cp"].size)
-    lengths = {**session.dry_run.lengths, **{n: k for n, k in given.items() if k is not None}}
+    lengths = {**session.hooks.trials.lengths, **{n: k for n, k in given.items() if k is not None}}
     modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
     padded = max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0)
     config = next((m.config for m in modules if hasattr(m, "config")), None)

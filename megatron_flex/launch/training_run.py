@@ -141,7 +141,7 @@ class TrainingRun:
         """
         self._trained = True
         if self.flex is not None:
-            self.flex.session.set_iteration(iteration)
+            self.flex.session.clock.given_iteration = iteration
         if self._control is not None:
             self._control.step_begins(iteration)
 

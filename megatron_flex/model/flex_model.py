@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -41,7 +40,8 @@ class FlexModel(nn.Module):
     """A distributed model with hooks that read and edit full (unsharded) tensors.
 
     Every rank makes a FlexModel of the same model, and registers the same hooks in the same order. The
-    `register_*` methods have the names of torch's methods and take a HookFunction instead of a callable.
+    `register_*` methods have the names of torch's methods, take a HookFunction instead of a callable, and
+    return a handle whose `remove()` removes what was registered.
 
     Args:
         module: the model or the list of its virtual pipeline chunks, bare or wrapped by the framework.
@@ -65,8 +65,7 @@ class FlexModel(nn.Module):
 
     Attributes:
         trainable_modules: this rank's replicas, by name. Their `state_dict()` is the same on every rank; load
-            the same one on every rank, which `verify()` checks. FlexModel's `state_dict()` includes them as
-            `trainable_modules.lens.weight`.
+            the same one on every rank, which `verify()` checks.
 
     Examples:
         >>> flex = FlexModel(chunks)
@@ -103,24 +102,12 @@ class FlexModel(nn.Module):
 
     @cached_property
     def interp(self) -> Interp:
-        """Run tokens with a cache, with hook functions or in a trace.
-
-        Examples:
-            >>> logits, cache = flex.interp.run_with_cache(tokens, "blocks.3.hook_resid_post")
-        """
+        """Run tokens with a cache, with hook functions or in a trace: `docs/lens.md`."""
         return Interp(self.session)
 
     @cached_property
     def report(self) -> Report:
-        """The model as a tree in a terminal, as data, or as an HTML page.
-
-        Examples:
-            >>> flex.report.show("decoder.layers.0.mlp*")
-            one rank: ... hooks
-            ...
-            ├─ ○ :input   [s, b, h] ...
-            └─ ○ :output  [s, b, h] ...
-        """
+        """The model as a tree in a terminal, as data, or as an HTML page: `docs/view.md`."""
         return Report(self.session, self.chunks)
 
     def __repr__(self) -> str:
@@ -136,18 +123,10 @@ class FlexModel(nn.Module):
     # -- the model -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the same `args` and `kwargs` as without hooks.
-
-        Returns:
-            What the model returns on this rank.
+        """Call the model with the same arguments as without hooks, and return what it returns on this rank.
 
         Raises:
             HookError: there are several virtual chunks, which only the framework's schedule can run.
-
-        Examples:
-            >>> positions = torch.arange(16).expand(2, 16)
-            >>> flex(tokens, positions, None).shape
-            torch.Size([2, 16, 64])
         """
         if len(self.chunks) != 1:
             raise HookError(
@@ -156,65 +135,33 @@ class FlexModel(nn.Module):
         return self.chunks[0](*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's state dict, with the names of the model without hooks.
+        """Return this rank's state dict; arguments as for `nn.Module.state_dict`.
 
-        The names of several virtual chunks are equal, so those of chunk 1 begin with `model1.`, as in
-        Megatron's checkpoints. Names of parameters of trainable modules begin with `trainable_modules.`.
-
-        Args:
-            args: passed to `nn.Module.state_dict`, like `kwargs`.
-
-        Examples:
-            >>> list(flex.state_dict()) == list(chunks[0].state_dict())
-            True
+        It has the names of the model without hooks. Names of several virtual chunks begin with `model0.`,
+        `model1.`, as in Megatron's checkpoints, and those of trainable modules with `trainable_modules.`.
         """
         return ModelState(self.chunks, self.trainable_modules).save(args, kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load what `state_dict()` returned.
-
-        Args:
-            state_dict: values by the names that `state_dict()` uses.
-            strict: whether missing and unexpected names raise.
-            assign: whether the given tensors replace those of the model.
-
-        Returns:
-            The missing and the unexpected names, as `nn.Module.load_state_dict` returns them.
+        """Load what `state_dict()` returned; arguments and result as for `nn.Module.load_state_dict`.
 
         Raises:
             RuntimeError: names or shapes do not match.
-
-        Examples:
-            >>> torch.save(flex.state_dict(), "checkpoint.pt")
-            >>> flex.load_state_dict(torch.load("checkpoint.pt", weights_only=False))
-            <All keys matched successfully>
         """
         return ModelState(self.chunks, self.trainable_modules).load(state_dict, strict, assign)
 
     def step(self) -> AbstractContextManager[None]:
-        """Make all model calls and backward passes in a scope one step's microbatches.
+        """Make all model calls and backward passes in a scope one step's microbatches. Every rank opens it.
 
         For custom training loops; each run of a framework's schedule is a step already. Ranks then
         synchronize where the scope begins and ends, not after each call and backward pass; pipeline stages
-        that wait for each other's tensors need this. Every rank opens the scope.
-
-        Returns:
-            A context manager.
+        that wait for each other's tensors need this. Guide: `docs/switching.md`.
 
         Raises:
             HookError: as in any step, when the scope ends; or another step is running, or the model was
                 restored.
-
-        Examples:
-            >>> positions = torch.arange(16).expand(2, 16)
-            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.3.mlp"))
-            >>> with flex.step():
-            ...     for batch in tokens.split(1):
-            ...         chunks[0](batch, positions[:1], None, labels=batch).mean().backward()
-            >>> [key.microbatch for key in flex.output_dict["decoder.layers.3.mlp"].keys]
-            [0, 1]
         """
         return self.session.step()
 
@@ -222,53 +169,31 @@ class FlexModel(nn.Module):
         """Return the hook points of the full model, on all pipeline stages; a notebook shows them as a table.
 
         Args:
-            pattern: a name or glob of modules, with `:point` also of points in them; `*` matches within one
-                part of the path, `**` across parts: `flex.sites("decoder.layers.*.mlp:output")`.
-
-        Examples:
-            >>> [site.name for site in flex.sites("decoder.layers.1.mlp*")]
-            ['decoder.layers.1.mlp:input', 'decoder.layers.1.mlp:output']
+            pattern: a name or glob of modules, with `:point` also of points in them, such as
+                `decoder.layers.*.mlp:output`; `*` matches within one part of the path, `**` across parts.
         """
         with explain_lens_names(self.session, lambda: [pattern]):
             return self.session.sites.match(pattern)
 
     def verify(self, steps: int = 1) -> None:
-        """Validate this run against its layouts in the next steps. Every rank calls it.
+        """Validate this run against its layouts in the next `steps` steps or calls. Every rank calls it.
 
-        Each rank records the tensor at every hook point that is not hidden; after the step the ranks compare:
+        After such a step the ranks compare checksums of the tensors at every hook point that is not hidden:
         replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards have
         the shapes that the layouts promise, each hook point is reached on the same ranks and by no tensor
-        twice, and parameters that layouts call replicated are equal, also over data parallel ranks. The cost
-        is a checksum of every such tensor. Gradients at hook points are not checked.
-
-        The gradient norm that Megatron's optimizer, a DeepSpeed engine or `torch.nn.utils.clip_grad_norm_`
-        computes after such a step is compared with the norm of the full gradients, at the end of the next
-        step or in `restore()`; a cause is named if one explains the difference: copies that are counted on
-        each rank, or shards that are counted on the first rank only.
-
-        Args:
-            steps: how many runs of the schedule, or calls of the model, to verify, from the next one on.
+        twice, and replicated parameters are equal, also over data parallel ranks. Gradients at hook points
+        are not checked. The gradient norm that the framework computes after the step is compared, at the end
+        of the next step or in `restore()`, with the norm of the full gradients. Guide: `docs/debugging.md`.
 
         Raises:
             VerifyError: at the end of such a step, on all ranks, with the findings of all ranks; for a norm
                 also in `restore()`.
-
-        Examples:
-            >>> flex.verify()
-            >>> train_step(chunks)  # raises VerifyError if ranks contradict each other
         """
         self.session.verify(steps)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank, the leader, receives captures.
-
-        Examples:
-            >>> train_step(chunks)
-            >>> if flex.is_leader:
-            ...     print(flex.output_dict)
-            Captures()
-        """
+        """Whether this rank, the leader, receives captures."""
         return self.session.is_leader
 
     @property
@@ -284,77 +209,40 @@ class FlexModel(nn.Module):
         """The packed sequences of the last step, by microbatch; empty where nothing is packed.
 
         On every rank, from the beginning of the microbatch's forward pass while hooks are active.
-
-        Examples:
-            >>> flex.packed_sequences  # the model was not called with packed_seq_params
-            {}
         """
         return dict(self.session.clock.packs)
 
     @property
     def save_ctx(self) -> Context:
-        """The values that editing functions share; outside of them, this rank's.
-
-        Examples:
-            >>> def record(current_module, inputs, save_ctx, modules):
-            ...     save_ctx.run.norm = inputs.norm()
-            ...     return inputs
-            >>> hook = HookFunction("decoder.layers.0", record)
-            >>> with attach(chunks, [hook]) as flex:
-            ...     train_step(chunks)
-            ...     flex.save_ctx.run.norm.shape
-            torch.Size([])
-        """
+        """The values that editing functions share; outside of them, this rank's: `docs/context.md`."""
         return self.session.editing.save_ctx
 
     def restore(self) -> Model:
-        """Remove all hooks and patches from the model. Every rank calls it.
+        """Remove all hooks and patches, and return the model that FlexModel was given. Every rank calls it.
 
-        Hooks stay active until then, even if no variable refers to the FlexModel any more, as torch's hooks
-        do when their handle is dropped. Then they cannot be removed, and another FlexModel of the model adds
-        to them. A second call does nothing. After `restore()`, methods that act on the model raise; captures,
-        `sites()` and parameters can still be read.
-
-        Returns:
-            The model that FlexModel was given, with its original functions, classes and attributes.
+        Hooks stay active until then, even if no variable refers to the FlexModel any more; then they cannot
+        be removed, and another FlexModel of the model adds to them. A second call does nothing. Afterwards,
+        methods that act on the model raise; captures, `sites()` and parameters can still be read.
 
         Raises:
             HookError: a hook was called on no rank in any step in which it was active, or no step ran that
                 `verify()` was to check, or some rank is still in a step; the model is restored nevertheless.
-
-        Examples:
-            >>> flex.restore() is chunks
-            True
         """
         self.session.restore()
         return self._given
 
     def detach(self) -> Model:
-        """Do the same as `restore()`; the counterpart of `attach()`.
-
-        Returns:
-            The model that FlexModel was given.
-
-        Examples:
-            >>> flex.detach() is chunks
-            True
-        """
+        """Do the same as `restore()`; the counterpart of `attach()`."""
         return self.restore()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to copy or pickle: the session has patched one model.
-
-        Raises:
-            HookError: always.
-        """
+        """Refuse to copy or pickle, by a HookError: the session has patched one model."""
         raise HookError("a FlexModel can be neither copied nor pickled; copy the model that it was given")
 
     def __enter__(self) -> FlexModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.restore()
         else:
@@ -364,9 +252,6 @@ class FlexModel(nn.Module):
 
     def register_forward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
         """Capture, and perhaps edit, a module's output.
-
-        Returns:
-            A handle whose `remove()` removes the hook.
 
         Examples:
             >>> flex.register_forward_hook(HookFunction("decoder.layers.0.mlp"))
@@ -378,131 +263,49 @@ class FlexModel(nn.Module):
         return register_hook(self.session, hook, "forward")
 
     def register_forward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, and perhaps edit, a module's input.
-
-        Returns:
-            A handle whose `remove()` removes the hook.
-
-        Examples:
-            >>> handle = flex.register_forward_pre_hook(HookFunction("decoder.layers.0.mlp"))
-            >>> train_step(chunks)
-            >>> list(flex.output_dict)
-            ['decoder.layers.0.mlp:input']
-        """
+        """Capture, and perhaps edit, a module's input, `decoder.layers.0.mlp:input`."""
         return register_hook(self.session, hook, "forward_pre")
 
     def register_full_backward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, and perhaps edit, a module's input gradient.
-
-        Returns:
-            A handle whose `remove()` removes the hook.
-
-        Examples:
-            >>> handle = flex.register_full_backward_hook(HookFunction("decoder.layers.0.mlp"))
-            >>> train_step(chunks)
-            >>> list(flex.output_dict)
-            ['decoder.layers.0.mlp:input.grad']
-        """
+        """Capture, and perhaps edit, a module's input gradient, `decoder.layers.0.mlp:input.grad`."""
         return register_hook(self.session, hook, "full_backward")
 
     def register_full_backward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
-        """Capture, perhaps edit, a module's output gradient.
-
-        Returns:
-            A handle whose `remove()` removes the hook.
-
-        Examples:
-            >>> handle = flex.register_full_backward_pre_hook(HookFunction("decoder.layers.0.mlp"))
-            >>> train_step(chunks)
-            >>> list(flex.output_dict)
-            ['decoder.layers.0.mlp:output.grad']
-        """
+        """Capture, and perhaps edit, a module's output gradient, `decoder.layers.0.mlp:output.grad`."""
         return register_hook(self.session, hook, "full_backward_pre")
 
     def register_hook(self, hook: HookFunction) -> Handle:
-        """Capture, and perhaps edit, a gradient at a parameter or hook point.
-
-        Returns:
-            A handle whose `remove()` removes the hook.
-
-        Examples:
-            >>> handle = flex.register_hook(HookFunction("decoder.layers.0.mlp.linear_fc1.weight"))
-            >>> train_step(chunks)
-            >>> flex.output_dict["decoder.layers.0.mlp.linear_fc1.weight.grad"][0].shape
-            torch.Size([96, 32])
-        """
+        """Capture, and perhaps edit, a gradient at a parameter or hook point."""
         return register_hook(self.session, hook, "tensor")
 
     def remove_hook(self, hook: HookFunction) -> None:
-        """Remove one hook.
-
-        Examples:
-            >>> hook = HookFunction("decoder.layers.0.mlp")
-            >>> handle = flex.register_forward_hook(hook)
-            >>> flex.remove_hook(hook)
-            >>> flex.groups
-            {}
-        """
+        """Remove one hook; a HookError if it is not registered."""
         self.session.hooks.remove(hook)
 
     @property
     def groups(self) -> dict[str, list[HookFunction]]:
-        """The hooks by group, without empty groups; `all` is every hook.
-
-        Examples:
-            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.0", groups=["reads"]))
-            >>> flex.groups["reads"]
-            [<HookFunction forward on decoder.layers.0>]
-        """
+        """The hooks by group, without empty groups; `all` is every hook."""
         return self.session.hooks.groups
 
     @property
     def skipped(self) -> dict[HookFunction, SkipCount]:
-        """For failed hooks with `on_error="skip"`, failed passes and the first reason.
+        """For failed hooks with `on_error="skip"`, the `count` of failed passes and the first reason.
 
         Counts are this rank's; a pass counts too if another rank that holds the same tensor failed. The first
         rank warns when a hook first fails, and reports all counts in `restore()`.
-
-        Examples:
-            >>> def fail(current_module, inputs, save_ctx, modules):
-            ...     raise RuntimeError("no direction yet")
-            >>> edit = HookFunction("decoder.layers.2", fail, on_error="skip")
-            >>> handle = flex.register_forward_hook(edit)
-            >>> train_step(chunks)  # as without the edit
-            >>> flex.skipped[edit].count
-            2
         """
         return self.session.hooks.skipped
 
     def add_to_groups(self, hook: HookFunction, *groups: str) -> None:
-        """Add a registered hook to groups, on every rank.
-
-        Examples:
-            >>> hook = HookFunction("decoder.layers.0.mlp")
-            >>> handle = flex.register_forward_hook(hook)
-            >>> flex.add_to_groups(hook, "mlps")
-            >>> flex.groups["mlps"] == [hook]
-            True
-        """
+        """Add a registered hook to groups, on every rank."""
         self.session.hooks.add_to_groups(hook, groups)
 
     def remove_from_groups(self, hook: HookFunction, *groups: str) -> None:
-        """Remove a hook from groups, on every rank.
-
-        Raises:
-            HookError: the hook is not in one of the groups.
-
-        Examples:
-            >>> hook = HookFunction("decoder.layers.0.mlp", groups=["mlps"])
-            >>> handle = flex.register_forward_hook(hook)
-            >>> flex.remove_from_groups(hook, "mlps")
-            >>> list(flex.groups)
-            []
-        """
+        """Remove a hook from groups, on every rank; a HookError if it is not in one of them."""
         self.session.hooks.remove_from_groups(hook, groups)
 
     def select(self, *words: str) -> None:
-        """Switch groups on and off from the next step on, on every rank.
+        """Switch groups on and off from the next step on, on every rank: `docs/switching.md`.
 
         The selection is valid until the next call, which replaces it; `hooks()` selects among the hooks that
         are on. A hook that no word names keeps its initial state: on, unless made with `enabled=False`.
@@ -513,12 +316,6 @@ class FlexModel(nn.Module):
 
         Raises:
             HookError: no hook is in such a group.
-
-        Examples:
-            >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0), groups=["steer"])
-            >>> handle = flex.register_forward_hook(edit)
-            >>> flex.select("-steer")  # off, until
-            >>> flex.select()  # on again
         """
         self.session.hooks.select(words)
 
@@ -532,9 +329,6 @@ class FlexModel(nn.Module):
             groups: names of groups, whose union is active; without any name, no hook is active. A name with
                 the prefix `-` excludes its group. `all` is every hook, also if all names are excluded.
             complement: activate the other hooks instead.
-
-        Returns:
-            A context manager.
 
         Raises:
             HookError: no hook is in such a group.
@@ -552,63 +346,31 @@ class FlexModel(nn.Module):
     def dry_run(self) -> None:
         """Run each active editing function on a small random tensor. Every rank calls it.
 
-        Each function runs with its module, a temporary `save_ctx`, the trainable modules and its side
-        effects, at the first hook point of its hook on each pipeline stage. (Registration does this
-        automatically for functions that only compute.) Small lengths replace unknown ones. Random generators
-        and the buffers of modules are restored.
+        Each runs with its module, a temporary `save_ctx`, the trainable modules and its side effects, at the
+        first hook point of its hook on each pipeline stage. (Registration does this for functions that only
+        compute.) Small lengths replace unknown ones. Random generators and buffers of modules are restored.
 
         Raises:
             HookError: on all ranks, if a result is invalid, or a function raises with the lengths of a step.
-
-        Warns:
-            FlexWarning: a function raises with lengths that are not those of a step.
-
-        Examples:
-            >>> def center(current_module, inputs, save_ctx, modules):
-            ...     return inputs - inputs.mean(-1, keepdim=True)
-            >>> edit = HookFunction("decoder.layers.2", center)
-            >>> handle = flex.register_forward_hook(edit)
-            >>> flex.dry_run()  # before the model runs
+                Where it raises with other lengths, a FlexWarning says so.
         """
         self.session.hooks.dry_run()
 
     def debug(self, on: bool = True) -> None:
-        """Start or stop printing hook calls to stderr. FLEX_DEBUG=1 starts it at once.
+        """Start or stop printing a line for each hook call to stderr. FLEX_DEBUG=1 starts it at once.
 
         On a GPU each hook call then waits until the GPU has finished, so that its time can be measured.
-
-        Examples:
-            >>> flex.debug()
-            >>> train_step(chunks)  # prints a line for each call of a hook
-            >>> flex.debug(False)
         """
-        if on:
-            self.session.check_open()
         self.session.trace(on)
 
     def explain(self, hook: HookFunction) -> str:
-        """Describe what a hook does at each of its hook points.
+        """Describe in several lines what a hook does at each of its hook points. Communicates nothing.
 
-        Communicates nothing; any rank may call it alone. Sizes in bytes are of a collective's result on one
-        rank; dims whose lengths only the data determine appear by name. With `debug` on, or FLEX_DEBUG=1, the
-        text includes the measurements of the last call on this rank.
-
-        Returns:
-            The text, of several lines.
+        Sizes in bytes are of a collective's result on one rank; dims whose lengths only the data determine
+        appear by name. With `debug` on, the text includes the measurements of the last call on this rank.
 
         Raises:
             HookError: the hook is not registered.
-
-        Examples:
-            >>> edit = HookFunction("decoder.layers.2", edits.scale(2.0))
-            >>> handle = flex.register_forward_hook(edit)
-            >>> print(flex.explain(edit))
-            hook: forward on decoder.layers.2 editing by scale(2.0)
-            decoder.layers.2:output
-            ...
-              edit: scale(2.0), on the shard of each rank, nothing sent
-              backward: nothing sent
-            ...
         """
         return HookExplanation(self.session).explain(hook)
 
@@ -621,10 +383,10 @@ class FlexModel(nn.Module):
         links: Links | None = None,
         sequences: PackedSequences | Sequence[int] | None = None,
     ) -> RunEstimate:
-        """Estimate bytes by link, collectives and memory of a step.
+        """Estimate bytes by link, collectives and memory of a step: of each hook, and each stage's ranks.
 
-        Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step; any rank
-        may call it alone. Entries are counted in the parameters' dtype. Formulae: `docs/estimate.md`.
+        Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step. Entries
+        are counted in the parameters' dtype. Formulae: `docs/estimate.md`.
 
         Args:
             sequence_length: of the full sequence, in tokens; None to use the setting of `megatron.training`.
@@ -634,20 +396,11 @@ class FlexModel(nn.Module):
             sequences: the packed sequences of each microbatch, or their lengths in tokens where they have no
                 padding; they give the other two lengths. None without packing.
 
-        Returns:
-            The estimate: for each hook, and the ranks of each stage.
-
         Raises:
             FlexError: nothing active has a cost that can be estimated, or a length is unknown.
-
-        Examples:
-            >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.*"))
-            >>> flex.estimate(sequence_length=16, micro_batch_size=2).slowest.moved.pcie  # bytes
-            16384
         """
-        from megatron_flex.estimate.session_estimate import (
-            estimate_session,  # needs numpy, which hooks do not
-        )
+        # Imported here, as it needs numpy, which hooks do not.
+        from megatron_flex.estimate.session_estimate import estimate_session
 
         given = {"s": sequence_length, "b": micro_batch_size}
         return estimate_session(self.session, self.chunks, given, microbatches, links, sequences)
@@ -655,13 +408,9 @@ class FlexModel(nn.Module):
     # -- dumps and statistics --------------------------------------------------------------------------
 
     def register_dump(self, dump: Dump) -> Handle:
-        """Dump tensors from the next step on.
+        """Dump tensors, before edits, from the next step on. Every rank calls it with the same settings.
 
-        Every rank calls it with the same settings. A tensor is dumped before edits at the same hook point.
         Hook points that a pattern matches but the configuration hides are left out, with a warning.
-
-        Returns:
-            A handle whose `remove()` is `remove_dump(dump)`.
 
         Raises:
             SiteError: a pattern matches nothing.
@@ -682,20 +431,13 @@ class FlexModel(nn.Module):
 
         Raises:
             DumpError: the dump is not registered; or, with on_error='raise', writing failed on some rank.
-
-        Examples:
-            >>> dump = Dump("dumps/new", "decoder.layers.*")
-            >>> handle = flex.register_dump(dump)
-            >>> train_step(chunks)
-            >>> flex.remove_dump(dump)  # waits until all is written
         """
         remove_sink(self.session, dump)
 
     def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
-        """Measure tensors from the next training step on.
+        """Measure tensors, before edits, from the next step on. Every rank calls it with the same settings.
 
-        Every rank calls it with the same settings. A tensor is measured before edits at the same hook point;
-        steps without gradients (evaluation) are not measured. Hook points that a pattern matches are left
+        Steps without gradients (evaluation) are not measured. Hook points that a pattern matches are left
         out, with a warning, if the configuration hides them or if ranks hold only partial sums.
 
         Args:
@@ -703,35 +445,14 @@ class FlexModel(nn.Module):
             sink: receives the numbers instead of files and the framework's writers, on every rank, when the
                 step after the measured one ends.
 
-        Returns:
-            A handle whose `remove()` is `remove_statistics(statistics)`.
-
         Raises:
-            SiteError: a pattern matches nothing.
-            HookError: a named hook point, or all that a pattern matches, cannot be measured; on all ranks, if
-                their statistics differ.
-            FlexError: on all ranks: the folder cannot be written.
-
-        Examples:
-            >>> with flex.register_statistics(Statistics("stats/new", "decoder.layers.*")):
-            ...     train_step(chunks)
-            >>> open_statistics("stats/new")["decoder.layers.3"].iterations
-            [0]
+            FlexError: a pattern matches nothing, or a named hook point, or all that a pattern matches, cannot
+                be measured; on all ranks: their statistics differ, or the folder cannot be written.
         """
         return register_statistics(self.session, statistics, self.chunks[0], sink)
 
     def remove_statistics(self, statistics: Statistics) -> None:
-        """Remove statistics once written. Ranks call it between steps.
-
-        Raises:
-            FlexError: the statistics are not registered.
-
-        Examples:
-            >>> measured = Statistics("stats/new", "decoder.layers.*")
-            >>> handle = flex.register_statistics(measured)
-            >>> train_step(chunks)
-            >>> flex.remove_statistics(measured)
-        """
+        """Remove statistics once written; as for `remove_dump`, a FlexError if not registered."""
         remove_sink(self.session, statistics)
 
     # -- parameters and trainable modules --------------------------------------------------------------
@@ -749,13 +470,12 @@ class FlexModel(nn.Module):
         """Gather a full parameter, or its gradient. Every rank calls it.
 
         Read a gradient after the step and before the optimizer step, which may scale and clip it in place.
-        The gradient has the framework's scale: averaged over microbatches, multiplied by the loss scale. A
-        reduced gradient is averaged over data parallel ranks, as the framework does; one that is not reduced
-        belongs to each data parallel replica alone, and Megatron's DDP has not divided it yet.
+        It has the framework's scale: averaged over microbatches, multiplied by the loss scale. A reduced
+        gradient is averaged over data parallel ranks, as the framework does; one that is not reduced belongs
+        to each data parallel replica alone, and Megatron's DDP has not divided it yet.
 
         Args:
-            name: the global name, `decoder.layers.3.mlp.linear_fc1.weight`; also of a buffer that all ranks
-                hold alike, such as the bias of a router.
+            name: the global name; also of a buffer that all ranks hold alike, such as the bias of a router.
             expected_shape: of the full tensor, None for a dim of any length. Only checked, never required.
             gradient: return the gradient: `main_grad` where Megatron keeps one, `grad` otherwise.
             reduced: whether gradients are reduced, that is, whether `finalize_model_grads()` ran. Detected if
@@ -770,11 +490,6 @@ class FlexModel(nn.Module):
         Raises:
             SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
             FlexError: on all ranks: another shape, no gradient, or `reduced` contradicts the gradient.
-
-        Examples:
-            >>> full = flex.get_module_parameter("decoder.layers.3.mlp.linear_fc1.weight")
-            >>> full.shape if flex.is_leader else None
-            torch.Size([96, 32])
         """
         return self.session.parameters.get(
             name, expected_shape, ParameterRequest(gradient, reduced, padded, everywhere)
@@ -790,11 +505,11 @@ class FlexModel(nn.Module):
         padded: bool = False,
         optimizer: Any = None,
     ) -> None:
-        """Set a parameter, or its gradient, from a full tensor.
+        """Set a parameter, or its gradient, from a full tensor. Every rank calls it.
 
-        Every rank calls it. All shards are set in place, also in every data parallel replica and tied output
-        layer. Megatron's mixed-precision and distributed optimizers keep their own copies, which their next
-        step would write back: pass the optimizer, or call its `reload_model_params()` at the end.
+        All shards are set in place, also in every data parallel replica and tied output layer. Megatron's
+        mixed-precision and distributed optimizers keep their own copies, which their next step would write
+        back: pass the optimizer, or call its `reload_model_params()` at the end.
 
         Args:
             name: the global name.
@@ -823,86 +538,46 @@ class FlexModel(nn.Module):
         padded: bool = False,
         everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all full parameters, or gradients.
+        """Iterate over the global names and full tensors, on the CPU, of all parameters or gradients.
 
-        Every rank runs the iterator to its end; it is empty on ranks that receive nothing. Names are global,
-        in model order; one full tensor exists at a time. Parameters without a known layout are left out with
-        a warning, those without a gradient without one.
-
-        Args:
-            gradients: iterate over the gradients instead.
-            reduced: as for `get_module_parameter`, like `padded` and `everywhere`.
-
-        Returns:
-            An iterator over pairs of a global name and a full tensor on the CPU.
-
-        Examples:
-            >>> sum(full.numel() for name, full in flex.named_full_parameters())
-            35104
+        Every rank runs the iterator to its end; it is empty on ranks that receive nothing. It has the model's
+        order; one full tensor exists at a time. Parameters without a known layout are left out with a
+        warning, those without a gradient without one. Arguments as for `get_module_parameter`.
         """
         return self.session.parameters.named(ParameterRequest(gradients, reduced, padded, everywhere))
 
     def parameters_without_layout(self) -> dict[str, str]:
-        """Return the parameters that cannot be gathered, by name, with the class of their module.
-
-        Examples:
-            >>> flex.parameters_without_layout()
-            {}
-        """
+        """Return the parameters that cannot be gathered, by name, with the class of their module."""
         return self.session.parameters.without_layout
 
     def register_trainable_module(self, name: str, module: nn.Module) -> Handle:
-        """Let editing functions train a module.
+        """Let editing functions train a module, as `modules[name]`. Every rank calls it.
 
-        Every rank calls it. Editing functions use `modules[name]`. Each rank has a replica, on the model's
-        device, initialized with the first rank's parameters and buffers. After each run of the schedule the
-        replicas' gradients are equal bit for bit: those of the mean, over microbatches and data parallel
-        ranks, of a microbatch's own loss. So any torch optimizer makes the same update on every rank.
+        Each rank has a replica, on the model's device, initialized with the first rank's parameters and
+        buffers. After each run of the schedule the replicas' gradients are equal bit for bit: those of the
+        mean, over microbatches and data parallel ranks, of a microbatch's own loss. So any torch optimizer
+        makes the same update on every rank. Guide: `docs/training.md`.
 
         Args:
             name: valid as a key of nn.ModuleDict.
             module: a module whose parameters are real numbers.
 
-        Returns:
-            A handle whose `remove()` is `remove_trainable_module(name)`.
-
         Raises:
             HookError: the name is in use or invalid, or `module` is not a module; on all ranks, if names,
                 shapes or dtypes differ between ranks.
-
-        Examples:
-            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
-            >>> def translate(current_module, inputs, save_ctx, modules):
-            ...     return modules["lens"](inputs)
-            >>> edit = HookFunction("decoder.layers.2", translate)
-            >>> handle = flex.register_forward_hook(edit)
-            >>> train_step(chunks)
-            >>> flex.trainable_modules["lens"].weight.grad.shape
-            torch.Size([32, 32])
         """
         return self.session.register_trainable(name, module)
 
     def remove_trainable_module(self, name: str) -> None:
-        """Remove a module, between steps, on every rank.
-
-        The parameters keep their gradients.
+        """Remove a module, between steps, on every rank. Its parameters keep their gradients.
 
         Raises:
             HookError: no module has that name, or, on all ranks, ranks remove different modules.
-
-        Examples:
-            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
-            >>> flex.remove_trainable_module("lens")
         """
         self.session.remove_trainable(name)
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
-        """Return an iterator over the parameters of the trainable modules, for an optimizer.
-
-        Examples:
-            >>> handle = flex.register_trainable_module("lens", torch.nn.Linear(32, 32))
-            >>> optimizer = torch.optim.AdamW(flex.trainable_parameters(), lr=1e-3)
-        """
+        """Return an iterator over the parameters of the trainable modules, for an optimizer."""
         return self.trainable_modules.parameters()
 
     def freeze(self) -> None:
@@ -913,22 +588,9 @@ class FlexModel(nn.Module):
 
         Raises:
             FlexError: the framework's wrapper would wait for gradients that are never computed.
-
-        Examples:
-            >>> flex.freeze()
-            >>> any(p.requires_grad for p in chunks[0].parameters())
-            False
         """
-        self.session.check_open()
-        self.session.trainable.freeze()
+        self.session.freeze()
 
     def unfreeze(self) -> None:
-        """Restore `requires_grad` to its values before `freeze()`. Every rank calls it.
-
-        Examples:
-            >>> flex.freeze()
-            >>> flex.unfreeze()
-            >>> all(p.requires_grad for p in chunks[0].parameters())
-            True
-        """
+        """Restore `requires_grad` to its values before `freeze()`. Every rank calls it."""
         self.session.trainable.unfreeze()

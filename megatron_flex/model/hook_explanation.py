@@ -50,7 +50,7 @@ class HookExplanation:
             yield from self._measured(site, hook)
             return
         layout = layout_in_pass(site.layout, hook.backward)
-        lengths = session.dry_run.lengths
+        lengths = session.hooks.trials.lengths
         shape = [lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
         full = ", ".join(
             f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
@@ -58,7 +58,7 @@ class HookExplanation:
         yield f"layout {layout.describe(mesh.sizes)}, full shape [{full}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
-        size = session.dry_run.itemsize
+        size = session.hooks.trials.itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
             if hook.wanted is not None:

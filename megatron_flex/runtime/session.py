@@ -30,7 +30,7 @@ from megatron_flex.errors import FlexError, HookError
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, PackedSequences, shard_over_data
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.captures import Captures, Key
+from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
@@ -88,10 +88,10 @@ class Session:
 
     def __init__(self, adapter: Adapter, gather_data_parallel: bool = False) -> None:
         self.adapter, self.mesh = adapter, adapter.mesh
-        self.over_data = gather_data_parallel = gather_data_parallel and self.mesh["dp"].size > 1
+        self.over_data = gather_data_parallel and self.mesh["dp"].size > 1
         with shared_walk():
             adapter.check()
-            own, parameters = self._list_sites(gather_data_parallel)
+            own, parameters = self._list_sites()
         self.captures = Captures(self.sites.own_name, None if self.is_leader else self._find_receiver())
         self.clock = Clock()
         ranks = self.mesh.ranks
@@ -100,19 +100,17 @@ class Session:
         self.agreement = StepAgreement(name, self.registry, self.clock, self.mesh, self._list_model_ids)
         self._recorder = Recorder(self.mesh, self.captures, self.agreement.check_waiting_ranks)
         meeting = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
-        self.trainable = TrainableModules(
-            adapter, self.clock, meeting, gather_data_parallel, self._await_backward
-        )
-        self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
+        self.trainable = TrainableModules(adapter, self.clock, meeting, self.over_data, self._await_backward)
+        self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, self.over_data)
         self.context_relay, self._skips = self.editing.passing, self.editing.skipping
-        common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
+        common = self.clock, self._recorder, self.editing, self.mesh, self.over_data
         self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward, self._find_peers)
         self.taps = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
-        self.trace(flex_config.debug)
         self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.taps.update_taps)
+        trials = DryRun(adapter, parameters, self.mesh)
         self.hooks = SessionHooks(
-            self.registry, self.taps, self.dry_run, self.editing, self.check_open, lambda: self.sinks.groups
+            self.registry, self.taps, trials, self.editing, self.check_open, lambda: self.sinks.groups
         )
         self._objection = ""
         self._in_schedule, self._in_call = False, False
@@ -125,14 +123,16 @@ class Session:
         self._name = name
         self._unwatch: Undo | None = adapter.watch(self)
         note_open(name, True)
+        if flex_config.debug:
+            self.trace(True)
 
-    def _list_sites(self, over_data: bool) -> tuple[list[Site], list[ParameterSite]]:
+    def _list_sites(self) -> tuple[list[Site], list[ParameterSite]]:
         """Exchange sites and parameters with the other stages, and return those of this rank."""
         adapter = self.adapter
         own, parameters, buffers = adapter.sites(), adapter.parameters(), adapter.buffers()
         without_layout = adapter.without_layout(), adapter.buffer_owners()
         self._plain = own
-        if over_data:
+        if self.over_data:
             own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
         # Sites of one stage alone go nowhere, and need no copies that say nothing of this rank's modules.
         mine = own, parameters, buffers, without_layout
@@ -152,7 +152,6 @@ class Session:
         unknown, owners = (
             {name: kind for *_, names in reports for name, kind in names[n].items()} for n in (0, 1)
         )
-        self.dry_run = DryRun(adapter, parameters, self.mesh)
         self.parameters = SessionParameters(
             ParameterIndex(adapter, parameters, everywhere, unknown, owners),
             ParameterIndex(adapter, buffers, [b for _, _, bs, _ in reports for b in bs]),
@@ -220,12 +219,15 @@ class Session:
         self.trainable.remove(name)
         self.registry.note_change()
 
-    def record_inner_tensor(self, label: str, tensor: Tensor, replays: bool) -> Key:
-        """Capture a full tensor inside an edit, as `CaptureDispatcher.record_inner_tensor` does."""
-        return self.dispatcher.captures.record_inner_tensor(label, tensor, replays)
+    def freeze(self) -> None:
+        """Freeze the parameters of the model. Every rank makes the same call."""
+        self.check_open()
+        self.trainable.freeze()
 
     def trace(self, on: bool) -> None:
         """Start or stop printing each call of a hook."""
+        if on:
+            self.check_open()
         if self.tracer is not None:
             self.tracer.stop()
         self.tracer = Tracer(self.dispatcher) if on else None
@@ -293,11 +295,6 @@ class Session:
         self.trainable.close()
         self.sinks.close(failed)
 
-    @property
-    def in_schedule(self) -> bool:
-        """Whether the framework's schedule is running."""
-        return self._in_schedule
-
     # -- calls from the adapter ------------------------------------------------------------------------
 
     @contextmanager
@@ -313,10 +310,6 @@ class Session:
             self.step_ends(True)
             raise
         self.step_ends(False)
-
-    def set_iteration(self, iteration: int | None) -> None:
-        """Give the next step a launcher's number instead of the framework's; None for the framework's."""
-        self.clock.given_iteration = iteration
 
     def step_begins(
         self,
@@ -423,16 +416,14 @@ class Session:
     ) -> None:
         """Begin a call of the model outside a schedule: a step of its own, or a microbatch of `step()`."""
         if self._in_schedule:
-            if self.registry.active and running_transform() is not None:
-                self._check_transform()
+            self._check_transform()
             self.clock.scale(gradient_factor)
             self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
         self.check_call()
         met = self._compare(apart=True)
-        if self.registry.active and running_transform() is not None:
-            self._check_transform()
+        self._check_transform()
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
             self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
@@ -445,8 +436,9 @@ class Session:
         self._in_call = True
 
     def _check_transform(self) -> None:
-        active = (entry.hook for entry in self.registry.active)
-        check_transform(active, self.mesh, bool(self.trainable.modules))
+        if self.registry.active and running_transform() is not None:
+            active = (entry.hook for entry in self.registry.active)
+            check_transform(active, self.mesh, bool(self.trainable.modules))
 
     def call_ends(self, failed: bool) -> None:
         """End a call of the model outside a schedule; its backward pass may follow."""

@@ -95,7 +95,7 @@ def drawn(
     listed, seen = hooks(run_on)
     with mf.attach(chunks, listed, gather_data_parallel=gathers) as flex:
         for iteration in iterations:
-            flex.session.set_iteration(iteration)
+            flex.session.clock.given_iteration = iteration
             gpt.step(case, chunks, ranks.mine(chunks), interleaved=True)
             out.append({name: [*tensors] for name, tensors in seen.items() if tensors})
             for tensors in seen.values():

@@ -142,7 +142,7 @@ def wrap_editing_function(
     def edit(module: nn.Module | None, inputs: Tensor, _context: Any, _modules: Any) -> Tensor:
         __tracebackhide__ = True
         shown = inputs if divisor == 1 else inputs / divisor
-        key = session.record_inner_tensor(label, shown, replays=not backward)
+        key = session.dispatcher.captures.record_inner_tensor(label, shown, replays=not backward)
         replaying = not backward and session.clock.replaying()
         scopes, with_stages = session.editing.scopes, session.context_relay.joins_stages
         share = share_between_stages(state.save_ctx, scopes) if uses and with_stages else nullcontext()

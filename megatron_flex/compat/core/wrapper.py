@@ -326,7 +326,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         """
         names = [groups] if isinstance(groups, str) else list(groups)
         session = self._flex.session
-        if session.in_schedule:
+        if session.in_step():
             if names != [ALL_GROUPS] or complement:
                 session.reject_step(
                     f"groups={groups!r}, complement={complement} inside a run of the schedule come too late; "

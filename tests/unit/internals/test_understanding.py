@@ -191,11 +191,11 @@ def network() -> nn.Sequential:
 def test_what_a_trial_sees_a_gpu_be_waited_for() -> None:
     with mf.FlexModel(network()) as flex:
         for on_gpu in (False, True):
-            flex.session.dry_run.on_gpu = on_gpu  # of a model on a CPU, which has nothing to wait for
+            flex.session.hooks.trials.on_gpu = on_gpu  # of a model on a CPU, which has nothing to wait for
             entry = HookEntry(mf.HookFunction("0:output", editing_function=decides), sites=[SITE])
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                flex.session.dry_run.consider(entry)
+                flex.session.hooks.trials.consider(entry)
             lines = inspect.getsource(inspect.getmodule(told)).splitlines()
             places = {lines[w.lineno - 1].strip() for w in caught}
             assert places <= {"if total > 3:", "return inputs / float(inputs.norm())"}
@@ -209,7 +209,7 @@ def test_a_trial_leaves_generators_and_buffers() -> None:
         torch.manual_seed(3)
         state, mean = torch.get_rng_state(), norm.running_mean
         SEEN.clear()
-        assert not flex.session.dry_run.all([entry], {SITE.name: SITE}, nn.ModuleDict({"norm": norm}))
+        assert not flex.session.hooks.trials.all([entry], {SITE.name: SITE}, nn.ModuleDict({"norm": norm}))
         assert SEEN == [1], "it ran"
         assert torch.equal(torch.get_rng_state(), state)
         assert mean is norm.running_mean
