@@ -154,8 +154,8 @@ class CollectiveCounter(TorchDispatchMode):
 def _number_ranks(parts: list[torch.Tensor]) -> None:
     """Give gathered rows the numbers that ranks send, of which the fake group repeats this rank's.
 
-    A row begins with the rank and its coordinates on `pp`, `dp`, `cp` and `tp`; the last are gathered first, and
-    nothing is gathered along `cp`, of size 1.
+    A row begins with the rank and its coordinates on `pp`, `dp`, `cp` and `tp`; the last are gathered first,
+    and nothing is gathered along `cp`, of size 1.
     """
     for number, part in enumerate(parts):
         if part.dtype == torch.int64 and part.ndim == 2:

@@ -18,8 +18,8 @@ SCRIPT = ROOT / "scripts" / "measure" / "bench_scale.py"
 SMALL, LARGE = 1024, 16384
 CHANGES = 30  # of hooks
 SHAPES = ["2 layers, TP8", "2 layers, TP8 x PP4"]
-# The most bytes in which a rank's place, five numbers, passes the first rank on its way to a dump's manifest: the
-# gathers along dp and pp receive the place, and along pp the rows of a stage are sent again.
+# The most bytes in which a rank's place, five numbers, passes the first rank on its way to a dump's manifest:
+# the gathers along dp and pp receive the place, and along pp the rows of a stage are sent again.
 COORDINATES = 96
 
 
