@@ -6,9 +6,10 @@ Also the loggers of a framework's training loop, where it has them.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from megatron_flex.layout import Layout, PackedSequences, replicated
 from megatron_flex.layout.gradient_layout import ParameterUses
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters.model_calls import ModelRunner
+    from megatron_flex.adapters.parameter_storage import ParameterStorage
 
 Undo = Callable[[], None]
 AxisSizes = Mapping[str, int | None]  # axis name to the size given by the user
@@ -155,7 +160,7 @@ class ParameterSite:
         inferred: whether the layout is not declared: the parameter is treated as replicated, unless an
             `expected_shape` says which dim is sharded. `layout` and `shape` are then those of the local
             parameter.
-        local: the shape of the result of `Adapter.value`.
+        local: the shape of the result of `ParameterStorage.value`.
         sharded: whether `parameter` is only a part of that, or has a different form.
         gradient_layout_source: determines the layout of its gradient where that depends on the use of the
             parameter; None where `layout` does.
@@ -245,70 +250,58 @@ class Architecture:
     not_linear: str = ""
 
 
-class Adapter(Protocol):
-    """The adapter of one framework to one model (a list of chunks).
+class Adapter(ABC):
+    """The adapter of one framework to one model (a list of chunks): a record of its parts and their names.
 
     Attributes:
         name: the framework's name.
         mesh: the axes of the run.
+        storage: what holds parameters and gradients.
+        runner: what calls the model.
         logits: the site of the logits.
+        prefix: what wrappers add before names, `module.`; mostly empty.
     """
 
     name: str
     mesh: Mesh
+    storage: ParameterStorage
+    runner: ModelRunner
     logits: str
-    prefix: str  # prefix that wrappers add to names: `module.`; mostly empty
-
-    def module_names(self) -> list[str]:
-        """Global names of this rank's modules, in model order, without `prefix`; the model's is empty."""
+    prefix: str
 
     def parts(self) -> list[Part]:
         """The components detected in and around the model, the outermost first."""
+        return [Part(self.storage.name, self.storage.why), Part(self.runner.name, self.runner.why)]
 
+    @abstractmethod
+    def module_names(self) -> list[str]:
+        """Global names of this rank's modules, in model order, without `prefix`; the model's is empty."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raise a FlexError if this configuration cannot be hooked at all."""
 
+    @abstractmethod
     def sites(self) -> list[Site]:
         """The sites that this rank owns, in model order."""
 
+    @abstractmethod
     def parameters(self) -> list[ParameterSite]:
         """The parameters that this rank owns and whose layout is known, in model order."""
 
+    @abstractmethod
     def without_layout(self) -> dict[str, str]:
         """The names of this rank's other parameters, and the classes of the modules that own them."""
 
+    @abstractmethod
     def buffers(self) -> list[ParameterSite]:
         """This rank's buffers that are equal on all data parallel ranks of a correct run, as parameters."""
 
+    @abstractmethod
     def buffer_owners(self) -> Mapping[str, str]:
         """The names of all buffers on this rank, and the classes of the modules that own them."""
 
-    def shards(self) -> Mapping[str, tuple[tuple[int, ...], Tensor]]:
-        """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""
-
-    def lengths(self) -> Mapping[str, int]:
-        """The configured lengths of dims, by their names in layouts: `s`, `b`."""
-
-    def wait_until_ready(self) -> None:
-        """Wait until the framework has finished with the parameters. Every rank calls it."""
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether gradients are reduced over data (and so over tensor) parallel ranks when a step is over.
-
-        Args:
-            called: whether the model ran outside the framework's schedule.
-
-        Returns:
-            As text: why that is unknown, and that the user must state it, if only the author of the loop
-            knows.
-        """
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter as its layout describes it: without sharding over data parallel ranks.
-
-        Read only. All `dp` ranks of a stage call it alike.
-        """
-
+    @abstractmethod
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """The axes over which a parameter's gradient is partial and not yet reduced.
 
@@ -316,51 +309,21 @@ class Adapter(Protocol):
         known.
         """
 
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter to a tensor as `value` returns it. All `dp` ranks of a stage call it alike."""
+    @abstractmethod
+    def watch(self, listener: Listener) -> Undo:
+        """Notify `listener` of the runner's events, and propagate layouts in them, until that is undone."""
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Set its gradient to a tensor of that shape. All `dp` ranks of a stage call it alike."""
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """A parameter's gradient, reduced or not yet. All `dp` ranks of a stage call it alike.
-
-        Raises:
-            FlexError: the requested gradient does not exist at this time.
-        """
-
-    def freeze(self) -> Undo:
-        """Freeze all parameters, under the framework's wrappers too, until the function is called.
-
-        Raises:
-            FlexError: a wrapper would wait for gradients that never come.
-        """
-
-    def enable_recomputed_gradients(self) -> Undo:
-        """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""
+    def lengths(self) -> Mapping[str, int]:
+        """The configured lengths of dims, by their names in layouts: `s`, `b`."""
+        return {}
 
     def architecture(self) -> Architecture | None:
         """The properties of the decoder; None if it is not a known one."""
+        return None
 
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run the model forward over full sequences, as a step of its own. Every rank calls it.
-
-        Nothing is differentiated, and random states are restored. If the schedule needs more microbatches
-        than the tokens provide, copies of the last one are added.
-
-        Args:
-            tokens: `[batch, sequence]`, the same on all ranks of a model replica.
-            microbatch_size: sequences in a microbatch; all of them if None.
-
-        Raises:
-            FlexError: before anything runs, on all ranks: this model cannot take these tokens.
-        """
-
-    def watch(self, listener: Listener) -> Undo:
-        """Notify `listener` of the schedule's events, until the returned function is called."""
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Notify `listener` of the norms of all gradients that the framework computes."""
+    def enable_recomputed_gradients(self) -> Undo:
+        """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""
+        return lambda: None
 
 
 @dataclass(frozen=True)

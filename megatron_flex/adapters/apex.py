@@ -7,12 +7,11 @@ output. Each linear has its GEMM function as an attribute.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,8 +19,6 @@ from megatron_flex.adapters.adapter_base import (
     Adapter,
     AxisSizes,
     FrameworkMatch,
-    LocalGradient,
-    NormListener,
     Undo,
 )
 from megatron_flex.adapters.apex_schedule import ApexSchedule
@@ -29,7 +26,7 @@ from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import all_modules
-from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
+from megatron_flex.adapters.parameter_storage import ModuleParameters
 from megatron_flex.adapters.pipeline_stages import PipelineAdapter
 from megatron_flex.adapters.taps import intercept, upstream_function
 from megatron_flex.errors import FlexError
@@ -87,16 +84,23 @@ def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes:
     mesh = apex_mesh()
     mesh.check_sizes(axis_sizes)
     parts = [compose(chunk, mesh, ApexRules(), "apex") for chunk in chunks]
+    fused: list[Any] = [m for m in modules if _is_fused(m)]
     for part in parts:
-        part.keeping = MainGradParameters(part.keeping, modules)
+        if isinstance(part.storage, ModuleParameters):
+            part.storage.fused = frozenset(m.weight for m in fused)
     # With virtual chunks, a rank runs one stage in each round of the pipeline.
     stages = [turn * mesh["pp"].size + mesh["pp"].coord for turn in range(len(chunks))]
     schedule = ApexSchedule(chunks, stages, mesh)
     if mesh["pp"].size == len(chunks) == 1:
-        parts[0].driving = schedule
+        parts[0].runner = schedule
         return parts[0]
     count = mesh["pp"].size * len(chunks)
     return PipelineAdapter(parts, stages, list(range(len(chunks))), count, schedule)
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether a linear's kernel adds its weight's gradient up in `main_grad`."""
+    return is_apex(module, COLUMN, ROW) and bool(getattr(module, "gradient_accumulation_fusion", False))
 
 
 def apex_mesh() -> Mesh:
@@ -232,75 +236,3 @@ def _with_gathered_input(kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs["input"] = mappings.copy_to_tensor_model_parallel_region(kwargs["input"])
         kwargs["async_grad_allreduce"] = False
     return kwargs
-
-
-class MainGradParameters:
-    """Gradients that apex's fused kernel accumulates in `main_grad`, for which autograd returns none.
-
-    Args:
-        inner: the storage of everything else.
-        modules: the model's modules.
-    """
-
-    name = "gradient accumulation fusion"
-    why = "linears of apex's add their gradients up in main_grad"
-
-    def __init__(self, inner: ParameterStorage, modules: Iterable[nn.Module]) -> None:
-        self.inner = inner
-        linears = [m for m in modules if is_apex(m, COLUMN, ROW)]
-        self._fused = {m.weight for m in linears if getattr(m, "gradient_accumulation_fusion", False)}
-
-    def _main(self, parameter: nn.Parameter) -> Tensor | None:
-        """The tensor beside autograd's, if it holds a gradient."""
-        main: Tensor | None = getattr(parameter, "main_grad", None)
-        return main if parameter in self._fused or parameter.grad is None else None
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """The gradient that the kernel accumulated, or the inner storage's."""
-        main = self._main(parameter)
-        return self.inner.gradient(parameter, reduced) if main is None else LocalGradient(main)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write there."""
-        main = self._main(parameter)
-        if main is None:
-            self.inner.put_gradient(parameter, value)
-            return
-        with torch.no_grad():
-            main.copy_(value)
-
-    def parameters(self) -> list[StoredParameter]:
-        """As the inner storage."""
-        return self.inner.parameters()
-
-    def without_layout(self) -> dict[str, str]:
-        """Likewise."""
-        return self.inner.without_layout()
-
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """Likewise."""
-        return self.inner.shards()
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """Likewise."""
-        return self.inner.value(parameter)
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Likewise."""
-        self.inner.set_value(parameter, value)
-
-    def reduced(self) -> bool | str | None:
-        """Likewise."""
-        return self.inner.reduced()
-
-    def wait_until_ready(self) -> None:
-        """Likewise."""
-        self.inner.wait_until_ready()
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Likewise."""
-        return self.inner.watch_gradient_norm(listener)
-
-    def freeze(self) -> Undo:
-        """Likewise."""
-        return self.inner.freeze()

@@ -54,7 +54,7 @@ class DDPParameters(ModuleParameters):
         self._before: bool | str | None = None  # the answer when the parameters were frozen
         self.scheduled = False  # a pipeline schedule averages with the last microbatch of each step
 
-    def reduced(self) -> bool | str | None:
+    def reduced(self, called: bool = False) -> bool | str:
         """True after a backward pass outside of `no_sync()`, if the wrappers have all parameters."""
         if self._before is not None:
             return self._before
@@ -280,7 +280,7 @@ class FSDPParameters(ModuleParameters):
         with self._gathered(place.unit, write=True), torch.no_grad():
             _gathered_parameter(place).copy_(value)
 
-    def reduced(self) -> bool | str | None:
+    def reduced(self, called: bool = False) -> bool | str:
         """True: the wrappers average, and unaveraged gradients are not accessible.
 
         As text why not, if a wrapper omits parameters, or has a communication hook that may not average.
@@ -307,11 +307,11 @@ class FSDPParameters(ModuleParameters):
             found = gradient_of(place)
             return LocalGradient(None if found is None else found.detach().clone())
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write to the gathered gradient, which PyTorch writes back to each rank's shard."""
         place = self._places.get(parameter)
         if place is None:
-            super().put_gradient(parameter, value)
+            super().put_gradient(parameter, value, reduced)
             return
         with self._with_gradients(place.unit, write=True) as gradient_of, torch.no_grad():
             found = gradient_of(place)

@@ -20,7 +20,7 @@ from megatron_flex.adapters.gradient_norms import watch_engine_steps
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import ModelRunner, UserLoop
 from megatron_flex.adapters.module_names import is_deepspeed, strip_wrapper_names
-from megatron_flex.adapters.parameter_storage import ModuleParameters, ParameterStorage, StoredParameter
+from megatron_flex.adapters.parameter_storage import ModuleParameters, StoredParameter
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -107,7 +107,7 @@ def _check_tied_layers(model: Any) -> None:
 # -- parameter storage ----------------------------------------------------------------------------------
 
 
-def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorage | None:
+def find_storage(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ZeroParameters | None:
     """The engine's ZeRO, or its plain optimizer; None if there is no engine.
 
     Raises:
@@ -184,17 +184,17 @@ class ZeroParameters(ModuleParameters):
 
         return LocalGradient(safe_get_full_grad(parameter) if self._exists(parameter) else None)
 
-    def reduced(self) -> bool:
+    def reduced(self, called: bool = False) -> bool:
         return True  # an available gradient is the mean over data parallel ranks
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write to the part of this rank."""
         from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 
         if not self._exists(parameter):
             raise FlexError(NOT_ASSEMBLED.format(steps=self.engine.gradient_accumulation_steps()))
         if self.none:
-            super().put_gradient(parameter, value)
+            super().put_gradient(parameter, value, reduced)
         elif hasattr(parameter, "ds_id"):
             safe_set_local_grad(parameter, _flat_shard(parameter, value))
         else:
@@ -243,7 +243,7 @@ def _flat_shard(parameter: Any, value: Tensor) -> Tensor:
 # -- callers of the model -------------------------------------------------------------------------------
 
 
-def driving_of(chunk: nn.Module, mesh: Mesh) -> ModelRunner | None:
+def find_runner(chunk: nn.Module, mesh: Mesh) -> ModelRunner | None:
     """The caller of an engine; None if there is none."""
     if is_deepspeed(chunk, PIPELINE_ENGINE):
         return EngineSchedule(chunk)

@@ -14,7 +14,7 @@ from megatron_flex.adapters.deepspeed import (
     EngineSchedule,
     check_engine,
     deepspeed_mesh,
-    keeping_of,
+    find_storage,
 )
 from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
 from megatron_flex.adapters.module_names import is_deepspeed
@@ -51,8 +51,8 @@ def make_engine_adapter(chunks: list[nn.Module], axis_sizes: AxisSizes) -> Modul
     check_engine(engine)
     (mesh := deepspeed_mesh(engine)).check_sizes(axis_sizes)
     if is_deepspeed(engine, PIPELINE_ENGINE):
-        keeping = keeping_of(engine, engine.get_submodule("module"), mesh)
-        return PipelineModules(engine, mesh, None, keeping, EngineSchedule(engine), "deepspeed")
+        storage = find_storage(engine, engine.get_submodule("module"), mesh)
+        return PipelineModules(engine, mesh, None, storage, EngineSchedule(engine), "deepspeed")
     return compose(engine, mesh, name="deepspeed")
 
 

@@ -221,7 +221,7 @@ class DTensorParameters:
             return LocalGradient(None)
         return LocalGradient(self._local(parameter.grad.detach(), parameter))
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write to the tensor that the optimizer reads."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -270,7 +270,7 @@ class DTensorParameters:
 
     # -- the wrappers ----------------------------------------------------------------------------------
 
-    def reduced(self) -> bool | str | None:
+    def reduced(self, called: bool = False) -> bool | str:
         """True where `fully_shard` or another wrapper averages them; else each replica has its own."""
         if self._before is not None:
             return self._before

@@ -127,8 +127,8 @@ def _make_adapter(
         _check_layer_size(module, mesh["tp"].size)
     adapter = compose(chunks[0], mesh, FairscaleRules() if parallel else None, "fairscale")
     if is_fairscale(adapter.root, "Pipe"):
-        _check_pipe(adapter.root, adapter.keeping)
-        adapter.driving = PipeCalls(adapter.root, mesh)
+        _check_pipe(adapter.root, adapter.storage)
+        adapter.runner = PipeCalls(adapter.root, mesh)
     return adapter
 
 
@@ -169,10 +169,10 @@ def _check_layer_size(module: Any, size: int) -> None:
         )
 
 
-def _check_pipe(pipe: Any, keeping: ParameterStorage) -> None:
+def _check_pipe(pipe: Any, storage: ParameterStorage) -> None:
     """Refuse a wrapper that reduces after the first of several backward passes of recomputed chunks."""
     if (
-        isinstance(keeping, sharded_ddp.ShardedDDPParameters)
+        isinstance(storage, sharded_ddp.ShardedDDPParameters)
         and pipe.chunks > 1
         and pipe.checkpoint != "never"
     ):

@@ -161,7 +161,18 @@ class ModelRunner(Protocol):
         """Notify `listener` of steps and calls, until the returned function is called."""
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Run it over full sequences of tokens, as a step of its own, without differentiation."""
+        """Run it forward over full sequences, as a step of its own. Every rank calls it.
+
+        Nothing is differentiated, and random states are restored. If a schedule needs more microbatches
+        than the tokens provide, copies of the last one are added.
+
+        Args:
+            tokens: `[batch, sequence]`, the same on all ranks of a model replica.
+            microbatch_size: sequences in a microbatch; all of them if None.
+
+        Raises:
+            FlexError: before anything runs, on all ranks: this model cannot take these tokens.
+        """
 
 
 class UserLoop:

@@ -17,12 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_flex.adapters import data_parallel, dtensor_parameters, huggingface, sharded_ddp
 from megatron_flex.adapters.adapter_base import (
-    Architecture,
+    Adapter,
     Listener,
-    LocalGradient,
-    NormListener,
     ParameterSite,
-    Part,
     Undo,
     make_buffer_site,
 )
@@ -38,8 +35,8 @@ from megatron_flex.adapters.model_calls import (
 from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
-from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, ParameterStorage
-from megatron_flex.adapters.taps import any_input, any_output, untraced, with_layouts
+from megatron_flex.adapters.parameter_storage import ModuleParameters, ModuleStorage
+from megatron_flex.adapters.taps import any_input, any_output, join_undos, untraced, with_layouts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, full_shape
@@ -50,15 +47,15 @@ if TYPE_CHECKING:
     from megatron_flex.adapters.propagation import LayoutPropagator, PropagatedParameter
 
 
-class ModuleAdapter:
+class ModuleAdapter(Adapter):
     """One module on each rank, whose submodules are the hook points.
 
     Args:
         chunk: the module as it was given, with wrappers.
         mesh: the axes of the run.
         rules: the rules of its framework's parallel modules; None where the user declares shapes.
-        keeping: the parameter storage; the modules themselves if None.
-        driving: the caller; the user's loop if None.
+        storage: the parameter storage; the modules themselves if None.
+        runner: the caller; the user's loop if None.
         name: the framework's name.
     """
 
@@ -67,8 +64,8 @@ class ModuleAdapter:
         chunk: nn.Module,
         mesh: Mesh,
         rules: Rules | None = None,
-        keeping: ParameterStorage | None = None,
-        driving: ModelRunner | None = None,
+        storage: ModuleStorage | None = None,
+        runner: ModelRunner | None = None,
         name: str = "plain",
     ) -> None:
         self.name, self.mesh, self.root = name, mesh, unwrap(chunk)
@@ -78,8 +75,8 @@ class ModuleAdapter:
         self._aliases = further_names(self.root)
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
-        self.keeping: ParameterStorage = keeping or ModuleParameters(self.root)
-        self.driving: ModelRunner = driving or UserLoop(chunk, mesh)
+        self.storage: ModuleStorage = storage or ModuleParameters(self.root)
+        self.runner: ModelRunner = runner or UserLoop(chunk, mesh)
         self._compiled = compiled_regions(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.has_activations}
@@ -89,7 +86,7 @@ class ModuleAdapter:
             self._names = _make_propagator(self.root, {}, mesh, self._compiled)
         # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
         owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
-        with_layout = (k.name for k in self.keeping.parameters() if k.layout is not None)
+        with_layout = (k.name for k in self.storage.parameters() if k.layout is not None)
         self._gradient_layout_known = {*owned, *with_layout, *self._layouts()}
         # Parameters whose gradients a module sums over tensor parallel ranks after the backward pass.
         sums = getattr(self.rules, "sums_gradients", None)
@@ -112,10 +109,6 @@ class ModuleAdapter:
         """All modules, also those that only hold others; the outermost has an empty name."""
         return [name for name, _ in self._named]
 
-    def parts(self) -> list[Part]:
-        """The parameter storage and the caller."""
-        return [Part(part.name, part.why) for part in (self.keeping, self.driving)]
-
     def check(self) -> None:
         """Refuse code that runs without its modules, and stages with the same names. Collective over `pp`."""
         self.check_modules()
@@ -133,7 +126,7 @@ class ModuleAdapter:
 
     def names(self) -> list[str]:
         """Of the modules that can be called, and of parameters."""
-        return [*(n for n, _ in self._modules), *(k.name for k in self.keeping.parameters())]
+        return [*(n for n, _ in self._modules), *(k.name for k in self.storage.parameters())]
 
     # -- sites ------------------------------------------------------------------------------------------
 
@@ -190,7 +183,7 @@ class ModuleAdapter:
         """All parameters that have a shape."""
         stage, layouts = self.mesh["pp"].coord, self._layouts()
         out = []
-        for kept in self.keeping.parameters():
+        for kept in self.storage.parameters():
             found = kept.layout or layouts.get(kept.name)
             layout = found or Layout(tuple(Dim() for _ in kept.shape))
             shape = full_shape(layout, kept.shape, self.mesh.sizes)
@@ -210,7 +203,7 @@ class ModuleAdapter:
 
     def without_layout(self) -> dict[str, str]:
         """Those without a shape or a layout."""
-        return self.keeping.without_layout()
+        return self.storage.without_layout()
 
     def buffers(self) -> list[ParameterSite]:
         """Buffers saved in checkpoints; without the running statistics of norms over a rank's samples."""
@@ -228,27 +221,6 @@ class ModuleAdapter:
         """Those of all modules."""
         return list_buffer_owners(self._named)
 
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """This rank's shard of each parameter sharded over data parallel ranks."""
-        return self.keeping.shards()
-
-    def lengths(self) -> dict[str, int]:
-        """None are known."""
-        return {}
-
-    def wait_until_ready(self) -> None:
-        """Wait for the parameter storage."""
-        self.keeping.wait_until_ready()
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether the storage reduces gradients, whoever calls the model."""
-        known = self.keeping.reduced()
-        return f"{self.name} does not tell; {REDUCED_REMEDY}" if known is None else known
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """A full parameter but for tensor parallelism."""
-        return self.keeping.value(parameter)
-
     def _followed(self, name: str) -> PropagatedParameter | None:
         """Determines the layout of a parameter's gradient, if neither a layout nor a module declares it."""
         if self.follower is None or name in self._gradient_layout_known:
@@ -263,51 +235,12 @@ class ModuleAdapter:
             return ()
         return self.follower.shared.get(name, ()) if self.follower.calls else None
 
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it."""
-        self.keeping.set_value(parameter, value)
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """A parameter's gradient."""
-        return self.keeping.gradient(parameter, reduced)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Set that."""
-        self.keeping.put_gradient(parameter, value)
-
-    def freeze(self) -> Undo:
-        """Freeze all parameters, until the returned function is called."""
-        return self.keeping.freeze()
-
-    def enable_recomputed_gradients(self) -> Undo:
-        """Nothing: recomputation is up to the module."""
-        return lambda: None
-
-    def architecture(self) -> Architecture | None:
-        """Not known."""
-        return None
-
-    # -- running ---------------------------------------------------------------------------------------
-
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run it over full sequences of tokens."""
-        self.driving.run(tokens, microbatch_size)
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Trace the clipping of gradients."""
-        return self.keeping.watch_gradient_norm(listener)
-
     def watch(self, listener: Listener) -> Undo:
         """Report steps and calls, and propagate layouts in them."""
-        undos = [*(region.watch() for region in self._compiled), self.driving.watch(listener)]
+        undos = [*(region.watch() for region in self._compiled), self.runner.watch(listener)]
         if self.follower is not None:
             undos.append(self.follower.watch())
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
+        return join_undos(undos[::-1])
 
 
 def check_names_distinct(mine: list[list[str]], mesh: Mesh) -> None:
@@ -355,7 +288,7 @@ def _constant_spread(spread: Spread, tensor: Tensor) -> Spread:
     return spread
 
 
-def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorage:
+def find_storage(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModuleStorage:
     """The parameter storage of a model: the outermost wrapper that shards or reduces them."""
     if owners := sharded_ddp.sharded_ddp_wrappers_of(chunk):
         sharded_ddp.check_sharded_ddp(owners, chunk, mesh)
@@ -363,7 +296,7 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorag
     if "deepspeed" in sys.modules:
         from megatron_flex.adapters import deepspeed
 
-        if (zero := deepspeed.keeping_of(chunk, root, mesh)) is not None:
+        if (zero := deepspeed.find_storage(chunk, root, mesh)) is not None:
             return zero
     if units := data_parallel.fsdp_wrappers_of(chunk):
         return data_parallel.FSDPParameters(root, units)
@@ -376,12 +309,12 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorag
     return ModuleParameters(root)
 
 
-def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModelRunner:
+def find_runner(chunk: nn.Module, mesh: Mesh) -> ModelRunner:
     """The caller of a model."""
     if "deepspeed" in sys.modules:
         from megatron_flex.adapters import deepspeed
 
-        if (engine := deepspeed.driving_of(chunk, mesh)) is not None:
+        if (engine := deepspeed.find_runner(chunk, mesh)) is not None:
             return engine
     return UserLoop(chunk, mesh)
 
@@ -397,5 +330,5 @@ def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str 
     """
     root = unwrap(chunk)
     with shared_walk():  # which modules there are stays, whatever a wrapper does to its parameters
-        keeping = keeping_of(chunk, root, mesh)
-    return ModuleAdapter(chunk, mesh, rules, keeping, driving_of(chunk, root, mesh), name)
+        storage = find_storage(chunk, root, mesh)
+    return ModuleAdapter(chunk, mesh, rules, storage, find_runner(chunk, mesh), name)

@@ -39,7 +39,7 @@ class StoredParameter(NamedTuple):
 
 
 class ParameterStorage(Protocol):
-    """The storage of parameters and gradients. All `dp` ranks call its methods alike.
+    """The storage of parameters and gradients. All `dp` ranks of a stage call its methods alike.
 
     Attributes:
         name: the name of the storage, such as `FSDP2`.
@@ -49,48 +49,71 @@ class ParameterStorage(Protocol):
     name: str
     why: str
 
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as its layout describes it: gathered over data parallel ranks. Read only."""
+
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set it to a tensor as `value` returns it."""
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """Its gradient, of the same shape, reduced or not yet.
+
+        Raises:
+            FlexError: the requested gradient does not exist at this time.
+        """
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set its gradient."""
+
+    def reduced(self, called: bool = False) -> bool | str:
+        """Whether gradients are reduced over data (and so over tensor) parallel ranks when a step is over.
+
+        Args:
+            called: whether the model ran outside the framework's schedule.
+
+        Returns:
+            As text: why that is unknown, and that the user must state it, if only the author of the loop
+            knows.
+        """
+
+    def wait_until_ready(self) -> None:
+        """Wait until the framework has finished with the parameters. Every rank calls it."""
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Notify `listener` of the norms of all gradients that the framework computes."""
+
+    def freeze(self) -> Undo:
+        """Freeze all parameters, under the framework's wrappers too, until the function is called.
+
+        Raises:
+            FlexError: a wrapper would wait for gradients that never come.
+        """
+
+
+class ModuleStorage(ParameterStorage, Protocol):
+    """A storage that knows the names of the parameters, which are those of the modules."""
+
     def parameters(self) -> list[StoredParameter]:
         """All parameters that have a shape."""
 
     def without_layout(self) -> dict[str, str]:
         """Names of the others, and their kinds."""
 
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter gathered over data parallel ranks. Read only."""
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it to a tensor as `value` returns it."""
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Its gradient, of the same shape."""
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set its gradient."""
-
-    def reduced(self) -> bool | str | None:
-        """Whether gradients are reduced over data parallel ranks now.
-
-        If only the user knows: why, as text; or None.
-        """
-
-    def wait_until_ready(self) -> None:
-        """Wait for pending changes of parameters."""
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """As `Adapter.watch_gradient_norm`."""
-
-    def freeze(self) -> Undo:
-        """Freeze all parameters until the returned function is called."""
-
 
 class ModuleParameters:
-    """Each rank has all of its parameters in its modules, and nothing reduces their gradients."""
+    """Each rank has all of its parameters in its modules, and nothing reduces their gradients.
+
+    Attributes:
+        fused: the parameters whose gradients a fused kernel adds up in `main_grad`, for which autograd has
+            none; None if no kernel does so.
+    """
 
     name = "the modules themselves"
     why = "no wrapper shards or reduces the parameters"
+    fused: frozenset[nn.Parameter] | None = None
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -120,17 +143,28 @@ class ModuleParameters:
             parameter.copy_(value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Autograd's gradient."""
-        return LocalGradient(parameter.grad)
+        """Autograd's gradient, or the fused kernel's."""
+        main = self._main_gradient(parameter)
+        return LocalGradient(parameter.grad if main is None else main)
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write to autograd's gradient."""
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Write there."""
+        target = self._main_gradient(parameter)
+        if target is None:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            target = parameter.grad
         with torch.no_grad():
-            parameter.grad.copy_(value)
+            target.copy_(value)
 
-    def reduced(self) -> bool | str | None:
+    def _main_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The tensor beside autograd's, if it holds the gradient."""
+        if self.fused is None or not (parameter in self.fused or parameter.grad is None):
+            return None
+        main: Tensor | None = getattr(parameter, "main_grad", None)
+        return main
+
+    def reduced(self, called: bool = False) -> bool | str:
         """Unknown without a wrapper: each replica has its own gradient, which may be reduced."""
         return False
 

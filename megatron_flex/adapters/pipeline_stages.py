@@ -7,7 +7,7 @@ for all of them, and the rank of a stage tells that of the next one the layout o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import (
-    Architecture,
+    Adapter,
     Listener,
     LocalGradient,
     NormListener,
@@ -26,6 +26,7 @@ from megatron_flex.adapters.adapter_base import (
 from megatron_flex.adapters.data_parallel import DDPParameters
 from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
+from megatron_flex.adapters.model_calls import ModelRunner
 from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.collectives import agreement_seconds, await_value, store_value
@@ -91,11 +92,9 @@ class StageLayouts:
         return f"pipeline{'-'.join(map(str, self.mesh['pp'].ranks))}/{self._watches}/stage{stage}"
 
 
-class StageSchedule(Protocol):
-    """What runs the stages of a rank: a `ModelRunner` that knows when it does."""
+class StageSchedule(ModelRunner, Protocol):
+    """What runs the stages of a rank, and knows when it does."""
 
-    name: str
-    why: str
     frozen: bool
     layouts: StageLayouts
 
@@ -106,12 +105,6 @@ class StageSchedule(Protocol):
     @property
     def trying(self) -> bool:
         """Whether it runs them only to infer shapes."""
-
-    def watch(self, listener: Listener) -> Undo:
-        """Notify `listener` of steps and passes, until the returned function is called."""
-
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Run the stages forward over full sequences of tokens."""
 
 
 class UnscheduledCalls:
@@ -151,7 +144,63 @@ def scheduled_call(_: Any, fire: Fire, tap: Tap, schedule: StageSchedule, leaf: 
     return tap.leaf(leaf).install(Fire(run, absent, unknown and run_unknown))
 
 
-class PipelineAdapter:
+class StageParameters:
+    """The parameters of the stages of one rank, each where the storage of its stage keeps it.
+
+    Args:
+        parts: the adapter of each stage.
+        runner: the schedule that runs them.
+    """
+
+    name, why = "the stages' storage", "the schedule runs several modules"
+
+    def __init__(self, parts: Sequence[ModuleAdapter], runner: StageSchedule) -> None:
+        self._parts, self._runner = parts, runner
+        self._storages = [part.storage for part in parts]
+        self._owners = {id(p.parameter): part.storage for part in parts for p in part.parameters()}
+
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """Those of all stages."""
+        return {name: shard for storage in self._storages for name, shard in storage.shards().items()}
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter."""
+        return self._owners[id(parameter)].value(parameter)
+
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set it."""
+        self._owners[id(parameter)].set_value(parameter, value)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """Its gradient."""
+        return self._owners[id(parameter)].gradient(parameter, reduced)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set that."""
+        self._owners[id(parameter)].put_gradient(parameter, value, reduced)
+
+    def reduced(self, called: bool = False) -> bool | str:
+        """Whether all stages' gradients are reduced; as text, if that is unknown for one."""
+        answers = [storage.reduced(called) for storage in self._storages]
+        return next((t for t in answers if isinstance(t, str)), all(answers))
+
+    def wait_until_ready(self) -> None:
+        """Wait for the storage of each stage."""
+        for storage in self._storages:
+            storage.wait_until_ready()
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the clipping of this rank's stages together."""
+        return watch_torch_clipping([part.root for part in self._parts], listener)
+
+    def freeze(self) -> Undo:
+        """Freeze all parameters."""
+        self._runner.frozen = True
+        thaw = partial(setattr, self._runner, "frozen", False)
+        return join_undos([thaw, *(storage.freeze() for storage in self._storages)])
+
+
+class PipelineAdapter(Adapter):
     """The stages of one rank as one model.
 
     Args:
@@ -159,7 +208,7 @@ class PipelineAdapter:
         stages: the number of each in the pipeline.
         turns: the round of the pipeline in which each runs.
         count: the number of stages of all ranks.
-        driving: the schedule that runs them.
+        runner: the schedule that runs them.
     """
 
     def __init__(
@@ -168,22 +217,19 @@ class PipelineAdapter:
         stages: list[int],
         turns: list[int],
         count: int,
-        driving: StageSchedule,
+        runner: StageSchedule,
     ) -> None:
         self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
         self.prefix = parts[0].prefix
         self.logits = f"stage{count - 1}:output"
-        self.turns, self.driving = turns, driving
+        self._turns, self.runner = turns, runner
         for stage, part in zip(stages, parts, strict=True):
-            driving.layouts.followers[stage] = part.follower
+            runner.layouts.followers[stage] = part.follower
             part.rename(f"stage{stage}")
-            part.driving = SilentDriving()
-            if isinstance(part.keeping, DDPParameters):
-                part.keeping.scheduled = True
-        self._owners = {id(p.parameter): part for part in parts for p in part.parameters()}
-
-    def _owner(self, parameter: nn.Parameter) -> ModuleAdapter:
-        return self._owners[id(parameter)]
+            part.runner = SilentRunner()
+            if isinstance(part.storage, DDPParameters):
+                part.storage.scheduled = True
+        self.storage = StageParameters(parts, runner)
 
     def module_names(self) -> list[str]:
         """The names of all stages here."""
@@ -191,8 +237,8 @@ class PipelineAdapter:
 
     def parts(self) -> list[Part]:
         """The components of the stages, and the schedule."""
-        inside = [p for part in self._parts for p in part.parts() if p.name != SilentDriving.name]
-        return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
+        inside = [p for part in self._parts for p in part.parts() if p.name != SilentRunner.name]
+        return [Part(self.runner.name, self.runner.why), *dict.fromkeys(inside)]
 
     def check(self) -> None:
         """Refuse modules that would be refused alone, and names that two stages share."""
@@ -203,103 +249,43 @@ class PipelineAdapter:
     def sites(self) -> list[Site]:
         """The sites of all stages, silent while the schedule infers shapes."""
         return [
-            replace(site, chunk=turn, tap=site.tap and site.tap.around(scheduled_call, self.driving))
-            for turn, part in zip(self.turns, self._parts, strict=True)
+            replace(site, chunk=turn, tap=site.tap and site.tap.around(scheduled_call, self.runner))
+            for turn, part in zip(self._turns, self._parts, strict=True)
             for site in part.sites()
         ]
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all stages."""
-        return [
-            replace(p, chunk=turn)
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for p in part.parameters()
-        ]
-
-    def without_layout(self) -> dict[str, str]:
-        """The buffers of all stages."""
-        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
+        return self._number(lambda part: part.parameters())
 
     def buffers(self) -> list[ParameterSite]:
-        """Those of all stages."""
-        return [
-            replace(buffer, chunk=turn)
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for buffer in part.buffers()
-        ]
+        """The buffers of all stages."""
+        return self._number(lambda part: part.buffers())
+
+    def _number(self, listed: Callable[[ModuleAdapter], list[ParameterSite]]) -> list[ParameterSite]:
+        """What is listed of each stage, with the round of the stage."""
+        pairs = zip(self._turns, self._parts, strict=True)
+        return [replace(site, chunk=turn) for turn, part in pairs for site in listed(part)]
+
+    def without_layout(self) -> dict[str, str]:
+        """The parameters of all stages without a layout."""
+        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
 
     def buffer_owners(self) -> dict[str, str]:
         """Those of all stages."""
         return {name: kind for part in self._parts for name, kind in part.buffer_owners().items()}
 
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """Those of all stages."""
-        return {name: shard for part in self._parts for name, shard in part.shards().items()}
-
-    def lengths(self) -> dict[str, int]:
-        """None are known."""
-        return {}
-
-    def wait_until_ready(self) -> None:
-        """Wait for the parameter storage."""
-        for part in self._parts:
-            part.wait_until_ready()
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether the storage reduces gradients; as text, if that is unknown for one stage."""
-        answers = [part.gradients_reduced(called) for part in self._parts]
-        return next((t for t in answers if isinstance(t, str)), all(answers))
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter."""
-        return self._owner(parameter).value(parameter)
-
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """As the stage that has the parameter knows."""
-        mine = (part for part in self._parts if any(k.name == name for k in part.keeping.parameters()))
+        mine = (part for part in self._parts if any(k.name == name for k in part.storage.parameters()))
         return next((part.gradient_partial_axes(name) for part in mine), ())
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it."""
-        self._owner(parameter).set_value(parameter, value)
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Its gradient."""
-        return self._owner(parameter).gradient(parameter, reduced)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Set that."""
-        self._owner(parameter).put_gradient(parameter, value, reduced)
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Trace the clipping of this rank's stages together."""
-        return watch_torch_clipping([part.root for part in self._parts], listener)
-
-    def freeze(self) -> Undo:
-        """Freeze all parameters."""
-        self.driving.frozen = True
-        return join_undos(
-            [partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)]
-        )
-
-    def enable_recomputed_gradients(self) -> Undo:
-        """Nothing: recomputation is up to the module."""
-        return lambda: None
-
-    def architecture(self) -> Architecture | None:
-        """Not known."""
-        return None
-
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run the schedule forward over full sequences of tokens."""
-        self.driving.run(tokens, microbatch_size)
 
     def watch(self, listener: Listener) -> Undo:
         """Report the schedule's steps, and propagate layouts in them."""
-        return join_undos([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
+        return join_undos([self.runner.watch(listener), *(part.watch(listener) for part in self._parts)])
 
 
-class SilentDriving:
+class SilentRunner:
     """Reports nothing: the schedule reports for all stages together."""
 
     name, why = "nobody", ""

@@ -312,7 +312,7 @@ def make_pipeline_adapter(
                 f"stage {stage.stage_index} is a model of {part.name}, which has a pipeline schedule of its "
                 "own; run that"
             )
-        if isinstance(part.keeping, ShardedDDPParameters):
+        if isinstance(part.storage, ShardedDDPParameters):
             raise FlexError(
                 f"stage {stage.stage_index} is in fairscale's ShardedDataParallel, which reduces with the "
                 "first microbatch's backward pass and not again in a step; use DistributedDataParallel or "

@@ -200,7 +200,7 @@ class ShardedDDPParameters(ModuleParameters):
         self.why = "it is in fairscale's ShardedDataParallel"
         self._before: bool | str | None = None  # the result of `reduced()` at freezing
 
-    def reduced(self) -> bool | str | None:
+    def reduced(self, called: bool = False) -> bool | str:
         """True after a backward pass outside `no_sync()`, if the optimizers contain all parameters."""
         if self._before is not None:
             return self._before
@@ -213,11 +213,11 @@ class ShardedDDPParameters(ModuleParameters):
         """The owner's averaged gradient if `reduced`, otherwise each rank's own gradient."""
         return self.owners.gradient(parameter, reduced)
 
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write the gradient on the owner, or on each rank where gradients are not averaged."""
         own = self.owners.accumulates() or (parameter.grad is not None and self.reduced() is not True)
         if own or self.owners.keeps(parameter):
-            super().put_gradient(parameter, value)
+            super().put_gradient(parameter, value, reduced)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off without a rebuild of the wrappers' buckets."""

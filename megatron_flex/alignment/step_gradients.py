@@ -58,7 +58,7 @@ class StepGradients:
         if not bool(self._counted.any()):
             raise FlexError("no token predicts another; give sequences of two tokens or more")
         _clear_gradients(adapter.chunks)
-        found = adapter.run_backward(batch.tokens, self._labels, self._counted)
+        found = adapter.runner.run_backward(batch.tokens, self._labels, self._counted)
         self._loss = _full_loss(flex, found.loss)
         try:
             gradients = dict(_full_gradients(flex, found.reduced))

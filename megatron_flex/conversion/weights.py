@@ -190,7 +190,7 @@ def load_hf(
         model.check_same(weights[0].forms, weights[0].where)
         if differences and model.leader:
             warnings.warn(_describe_differences(differences), FlexWarning, stacklevel=2)
-        model.adapter.wait_until_ready()
+        model.adapter.storage.wait_until_ready()
         read = sum(model.write(made.parameters[name], weights[0]) for name in model.own_names)
     finally:
         for opened in weights:
@@ -351,7 +351,7 @@ class MegatronWeights:
         for site, held in self.index.held(parameter.name):
             layout = PADDED.layout(site, mesh.sizes)
             for at, part, index in _blocks(layout, parameter, mesh.coords, mesh.sizes):
-                target = self.adapter.value(held)[at]
+                target = self.adapter.storage.value(held)[at]
                 if part is None:
                     target.zero_()  # rows that pad the vocabulary
                     continue

@@ -175,7 +175,7 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
     count = len(tokens) // (microbatch_size or len(tokens)) if tokens.numel() and tokens.ndim else 1
     session.probing = count
     try:
-        session.adapter.run(tokens, microbatch_size)
+        session.adapter.runner.run(tokens, microbatch_size)
     finally:
         session.probing = None
     return count

@@ -183,9 +183,9 @@ class ParameterIndex:
                 either, or the request contradicts the framework.
         """
         if not want.gradient:
-            self.adapter.wait_until_ready()
+            self.adapter.storage.wait_until_ready()
             return want
-        known = self.adapter.gradients_reduced(self.called)
+        known = self.adapter.storage.reduced(self.called)
         if want.reduced is None:
             if isinstance(known, str):
                 raise FlexError(UNKNOWN_REDUCTION.format(why=known))
@@ -227,7 +227,7 @@ class ParameterIndex:
             if not want.gradient:
                 return note
             try:
-                tensor = self.adapter.gradient(parameter, not want.partial_sums).tensor
+                tensor = self.adapter.storage.gradient(parameter, not want.partial_sums).tensor
             except FlexError as error:
                 return note._replace(problem=str(error))
             dtype, unsure = (
@@ -281,10 +281,10 @@ class ParameterIndex:
                 continue
             there = {*site.layout.axes, *site.layout.shared}
             over = ("edp",) if is_expert(site) else ("dp", "cp")
-            found = self.adapter.gradient(parameter, False).tensor
+            found = self.adapter.storage.gradient(parameter, False).tensor
             gradient = torch.zeros_like(parameter) if found is None else found.detach().clone()
             sum_along(gradient, self.mesh, [axis for axis in over if axis not in there])
-            self.adapter.put_gradient(parameter, gradient.div_(replicas), False)
+            self.adapter.storage.put_gradient(parameter, gradient.div_(replicas), False)
 
     def _no_sum(self, site: ParameterSite) -> str:
         """Why the gradient cannot be gathered before its reduction; empty if it can."""
@@ -312,7 +312,7 @@ class ParameterIndex:
     def _copy(self, name: str, axes: set[str]) -> dict[str, int]:
         """A checksum of this rank's gradient for each of some axes."""
         for _, parameter in self.held(name):
-            tensor = self.adapter.gradient(parameter, True).tensor
+            tensor = self.adapter.storage.gradient(parameter, True).tensor
             if tensor is not None:
                 return dict.fromkeys(axes, checksum(tensor))
         return {}
@@ -333,7 +333,7 @@ class ParameterIndex:
     def _reduced_copy(self, name: str) -> dict[str, int]:
         """A checksum of this rank's gradient, for each axis over which copies must be equal."""
         for site, parameter in self.held(name):
-            local = self.adapter.gradient(parameter, True)
+            local = self.adapter.storage.gradient(parameter, True)
             if local.tensor is None:
                 continue
             axes = find_copy_axes(site, len(self.stages(name)) > 1) - {
@@ -453,16 +453,16 @@ def _read_local(
 ) -> Tensor | None:
     held = [parameter for _, parameter in parameter_index.held(name)]
     if not held or not want.gradient:
-        return parameter_index.adapter.value(held[0]) if held else None
+        return parameter_index.adapter.storage.value(held[0]) if held else None
     # This rank has no gradient where others have one: its contribution is zero.
     shape = parameter_index.own[name][0].local
     nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
     if want.reduced:
-        local = parameter_index.adapter.gradient(held[0], True)
+        local = parameter_index.adapter.storage.gradient(held[0], True)
         return join_flat_parts(
             nothing if local.tensor is None else local.tensor.detach(), local.part, local.group
         )
-    found = [parameter_index.adapter.gradient(p, False).tensor for p in held]
+    found = [parameter_index.adapter.storage.gradient(p, False).tensor for p in held]
     return sum((t.detach() for t in found if t is not None), nothing)
 
 
@@ -514,14 +514,14 @@ def _write_shard(
     want: ParameterRequest,
 ) -> None:
     mesh, adapter = parameter_index.mesh, parameter_index.adapter
-    old = adapter.value(parameter)
+    old = adapter.storage.value(parameter)
     layout = parameter_index.layout(site, want)
     if want.gradient:
-        found = adapter.gradient(parameter, not want.partial_sums).tensor
+        found = adapter.storage.gradient(parameter, not want.partial_sums).tensor
         old = torch.zeros_like(old) if found is None else found
     # The full tensor has no padding; the local tensor keeps its padding.
     shard = extract(layout, value.to(old.device), mesh.coords, mesh.sizes, old)
     if want.gradient:
-        adapter.put_gradient(parameter, shard, not want.partial_sums)
+        adapter.storage.put_gradient(parameter, shard, not want.partial_sums)
     else:
-        adapter.set_value(parameter, shard)
+        adapter.storage.set_value(parameter, shard)

@@ -79,7 +79,7 @@ class GradientNorms:
         self._measured: dict[str, list[float]] | None = None
         self._problem, self._precision = "", 0.0
         self._reported: tuple[float, float] | None = None  # the norm, and the scale of the gradients
-        self._undo: Undo | None = parameter_index.adapter.watch_gradient_norm(self)
+        self._undo: Undo | None = parameter_index.adapter.storage.watch_gradient_norm(self)
 
     def stop(self) -> None:
         """Stop watching the framework."""

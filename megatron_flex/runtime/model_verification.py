@@ -86,7 +86,7 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
     """Likewise for shards that several data parallel ranks hold, as where FSDP shards within a replica."""
     if mesh["dp"].size == 1:
         return []
-    mine = parameter_index.adapter.shards()
+    mine = parameter_index.adapter.storage.shards()
     if not max_over_ranks([len(mine)], mesh)[0]:
         return []
     gathered = gather_objects(

@@ -72,10 +72,10 @@ class ParameterSelection:
 
     def values(self, taking: ShardRecorder, iteration: int) -> None:
         """Write the parameters. All data parallel ranks of a stage make the same call."""
-        self.parameter_index.adapter.wait_until_ready()
+        self.parameter_index.adapter.storage.wait_until_ready()
         for name, held in self._held():
             site, parameter = held[0]
-            local = self.parameter_index.adapter.value(parameter)
+            local = self.parameter_index.adapter.storage.value(parameter)
             entry = ShardEntry(name, PARAMETER, 0, 0, 0, (), "")
             layout = self.parameter_index.layout(site, ParameterRequest())
             self._write(taking, entry, site, local, layout, iteration)
@@ -102,7 +102,7 @@ class ParameterSelection:
             if not want.reduced:
                 local, part = self._summed(name, held), None
             else:
-                given = self.parameter_index.adapter.gradient(parameter, True)
+                given = self.parameter_index.adapter.storage.gradient(parameter, True)
                 local, part = given.tensor, given.part
             if local is not None:
                 yield LocalParameterGradient(site, name, local, part, self.parameter_index.layout(site, want))
@@ -146,7 +146,7 @@ class ParameterSelection:
         return [a for a in over if a.name not in OPTIMIZER_AXES]
 
     def _want(self) -> ParameterRequest:
-        known = self.parameter_index.adapter.gradients_reduced(self.parameter_index.called)
+        known = self.parameter_index.adapter.storage.reduced(self.parameter_index.called)
         if isinstance(known, str):
             raise FlexError(
                 f"gradients of parameters are unavailable, as it is not known if they are reduced: {known}; "
@@ -165,7 +165,7 @@ class ParameterSelection:
         return ParameterRequest(gradient=True, reduced=known)
 
     def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
-        found = [self.parameter_index.adapter.gradient(p, False).tensor for _, p in held]
+        found = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in held]
         there = [t.detach() for t in found if t is not None]
         return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
 

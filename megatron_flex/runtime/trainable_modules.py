@@ -128,7 +128,7 @@ class TrainableModules:
     def freeze(self) -> None:
         """Set `requires_grad` of all parameters of the model to False."""
         if self._frozen is None:
-            self._frozen = self.adapter.freeze()
+            self._frozen = self.adapter.storage.freeze()
 
     def unfreeze(self) -> None:
         """Undo `freeze`."""

@@ -160,7 +160,7 @@ def gradients(
         for chunk in chunks if settings is not None else []:
             chunk.zero_grad_buffer()
         gpt.step(case, chunks, dp)
-    answer: dict[str, Any] = {"leader": flex.is_leader, "reduced": flex.session.adapter.gradients_reduced()}
+    answer: dict[str, Any] = {"leader": flex.is_leader, "reduced": flex.session.adapter.storage.reduced()}
     answer["listed"] = dict(flex.named_full_parameters(gradients=True, reduced=said))
     norm = NORM if NORM in state else "decoder.final_layernorm.weight"
     one = {n: flex.get_module_parameter(n, gradient=True, reduced=said) for n in (WORDS, norm)}

@@ -122,7 +122,7 @@ def moments(kind: str) -> dict[str, str]:
     inside: list[str] = []
 
     def ask(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-        inside.append(said(flex.session.adapter.wait_until_ready))
+        inside.append(said(flex.session.adapter.storage.wait_until_ready))
         return inputs
 
     hook = mf.HookFunction("layers.1.attention:output", editing_function=ask, save=False)

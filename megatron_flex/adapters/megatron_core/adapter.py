@@ -11,15 +11,13 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import (
+    Adapter,
     Architecture,
     Listener,
-    LocalGradient,
-    NormListener,
     ParameterSite,
     Part,
     Undo,
@@ -45,10 +43,8 @@ from megatron_flex.adapters.megatron_core.module_classes import (
     unwrap_model,
     wrappers_around,
 )
-from megatron_flex.adapters.megatron_core.optimizer_steps import watch_optimizer_steps
 from megatron_flex.adapters.megatron_core.parameter_gradients import (
-    MegatronGradients,
-    freeze_parameters,
+    MegatronParameters,
     open_recomputed_regions,
 )
 from megatron_flex.adapters.megatron_core.schedules import (
@@ -60,6 +56,7 @@ from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_paral
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
+from megatron_flex.adapters.taps import join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
@@ -122,7 +119,41 @@ def _axis(name: str, group: Any) -> Axis:
     return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
 
 
-class MegatronAdapter:
+class MegatronRunner:
+    """Megatron's schedules over the chunks, or the user's own loop.
+
+    Args:
+        chunks: this rank's chunks, wrapped or not.
+        roots: the modules inside their wrappers.
+        mesh: the axes of the run.
+        storage: what holds the parameters, which a run waits for.
+    """
+
+    name = "Megatron's schedules"
+    why = "they call the chunks, or your own loop does"
+
+    def __init__(
+        self, chunks: list[nn.Module], roots: list[nn.Module], mesh: Mesh, storage: MegatronParameters
+    ) -> None:
+        self._chunks, self._roots, self._mesh, self._storage = chunks, roots, mesh, storage
+
+    def watch(self, listener: Listener) -> Undo:
+        """Trace Megatron's schedules, and calls of the model outside them."""
+        return watch_schedules(self._roots, self._mesh["cp"].size, listener)
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Run the model forward by Megatron's schedule, after pending work of the distributed optimizer."""
+        self._storage.wait_until_ready()
+        run_forward(self._chunks, self._roots[0], self._mesh, tokens, microbatch_size)
+
+    def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> BackwardResult:
+        """Run one forward and backward pass; see `backward_pass.run_backward`."""
+        self._storage.wait_until_ready()
+        model = self._chunks, self._roots[0], self._mesh, self._storage
+        return run_backward(*model, tokens, labels, counted)
+
+
+class MegatronAdapter(Adapter):
     """The adapter of a megatron-core model, given as its chunks, wrapped or not.
 
     Attributes:
@@ -141,7 +172,8 @@ class MegatronAdapter:
         self.logits = f"{main.prefix}{head}output_layer:output"
         self.mesh = megatron_mesh(self.roots[0])
         self.prefix = next(f"{n}." if n else "" for n, m in chunks[0].named_modules() if m is self.roots[0])
-        self._gradients = MegatronGradients(chunks, self.roots)
+        self.storage = MegatronParameters(chunks, self.roots)
+        self.runner = MegatronRunner(chunks, self.roots, self.mesh, self.storage)
         pairs = zip(self.roots, self.model_parts, strict=True)
         self.further = [FurtherModules(root, parts) for root, parts in pairs]
 
@@ -188,7 +220,7 @@ class MegatronAdapter:
     def parts(self) -> list[Part]:
         """The wrappers of the chunks, and Megatron's schedules."""
         around = [Part(type(w).__name__, "it is around the model") for w in wrappers_around(self.chunks[0])]
-        return [*around, Part("Megatron's schedules", "they call the chunks, or your own loop does")]
+        return [*around, Part(self.runner.name, self.runner.why)]
 
     def module_names(self) -> list[str]:
         """The modules of all chunks on this rank, with global layer numbers."""
@@ -237,10 +269,6 @@ class MegatronAdapter:
         """The buffers of all chunks on this rank, with global layer numbers."""
         return list_buffer_owners([named for root in self.roots for named in global_modules(root)])
 
-    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """None: parameters are not sharded over data parallel ranks while the model does not run."""
-        return {}
-
     def lengths(self) -> dict[str, int]:
         """The lengths of sequence and microbatch, if they are set in `megatron.training`."""
         state = sys.modules.get("megatron.training.global_vars")
@@ -250,44 +278,10 @@ class MegatronAdapter:
             found["s"] = None
         return {name: length for name, length in found.items() if isinstance(length, int)}
 
-    def wait_until_ready(self) -> None:
-        """Wait for the parameters that the distributed optimizer gathers while the model runs."""
-        self._gradients.gather_parameters()
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether the schedule finalizes gradients at its end."""
-        return self._gradients.reduced(called)
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """`main_grad` where Megatron keeps it, `grad` otherwise."""
-        return self._gradients.of(parameter, reduced)
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """The local parameter."""
-        return parameter.detach()
-
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """None: layouts name these axes, and Megatron sums over them. Else as a traced call has shown."""
         further = next((f for f in self.further if f.has(name)), None)
         return () if further is None else further.gradient_partial_axes(name, self.mesh)
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write to it."""
-        with torch.no_grad():
-            parameter.copy_(value)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Write to Megatron's gradient."""
-        found = self._gradients.of(parameter, reduced).tensor
-        if found is None:
-            parameter.grad = torch.zeros_like(parameter)
-            found = parameter.grad
-        with torch.no_grad():
-            found.copy_(value)
-
-    def freeze(self) -> Undo:
-        """Turn `requires_grad` off, and make DistributedDataParallel wait for no gradient."""
-        return freeze_parameters(self.roots, self._gradients.wrappers)
 
     def enable_recomputed_gradients(self) -> Undo:
         """Make the input of the layers require a gradient, where some are recomputed."""
@@ -297,31 +291,10 @@ class MegatronAdapter:
         """The properties of a GPT or hybrid model."""
         return read_architecture(self.roots[0])
 
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run the model forward by Megatron's schedule, after pending work of the distributed optimizer."""
-        self.wait_until_ready()
-        run_forward(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
-
-    def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> BackwardResult:
-        """Run one forward and backward pass; see `backward_pass.run_backward`."""
-        self.wait_until_ready()
-        of = self.chunks, self.roots[0], self.mesh, self._gradients
-        return run_backward(*of, tokens, labels, counted)
-
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""
-        undos = [watch_schedules(self.roots, self.mesh["cp"].size, listener)]
-        undos += [further.watch(self.mesh) for further in self.further]
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Trace the steps of Megatron's optimizers."""
-        return watch_optimizer_steps(self.roots, listener)
+        undos = [self.runner.watch(listener), *(further.watch(self.mesh) for further in self.further)]
+        return join_undos(undos[::-1])
 
 
 def make_megatron_adapter(chunks: list[nn.Module]) -> MegatronAdapter | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
-from megatron_flex.adapters.megatron_core.parameter_gradients import MegatronGradients
+from megatron_flex.adapters.megatron_core.parameter_gradients import MegatronParameters
 from megatron_flex.adapters.megatron_core.schedules import (
     check_tokens,
     count_microbatches,
@@ -38,7 +38,7 @@ def run_backward(
     chunks: list[nn.Module],
     root: Any,
     mesh: Mesh,
-    gradients: MegatronGradients,
+    storage: MegatronParameters,
     tokens: Tensor,
     labels: Tensor,
     counted: Tensor,
@@ -53,7 +53,7 @@ def run_backward(
         chunks: this rank's chunks.
         root: the first of them, unwrapped.
         mesh: the axes of the run.
-        gradients: of the chunks.
+        storage: what holds their parameters and gradients.
         tokens: `[batch, sequence]`, the same on all ranks.
         labels: the tokens to predict, `[batch, sequence]`.
         counted: which of them are in the loss, the mean of their cross entropies, `[batch, sequence]`.
@@ -64,8 +64,8 @@ def run_backward(
     check_tokens(root, mesh, tokens, len(tokens))
     total = int(counted.sum())
     batch = shard_batch(root, mesh, tokens, labels=labels, counted=counted)
-    wrapped = bool(gradients.wrappers)
-    per_token = wrapped and bool(getattr(gradients.config, "calculate_per_token_loss", False))
+    wrapped = bool(storage.wrappers)
+    per_token = wrapped and bool(getattr(storage.config, "calculate_per_token_loss", False))
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def loss(output: Tensor) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ def run_backward(
 
     count, interleaved = count_microbatches(root.config, 1, len(chunks)), len(chunks) > 1
     iterators = [iter([None] * count) for _ in chunks]
-    with keep_random_states(), _keep_buffers(chunks), gradients.finalization():
+    with keep_random_states(), _keep_buffers(chunks), storage.finalization():
         found = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if interleaved else iterators[0],
@@ -90,7 +90,7 @@ def run_backward(
             micro_batch_size=len(tokens),
             forward_only=False,
         )
-    reduced = None if gradients.torchs else wrapped
+    reduced = None if storage.torchs else wrapped
     return BackwardResult(float(found[0]["loss"]) if found else None, reduced)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import LocalGradient, NormListener, Undo
 from megatron_flex.adapters.data_parallel import all_synchronized, ddp_wrappers_of
 from megatron_flex.adapters.megatron_core.model_parts import config_of, parts_of
 from megatron_flex.adapters.megatron_core.module_classes import is_megatron_class
+from megatron_flex.adapters.megatron_core.optimizer_steps import watch_optimizer_steps
 from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.taps import add_hook
 from megatron_flex.errors import FlexError
@@ -23,27 +24,43 @@ from megatron_flex.errors import FlexError
 REDUCED_REMEDY = "pass reduced=True after finalize_model_grads(), reduced=False before it"
 
 
-class MegatronGradients:
-    """The gradients of one model, with the DistributedDataParallel around its chunks, if there is one.
+class MegatronParameters:
+    """The parameters and gradients of one model, with the DistributedDataParallel around its chunks, if any.
 
     Attributes:
         wrappers: Megatron's DistributedDataParallel wrappers.
         torchs: torch's DistributedDataParallel wrappers.
     """
 
+    name = "the chunks"
+    why = "Megatron's optimizer keeps what it shards, and gathers parameters before the model runs"
+
     def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
-        self.config: Any = config_of(roots[0])
+        self._roots, self.config = roots, config_of(roots[0])
         self.wrappers: list[Any] = [w for c in chunks for w in walk_modules(c).of_classes(_is_ddp)]
         self.torchs = [w for chunk in chunks for w in ddp_wrappers_of(chunk)]
         self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
 
-    def gather_parameters(self) -> None:
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """None: parameters are not sharded over data parallel ranks while the model does not run."""
+        return {}
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """The local parameter."""
+        return parameter.detach()
+
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write to it."""
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    def wait_until_ready(self) -> None:
         """Finish the gathering that the distributed optimizer defers to the next forward pass."""
         for wrapper in self.wrappers:
             if wrapper.ddp_config.overlap_param_gather:
                 wrapper.start_param_sync(force_sync=True)
 
-    def reduced(self, called: bool) -> bool | str:
+    def reduced(self, called: bool = False) -> bool | str:
         """True if the schedule finalizes gradients, False if nothing can, text if only the user knows."""
         if self.torchs:
             return self._reduced_by_torch()
@@ -83,8 +100,32 @@ class MegatronGradients:
             )
         return all_synchronized(self.torchs)
 
-    def of(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """A parameter's gradient; the distributed optimizer reduces only a part of it on each rank."""
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Write to the tensor that `gradient` returns."""
+        target = self.gradient(parameter, reduced).tensor
+        if target is None:
+            target = parameter.grad = torch.zeros_like(parameter)
+        with torch.no_grad():
+            target.copy_(value)
+
+    def watch_gradient_norm(self, listener: NormListener) -> Undo:
+        """Trace the steps of Megatron's optimizers."""
+        return watch_optimizer_steps(self._roots, listener)
+
+    def freeze(self) -> Undo:
+        """Turn `requires_grad` off, and make DistributedDataParallel wait for no gradient."""
+        undos = [_set_attribute(p, "requires_grad", False) for root in self._roots for p in root.parameters()]
+        # Read of all wrappers before any is changed: they may share one config.
+        overlapped = [bool(w.ddp_config.overlap_grad_reduce) for w in self.wrappers]
+        for wrapper, waits in zip(self.wrappers, overlapped, strict=True):
+            undos += _suspend_wrapper(wrapper, waits)
+        return lambda: _undo_all(undos)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """`main_grad` where Megatron keeps it, `grad` otherwise.
+
+        The distributed optimizer reduces only a part of it on each rank.
+        """
         main = getattr(parameter, "main_grad", None)
         local = LocalGradient(parameter.grad if main is None else main)
         wrapper = self._by_parameter.get(parameter)
@@ -127,15 +168,6 @@ def _reduced_range(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[i
             low, high = max(low, start), min(low + length, stop)
             return (low - start, high - start) if low < high else (0, 0)
     raise FlexError("a parameter is in no buffer of its DistributedDataParallel; wrap the model again")
-
-
-def freeze_parameters(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
-    """Turn `requires_grad` off for all parameters, until the returned function is called."""
-    undos = [_set_attribute(p, "requires_grad", False) for root in roots for p in root.parameters()]
-    overlapped = [bool(w.ddp_config.overlap_grad_reduce) for w in wrappers]  # they may share one config
-    for wrapper, waits in zip(wrappers, overlapped, strict=True):
-        undos += _suspend_wrapper(wrapper, waits)
-    return lambda: _undo_all(undos)
 
 
 def _suspend_wrapper(wrapper: Any, waits: bool) -> list[Undo]:

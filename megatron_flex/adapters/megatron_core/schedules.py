@@ -297,7 +297,7 @@ def _explain_head(root: Any) -> str:
 
 
 def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
-    """Run all chunks forward; see `Adapter.run`."""
+    """Run all chunks forward; see `ModelRunner.run`."""
     size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
     if not is_megatron(root, *DECODERS):
         raise FlexError(
