@@ -20,7 +20,6 @@ from megatron_flex.cli.launch_command import torchrun_command
 from megatron_flex.cli.result_output import print_result
 from megatron_flex.compare.compared_result import TableRow
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.flag_prefix import flag_prefix
 
 
 def align(
@@ -67,10 +66,9 @@ def align(
         raise FlexError(f"{folder} has no config.json; give a folder that save_pretrained wrote")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "alignment.json"
-        prefix = flag_prefix()
-        flags = [f"{prefix}align", str(folder), f"{prefix}align-report", str(report)]
+        flags = ["--flex-align", str(folder), "--flex-align-report", str(report)]
         if tokens is not None:
-            flags += [f"{prefix}align-tokens", str(tokens)]
+            flags += ["--flex-align-tokens", str(tokens)]
         command = [*torchrun_command(run or []), *flags]
         sys.stdout.flush()
         done = subprocess.run(command, check=False, stdout=sys.stderr)

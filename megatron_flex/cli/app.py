@@ -19,7 +19,6 @@ from megatron_flex.cli.command_group import CommandGroup
 from megatron_flex.cli.launch_command import RUNNER_MODULE, torchrun_command
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.errors import FlexError, FlexWarning
-from megatron_flex.launch.flag_prefix import with_prefix
 from megatron_flex.version import __version__
 
 
@@ -159,5 +158,5 @@ def run() -> None:
             warnings.showwarning = _shown(warnings.showwarning)
             app(prog_name="megatron-flex")
     except FlexError as error:
-        sys.stderr.write(f"megatron-flex: {with_prefix(str(error))}\n")
+        sys.stderr.write(f"megatron-flex: {error}\n")
         sys.exit(2)

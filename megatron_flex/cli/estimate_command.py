@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -25,6 +28,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.ranges import check_positive, parse_count
+from megatron_flex.settings import Setting, list_settings
 from megatron_flex.sites import strip_numbers
 
 MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
@@ -51,16 +55,11 @@ SitesOption = Annotated[
         flags=("--sites", "-s"),
     ),
 ]
-ParametersOption = Annotated[
-    list[str] | None, _option("Parameters to dump, by name or pattern; may be repeated.", metavar="PATTERN")
-]
 GradientsOption = Annotated[bool, typer.Option("--gradients", "-g", help="Also dump gradients.")]
 TokensOption = Annotated[
     str | None,
     _option("Positions to dump: 0,5, a slice ::8, random:64, or a fraction 0.1.", metavar="WHICH"),
 ]
-MeanOption = Annotated[bool, typer.Option("--mean", help="Dump only the mean over the positions.")]
-DtypeOption = Annotated[str | None, _option("The dtype that the dump casts to.", metavar="bf16|fp16|fp32")]
 WorldSizeOption = Annotated[int | None, _option("The number of ranks.", metavar="N")]
 MeshOption = Annotated[
     list[str] | None,
@@ -103,15 +102,58 @@ PcieOption = Annotated[
 ]
 
 
+def _with_dump_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each setting of a dump that an estimate takes.
+
+    The option has the name of the flag without `dump-`; the command receives these settings as keywords.
+    """
+    settings = {s.flag.removeprefix("dump-").replace("-", "_"): s for s in list_settings(Dump) if s.estimated}
+    signature = inspect.signature(command, eval_str=True)
+    given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+        )
+        for name, (annotation, default) in ((n, _setting_option(s)) for n, s in settings.items())
+    ]
+    place = [p.name for p in given].index("tokens") + 1
+    shown = [*given[:place], *options, *given[place:]]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        chosen = {name: values.pop(name) for name in settings}
+        command(**values, **{s.name: _setting_value(s, chosen[name]) for name, s in settings.items()})
+
+    run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # for typer
+    run.__annotations__ = {p.name: p.annotation for p in shown}
+    return run
+
+
+def _setting_option(setting: Setting[Any, Any]) -> tuple[Any, Any]:
+    """The annotation and the default of an option."""
+    if setting.kind.plain is bool or len(setting.kind.words) == 1:
+        return Annotated[bool, typer.Option(help=setting.help)], False
+    several = setting.kind.plain is tuple
+    metavar = setting.metavar or "|".join(setting.kind.words)
+    option = _option(setting.help + " May be repeated." * several, metavar=metavar)
+    kind: Any = list[str] if several else int if setting.kind.plain is int else str
+    return Annotated[kind | None, option], None
+
+
+def _setting_value(setting: Setting[Any, Any], value: Any) -> Any:
+    """The argument of `Dump` for the value of an option."""
+    if len(setting.kind.words) == 1:
+        return setting.kind.words[0] if value else setting.default
+    return setting.default if value is None else setting.read(value)
+
+
+@_with_dump_settings
 def estimate(
     flags: FlagsArgument = None,
     config: ConfigOption = None,
     sites: SitesOption = None,
-    parameters: ParametersOption = None,
     gradients: GradientsOption = False,
     tokens: TokensOption = None,
-    mean: MeanOption = False,
-    dtype: DtypeOption = None,
     world_size: WorldSizeOption = None,
     mesh: MeshOption = None,
     microbatches: MicrobatchesOption = None,
@@ -125,6 +167,7 @@ def estimate(
     network: NetworkOption = 50.0,
     pcie: PcieOption = 55.0,
     as_json: JsonOption = False,
+    **settings: Any,
 ) -> None:
     """Estimate the cost of hooks and the size of dumps.
 
@@ -145,28 +188,26 @@ def estimate(
     }
     estimated: RunEstimate | None = None
     if read or edit:
-        kept: dict[str, Any] = {"tokens": parse_token_setting(tokens), "reduce": "mean" if mean else None}
-        if isinstance(kept["tokens"], float):  # spread evenly, as the estimate of the dump has them
-            kept["tokens"] = slice(None, None, max(1, round(1 / kept["tokens"])))
-        dump = Dump("the folder", sites, dtype=dtype, gradients=gradients, **kept) if sites else None
+        kept = parse_token_setting(tokens)
+        if isinstance(kept, float):  # spread evenly, as the estimate of the dump has them
+            kept = slice(None, None, max(1, round(1 / kept)))
+        dump = Dump("the folder", sites, gradients=gradients, tokens=kept, **settings) if sites else None
         with spinner("building the model's shapes"):
             estimated = estimate_hooks(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
-        if not (sites or parameters):
+        if not (sites or settings["parameters"]):
             _print_estimates(None, estimated, as_json)
             return
     with spinner("building the model's shapes"):
         found = estimate_dump(
             run,
             sites or (),
-            dtype=dtype,
             gradients=gradients,
-            parameters=parameters or (),
             tokens=parse_token_setting(tokens),
-            reduce="mean" if mean else None,
             every=every,
             iterations=iterations,
             disk_bytes_per_second=rate,
             **how,
+            **settings,
         )
     _print_estimates(found, estimated, as_json)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.flag_prefix import LONG_PREFIX, flag_prefix
+from megatron_flex.launch import FLAG_PREFIX, LONG_PREFIX
 
 RUNNER_MODULE = "megatron_flex.launch"
 
@@ -20,7 +20,7 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
     """
     from torch.distributed.run import get_args_parser
 
-    if not words or words[0].startswith((flag_prefix(), LONG_PREFIX)):
+    if not words or words[0].startswith((FLAG_PREFIX, LONG_PREFIX)):
         what = f"{words[0]} comes before it" if words else "none is named"
         raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
     found = get_args_parser().parse_args(list(words))

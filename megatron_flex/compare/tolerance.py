@@ -19,7 +19,7 @@ import torch
 
 from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT
-from megatron_flex.dump.schema import Manifest, read_settings
+from megatron_flex.dump.schema import Manifest
 
 REDUCTIONS_PER_LAYER = (
     8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in sequence
@@ -95,7 +95,7 @@ def read_precision(manifest: Manifest, dtypes: Sequence[torch.dtype] = ()) -> Pr
         manifest: of the dump.
         dtypes: of its tensors, from which the compute dtype follows where the manifest has none.
     """
-    cast = getattr(torch, str(read_settings(manifest.settings).dtype or ""), None)
+    cast = getattr(torch, str(manifest.settings.get("dtype") or ""), None)
     stored = cast if isinstance(cast, torch.dtype) else None
     # A cast to a dtype would not have been requested of a run that computes in it.
     known = torch.float32 if stored is not None else find_coarsest_dtype(dtypes) if dtypes else None

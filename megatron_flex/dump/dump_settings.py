@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 
 from megatron_flex.dump.json_form import to_json
 from megatron_flex.dump.part_format import PART_BYTES
-from megatron_flex.dump.schema import SettingsRecord, SliceRecord
+from megatron_flex.dump.schema import SliceRecord
 from megatron_flex.dump.token_selection import (
     NumberSelection,
     RandomTokens,
@@ -22,13 +23,21 @@ from megatron_flex.dump.token_selection import (
 from megatron_flex.errors import FlexError, format_value
 from megatron_flex.ranges import (
     WantedNumbers,
-    check_choice,
-    check_count,
     is_selected,
     normalize_numbers,
-    normalize_path,
     parse_count,
     parse_numbers,
+)
+from megatron_flex.settings import (
+    COUNT,
+    NAMES,
+    PATH,
+    PATTERNS,
+    SWITCH,
+    Kind,
+    Setting,
+    choice,
+    record_settings,
 )
 from megatron_flex.sites import Pattern, describe_pattern
 
@@ -76,9 +85,44 @@ SampleOrder = Literal["interleaved", "blocks"]
 WhenFull = Literal["wait", "drop"]
 OnDumpError = Literal["warn", "raise"]
 RANDOM_PREFIX = "random:"
-SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _select_numbers(name: str, given: WantedNumbers) -> NumberSelection:
+    found = None if given is None else normalize_numbers(name, given)
+    return frozenset(found) if isinstance(found, tuple) else found
+
+
+def _numbers_to_json(wanted: NumberSelection) -> Any:
+    if isinstance(wanted, slice):
+        return to_json(SliceRecord([wanted.start, wanted.stop, wanted.step]))
+    return None if wanted is None else sorted(wanted)
+
+
+def _parse_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | None:
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if isinstance(given, str) and given in SHORT_DTYPES:
+        return SHORT_DTYPES[given]
+    raise FlexError(f"{name}={format_value(given)} is not a torch.dtype or {', '.join(SHORT_DTYPES)}")
+
+
+NUMBERS: Kind[WantedNumbers, NumberSelection] = Kind(
+    _select_numbers, parse=lambda text, name: parse_numbers(text, name), record=_numbers_to_json
+)
+TOKENS: Kind[int | slice | Sequence[int] | RandomTokens | None, TokenSelection] = Kind(
+    lambda _, given: normalize_tokens(given),
+    parse=lambda text, name: parse_token_setting(text, name, fractions=False),
+    record=tokens_to_json,
+)
+DTYPE: Kind[torch.dtype | str | None, torch.dtype | None] = Kind(
+    _parse_dtype,
+    words=tuple(SHORT_DTYPES),
+    record=lambda dtype: None if dtype is None else str(dtype).removeprefix("torch."),
+)
+
+
+@dataclass(eq=False, repr=False)
 class Dump:
     """Dumps the tensors of a run, each rank its local shards, to a folder that `open_dump` reads.
 
@@ -131,57 +175,95 @@ class Dump:
         DumpArray(decoder.layers.3: iteration 1, sample 4, token 2, h 32; float32, 1,024 bytes; [s, b, h])
     """
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        sites: Sequence[Pattern] | Pattern = (),
-        *,
-        every: int = 1,
-        iterations: WantedNumbers = None,
-        microbatches: WantedNumbers = None,
-        samples: WantedNumbers = None,
-        tokens: int | slice | Sequence[int] | RandomTokens | None = None,
-        reduce: Literal["mean"] | None = None,
-        dtype: torch.dtype | str | None = None,
-        gradients: bool = False,
-        parameters: Sequence[Pattern] | Pattern = (),
-        order: SampleOrder = "interleaved",
-        runs: Literal["first", "all"] = "first",
-        when_full: WhenFull = "wait",
-        on_error: OnDumpError = "warn",
-        queue_bytes: int = 1 << 30,
-        part_bytes: int = PART_BYTES,
-        durable: bool = False,
-        replicas: bool = False,
-        groups: Iterable[str] = (),
-    ) -> None:
-        self.path = normalize_path("path", path)
-        self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
-        self.every = check_count("every", every)
-        self.gradients, self.replicas, self.durable = gradients, replicas, durable
-        self.iterations = _select_numbers("iterations", iterations)
-        self.microbatches = _select_numbers("microbatches", microbatches)
-        self.samples = _select_numbers("samples", samples)
-        self.tokens: TokenSelection = normalize_tokens(tokens)
-        self.dtype = _parse_dtype(dtype)
-        self.reduce, self.order, self.runs = reduce, order, runs
-        self.when_full, self.on_error = when_full, on_error
-        self.queue_bytes = check_count("queue_bytes", queue_bytes)
-        self.part_bytes = check_count("part_bytes", part_bytes)
-        self.groups = tuple(groups)
-        self._check()
+    path: Setting[str | PathLike[str], str] = Setting(
+        PATH,
+        flag="dump",
+        help="Write the activations at --flex-sites to a folder.",
+        metavar="DIR",
+        takes="once",
+        recorded=False,
+        estimated=False,
+    )
+    sites: Setting[Sequence[Pattern] | Pattern, list[Pattern]] = Setting(PATTERNS, (), shared=True)
+    _: KW_ONLY
+    parameters: Setting[Sequence[Pattern] | Pattern, list[Pattern]] = Setting(
+        PATTERNS,
+        (),
+        flag="dump-parameters",
+        help="Names or patterns of parameters to write as well.",
+        metavar="PATTERN",
+    )
+    every: Setting[int, int] = Setting(COUNT, 1, shared=True)
+    iterations: Setting[WantedNumbers, NumberSelection] = Setting(
+        NUMBERS,
+        None,
+        flag="dump-iterations",
+        help="Of the iterations of --flex-every, write only these: 100, or 100,200, or 0:1000:100.",
+        metavar="WHICH",
+        estimated=False,  # of a run; the estimate is of one iteration
+    )
+    microbatches: Setting[WantedNumbers, NumberSelection] = Setting(
+        NUMBERS,
+        None,
+        flag="dump-microbatches",
+        help="Write only these microbatches of each iteration, such as 0.",
+        metavar="WHICH",
+        estimated=False,  # the estimate takes their number
+    )
+    samples: Setting[WantedNumbers, NumberSelection] = Setting(
+        NUMBERS,
+        None,
+        flag="dump-samples",
+        help="Write only these samples of the global batch, such as 0:8.",
+        metavar="WHICH",
+        estimated=False,  # the estimate counts all samples
+    )
+    tokens: Setting[int | slice | Sequence[int] | RandomTokens | None, TokenSelection] = Setting(
+        TOKENS, None, shared=True
+    )
+    reduce: Setting[Literal["mean"] | None, Literal["mean"] | None] = Setting(
+        choice("mean", optional=True),
+        None,
+        flag="dump-mean",
+        help="Write only the mean over each sample's positions.",
+    )
+    dtype: Setting[torch.dtype | str | None, torch.dtype | None] = Setting(
+        DTYPE, None, flag="dump-dtype", help="The dtype to cast tensors to."
+    )
+    gradients: Setting[bool, bool] = Setting(SWITCH, False, shared=True)
+    order: Setting[SampleOrder, SampleOrder] = Setting(choice("interleaved", "blocks"), "interleaved")
+    runs: Setting[Literal["first", "all"], Literal["first", "all"]] = Setting(choice("first", "all"), "first")
+    replicas: Setting[bool, bool] = Setting(
+        SWITCH,
+        False,
+        flag="dump-replicas",
+        help="Write checksums of replicated tensors, which dump verify compares.",
+        estimated=False,
+    )
+    when_full: Setting[WhenFull, WhenFull] = Setting(
+        choice("wait", "drop"),
+        "wait",
+        flag="dump-when-full",
+        help="If the disk is slower than the model: wait, or drop iterations.",
+        recorded=False,
+        estimated=False,
+    )
+    on_error: Setting[OnDumpError, OnDumpError] = Setting(
+        choice("warn", "raise"),
+        "warn",
+        flag="dump-on-error",
+        help="If an iteration cannot be written: warn and leave it out, or stop the run.",
+        recorded=False,
+        estimated=False,
+    )
+    queue_bytes: Setting[int, int] = Setting(COUNT, 1 << 30, recorded=False)
+    part_bytes: Setting[int, int] = Setting(COUNT, PART_BYTES, recorded=False)
+    durable: Setting[bool, bool] = Setting(SWITCH, False, recorded=False)
+    groups: Setting[Iterable[str], tuple[str, ...]] = Setting(NAMES, (), recorded=False)
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.sites and not self.parameters:
-            raise FlexError("a Dump of nothing: name sites, such as 'decoder.layers.*', or parameters")
-        for name, allowed in (
-            ("reduce", (None, "mean")),
-            ("order", ("interleaved", "blocks")),
-            ("runs", ("first", "all")),
-            ("when_full", ("wait", "drop")),
-            ("on_error", ("warn", "raise")),
-        ):
-            check_choice(name, getattr(self, name), allowed)
+            raise FlexError("a Dump needs sites, such as 'decoder.layers.*', or parameters")
 
     def wants_iteration(self, number: int) -> bool:
         """Return whether the iteration is to be dumped.
@@ -209,22 +291,7 @@ class Dump:
             >>> Dump("dumps/new", "decoder.layers.*", every=100).to_json()["every"]
             100
         """
-        record = SettingsRecord(
-            sites=[describe_pattern(p) for p in self.sites],
-            parameters=[describe_pattern(p) for p in self.parameters],
-            every=self.every,
-            iterations=_numbers_to_json(self.iterations),
-            microbatches=_numbers_to_json(self.microbatches),
-            samples=_numbers_to_json(self.samples),
-            tokens=tokens_to_json(self.tokens),
-            reduce=self.reduce,
-            dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
-            gradients=self.gradients,
-            order=self.order,
-            runs=self.runs,
-            replicas=self.replicas,
-        )
-        return to_json(record)
+        return record_settings(self)
 
     def __repr__(self) -> str:
         sites = ", ".join(describe_pattern(s) for s in self.sites) or "no sites"
@@ -238,26 +305,3 @@ class Dump:
             "dump to dumps/new of {'sites': ['decoder.layers.*'], 'parameters': [], 'every': 100, ...}"
         """
         return f"dump to {self.path} of {self.to_json()}"
-
-
-def _list_patterns(given: Sequence[Pattern] | Pattern) -> list[Pattern]:
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-
-
-def _select_numbers(name: str, given: WantedNumbers) -> NumberSelection:
-    found = None if given is None else normalize_numbers(name, given)
-    return frozenset(found) if isinstance(found, tuple) else found
-
-
-def _numbers_to_json(wanted: NumberSelection) -> Any:
-    if isinstance(wanted, slice):
-        return to_json(SliceRecord([wanted.start, wanted.stop, wanted.step]))
-    return None if wanted is None else sorted(wanted)
-
-
-def _parse_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    if given is None or isinstance(given, torch.dtype):
-        return given
-    if isinstance(given, str) and given in SHORT_DTYPES:
-        return SHORT_DTYPES[given]
-    raise FlexError(f"dtype={format_value(given)} is not a torch.dtype or {', '.join(SHORT_DTYPES)}")

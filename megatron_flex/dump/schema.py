@@ -376,28 +376,6 @@ class RouterRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SettingsRecord:
-    """The settings of a Dump that readers use; a manifest of another version may have others.
-
-    Attributes: the settings of `Dump`, as plain values.
-    """
-
-    sites: Any = ()
-    parameters: Any = ()
-    every: Any = None
-    iterations: Any = None
-    microbatches: Any = None
-    samples: Any = None
-    tokens: Any = None
-    reduce: Any = None
-    dtype: Any = None
-    gradients: Any = None
-    order: Any = "interleaved"
-    runs: Any = None
-    replicas: Any = None
-
-
-@dataclass(frozen=True, slots=True)
 class SliceRecord:
     """A selection of every n-th number: start, stop and step."""
 
@@ -451,11 +429,6 @@ DIM_MEANINGS = {
 def describe_dims(layout: Layout) -> dict[str, str]:
     """Return the meaning of the dims of a layout, by name; unknown names are left out."""
     return {d.name: DIM_MEANINGS[d.name] for d in layout.dims if d.name in DIM_MEANINGS}
-
-
-def read_settings(settings: Mapping[str, Any]) -> SettingsRecord:
-    """Read the settings in a manifest; missing settings have defaults."""
-    return pick_known(SettingsRecord, settings)
 
 
 def list_dim_names(layout: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from heapq import heapify, heapreplace
 from math import prod
 from typing import Any
 
-from megatron_flex.dump.part_format import PART_BYTES, compute_part_limit
+from megatron_flex.dump.dump_settings import Dump
+from megatron_flex.dump.part_format import compute_part_limit
 from megatron_flex.dump.token_selection import (
     TOKEN_DIM,
     RandomTokens,
@@ -276,7 +277,7 @@ class DumpEstimate:
         bytes: of all ranks in one iteration that is dumped.
         files: the number of files of one such iteration.
         iterations: the number of iterations that are dumped.
-        every: one of this many iterations is dumped.
+        settings: the settings of the dump, as its manifest has them.
         seconds: to write one iteration at the disk's rate, if that rate was given.
     """
 
@@ -290,7 +291,7 @@ class DumpEstimate:
     bytes: int
     files: int
     iterations: int
-    every: int
+    settings: Mapping[str, Any]
     hidden: Mapping[str, str] = field(default_factory=dict)
     seconds: float | None = None
 
@@ -302,7 +303,7 @@ class DumpEstimate:
     @property
     def bytes_per_iteration(self) -> float:
         """The mean bytes over all iterations, dumped or not."""
-        return self.bytes / self.every
+        return self.bytes / int(self.settings["every"])
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate in plain values, with the derived ones."""
@@ -355,13 +356,11 @@ class DumpEstimate:
 def estimate_dump_size(
     mesh: Mesh,
     tensors: Iterable[EstimatedTensor],
+    dump: Dump,
     *,
-    tokens: TokenSelection | float = None,
-    reduce: str | None = None,
-    every: int = 1,
+    share: float | None = None,
     iterations: int = 1,
     disk: float | None = None,
-    part_bytes: int = PART_BYTES,
     hidden: Mapping[str, str] | None = None,
 ) -> DumpEstimate:
     """Estimate the bytes that each rank writes.
@@ -369,19 +368,17 @@ def estimate_dump_size(
     Args:
         mesh: of the run; only the sizes are used.
         tensors: in the order in which a stage writes them.
-        tokens: the positions kept of each sample, as for Dump; or a fraction of them. A fraction, and random
-            positions, are assumed to be evenly distributed.
-        reduce: `mean` for the mean over the positions, in fp32.
-        every: one of this many iterations is dumped.
+        dump: its settings; samples that it omits are counted, too.
+        share: the fraction of the positions that is kept, instead of the dump's `tokens`. A fraction, and
+            random positions, are assumed to be evenly distributed.
         iterations: the number of iterations that are dumped.
         disk: bytes that the disk, or all disks together, write in a second.
-        part_bytes: bytes of a file.
         hidden: hook points that are unavailable.
 
     Raises:
         FlexError: there is no tensor, or the size of a tensor is unknown.
     """
-    stages, out = _assign_tensors(mesh, tensors, tokens, reduce)
+    stages, out = _assign_tensors(mesh, tensors, dump.tokens if share is None else share, dump.reduce)
     for stage in track(stages, "dealing out", unit="stages"):
         stage.deal()
     loads = np.concatenate([s.bytes for s in stages])
@@ -395,9 +392,9 @@ def estimate_dump_size(
         total / loads.size,
         tuple(int(s.bytes.sum()) for s in stages),
         total,
-        int(_count_files(loads, part_bytes).sum()),
+        int(_count_files(loads, dump.part_bytes).sum()),
         iterations,
-        every,
+        dump.to_json(),
         dict(hidden or {}),
         None if disk is None else total / disk,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_flex.dump.hashed_order import METHOD, draw_positions
 from megatron_flex.dump.json_form import check_form, has_fields, pick_known, to_json
-from megatron_flex.dump.schema import RandomRecord, SliceRecord, read_settings
+from megatron_flex.dump.schema import RandomRecord, SliceRecord
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
 from megatron_flex.ranges import MAX_NUMBER, check_count, is_selected, normalize_numbers
@@ -379,21 +379,19 @@ class SelectionSettings:
         Raises:
             DumpError: the settings are invalid.
         """
-        record = read_settings(settings)
-        samples = record.samples
+        samples, tokens = settings.get("samples"), settings.get("tokens")
         try:
             chosen: frozenset[int] | slice | None = None
             if isinstance(samples, dict):
                 chosen = _parse_slice(pick_known(SliceRecord, samples).slice)
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
-            kept = getattr(torch, str(record.dtype or "float32"))
+            kept = getattr(torch, str(settings.get("dtype") or "float32"))
             if not isinstance(kept, torch.dtype):
                 raise ValueError(f"dtype {kept!r}")
-            if isinstance(record.tokens, dict) and has_fields(SliceRecord, record.tokens):
-                _parse_slice(pick_known(SliceRecord, record.tokens).slice)
-            tokens = tokens_from_json(record.tokens)
-            return SelectionSettings(tokens, chosen, record.reduce == "mean", kept)
+            if isinstance(tokens, dict) and has_fields(SliceRecord, tokens):
+                _parse_slice(pick_known(SliceRecord, tokens).slice)
+            return SelectionSettings(tokens_from_json(tokens), chosen, settings.get("reduce") == "mean", kept)
         except DumpError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:

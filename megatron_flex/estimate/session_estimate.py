@@ -246,7 +246,7 @@ def estimate_registered_dump(
         tensors: the tensors of each microbatch.
         mesh: the run's mesh.
     """
-    estimate = estimate_dump_size(mesh, tensors, tokens=dump.tokens, reduce=dump.reduce)
+    estimate = estimate_dump_size(mesh, tensors, dump)
     ranks = estimate.ranks // mesh["pp"].size
     for site, held in zip(estimate.sites, tensors, strict=True):
         share = round(site.bytes / (ranks * held.times))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_flex.dump.reader import OpenDump
-from megatron_flex.dump.schema import read_settings
 from megatron_flex.errors import SiteError
 from megatron_flex.figures.figure_data import FigureError, LogitLens, as_array
 from megatron_flex.figures.figure_sources import (
@@ -265,7 +264,7 @@ def _unembedding_name(dump: OpenDump, tied: bool | None) -> str | None:
         return OUTPUT_WEIGHT
     if EMBEDDING_WEIGHT not in dump.parameters or tied is False:
         return None
-    patterns = read_settings(dump.manifest.settings).parameters
+    patterns = dump.manifest.settings.get("parameters", ())
     return EMBEDDING_WEIGHT if tied or any(_matches_name(p, OUTPUT_WEIGHT) for p in patterns) else None
 
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from megatron_flex.launch.script_runner import run
     from megatron_flex.launch.training_run import TrainingRun
 
+FLAG_PREFIX = "--flex-"  # of our flags
+LONG_PREFIX = "--megatron-flex-"  # of the same flags, for a script that has a flag of the shorter name
+
 __all__ = [
     "Installation",
     "Settings",

@@ -1,39 +1,37 @@
-"""The flags of launchers: made of the settings' fields, parsed from a command line, and put into settings."""
+"""The flags of launchers: one table made of the declared settings, and one parser.
+
+Each flag has two names, `--flex-NAME` and `--megatron-flex-NAME`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, cast, get_args, get_origin
 
+from megatron_flex.dump.dump_settings import Dump
 from megatron_flex.errors import FlexError, suggest_nearest
-from megatron_flex.launch.flag_prefix import (
-    FLAG_PREFIX,
-    LONG_PREFIX,
-    PREFIX_VARIABLE,
-    flag_prefix,
-    option_dest,
-    to_standard_option,
-    with_prefix,
-)
+from megatron_flex.launch import FLAG_PREFIX, LONG_PREFIX
+from megatron_flex.settings import Setting, list_settings
+from megatron_flex.statistics.statistics_settings import Statistics
 
 try:
     from pydantic.fields import FieldInfo
 
     from megatron_flex.launch.launch_settings import (
+        DUMP_GROUP,
         FLAG_KEY,
         RUN_GROUP,
         SITES_GROUP,
-        DumpSettings,
+        STATISTICS_GROUP,
         Settings,
-        SettingsPart,
-        StatisticsSettings,
         merge_values,
     )
     from megatron_flex.launch.settings_file import read_settings_file, validate_settings
@@ -54,10 +52,10 @@ class Flag:
     """A flag.
 
     Attributes:
-        name: without `--flex-`.
+        name: without the prefix.
         field: where its value goes among the settings; `dump` is the one dump that flags can describe.
         group: of the help.
-        words: the help.
+        help: what it does.
         metavar: what its values are called.
         takes: `none`; `one`, of which the last counts, or `once`; `optional`; `many`; an `edit`, which is
             one word or two, and may be repeated.
@@ -67,7 +65,7 @@ class Flag:
     name: str
     field: tuple[str, ...]
     group: str
-    words: str
+    help: str
     metavar: str = ""
     takes: FlagArity = "one"
     value: Any = True
@@ -75,7 +73,7 @@ class Flag:
     @property
     def option(self) -> str:
         """As it is typed."""
-        return flag_prefix() + self.name
+        return FLAG_PREFIX + self.name
 
     @property
     def long_option(self) -> str:
@@ -84,8 +82,8 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Its name in a namespace of argparse."""
-        return option_dest(self.name)
+        """The attribute of its values in a namespace."""
+        return f"flex_{self.name}".replace("-", "_")
 
     @property
     def usage(self) -> str:
@@ -94,21 +92,46 @@ class Flag:
         return f"{self.option} {shown.get(self.takes, self.metavar)}".strip()
 
 
-def _flag_of_field(path: tuple[str, ...], field: FieldInfo) -> Flag | None:
-    """The flag of a field; None if it has none."""
+def _make_flag(
+    name: str,
+    field: tuple[str, ...],
+    group: str,
+    help: str,
+    kind: type,
+    words: tuple[str, ...],
+    metavar: str,
+    takes: str,
+    value: Any,
+) -> Flag:
+    """A flag; what it takes follows from the type of its values unless `takes` says so."""
+    value = True if value is None else value
+    if len(words) == 1:
+        kind, value, words = bool, words[0], ()
+    arities: dict[type, str] = {bool: "none", tuple: "many"}
+    arity = takes or arities.get(kind, "one")
+    return Flag(name, field, group, help, metavar or "|".join(words), cast(FlagArity, arity), value)
+
+
+def _flag_of_field(name: str, field: FieldInfo) -> Flag | None:
+    """The flag of a field of `Settings`; None if it has none."""
     extra = field.json_schema_extra
     if not isinstance(extra, dict) or FLAG_KEY not in extra:
         return None
     flag = cast(dict[str, Any], extra[FLAG_KEY])
     kind = _without_none(field.annotation)
     words = get_args(kind) if get_origin(kind) is Literal else ()
-    takes, value = flag["takes"], True if flag["value"] is None else flag["value"]
-    if not takes:
-        takes = "none" if kind is bool or len(words) == 1 else "many" if get_origin(kind) is tuple else "one"
-    if len(words) == 1:
-        value, words = words[0], ()
-    name, group, metavar = flag["name"], flag["group"], flag["metavar"] or "|".join(words)
-    return Flag(name, path, group, field.description or "", metavar, takes, value)
+    kind = get_origin(kind) or kind
+    return _make_flag(
+        flag["name"],
+        (name,),
+        flag["group"],
+        field.description or "",
+        kind,
+        words,
+        flag["metavar"],
+        flag["takes"],
+        flag["value"],
+    )
 
 
 def _without_none(kind: Any) -> Any:
@@ -118,37 +141,34 @@ def _without_none(kind: Any) -> Any:
     return kind.__origin__ if hasattr(kind, "__metadata__") else kind
 
 
-PARTS_WITH_FLAGS: dict[str, tuple[str, type[SettingsPart]]] = {
-    "dumps": ("dump", DumpSettings),
-    "statistics": ("statistics", StatisticsSettings),
+def _flag_of_setting(part: str, group: str, setting: Setting[Any, Any]) -> Flag:
+    """The flag of a setting of `Dump` or `Statistics`."""
+    s = setting
+    field = (part, s.name)
+    return _make_flag(s.flag, field, group, s.help, s.kind.plain, s.kind.words, s.metavar, s.takes, s.value)
+
+
+DECLARED_PARTS: dict[str, tuple[str, str, type]] = {
+    "dumps": ("dump", DUMP_GROUP, Dump),
+    "statistics": ("statistics", STATISTICS_GROUP, Statistics),
 }
 
 
-def _flags_of_settings() -> Iterator[Flag]:
-    """The flags of all fields, in the order of the fields."""
+def _list_flags() -> Iterator[Flag]:
+    """The table: the flags of all settings, in the order of their declarations."""
+    text = "YAML with any of the settings; flags add to it and override it."
+    yield Flag("config", (), SITES_GROUP, text, "FILE", takes="many")
     for name, field in Settings.model_fields.items():
-        part, kind = PARTS_WITH_FLAGS.get(name, (name, None))
-        fields = {(part,): field} if kind is None else {(part, n): f for n, f in kind.model_fields.items()}
-        for path, one in fields.items():
-            flag = _flag_of_field(path, one)
-            if flag is not None:
-                yield flag
+        if name in DECLARED_PARTS:
+            part, group, declared = DECLARED_PARTS[name]
+            yield from (_flag_of_setting(part, group, s) for s in list_settings(declared) if s.flag)
+        elif (flag := _flag_of_field(name, field)) is not None:
+            yield flag
+    yield Flag("help", (), RUN_GROUP, "Print this, and exit.", takes="none")
 
 
-FLAGS = (
-    Flag(
-        "config",
-        (),
-        SITES_GROUP,
-        "YAML with any of the settings; flags add to it and override it.",
-        "FILE",
-        takes="many",
-    ),
-    *_flags_of_settings(),
-    Flag("help", (), RUN_GROUP, "Print this, and exit.", takes="none"),
-)
-FLAGS_BY_OPTION = {FLAG_PREFIX + f.name: f for f in FLAGS}  # by their standard options
-FLAGS_BY_LONG_OPTION = {f.long_option: f for f in FLAGS}
+FLAGS = tuple(_list_flags())
+FLAGS_BY_OPTION = {option: f for f in FLAGS for option in (f.option, f.long_option)}
 
 
 def format_help() -> str:
@@ -158,54 +178,105 @@ def format_help() -> str:
         "",
         *wrap(
             "Hooks for a training script as it is. These flags are removed from the command line; the script "
-            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {flag_prefix()}NAME. "
-            f"{FLAGS_VARIABLE} may hold flags, too. "
-            f"{PREFIX_VARIABLE}=--hooks- replaces {FLAG_PREFIX} by --hooks-.",
+            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {FLAG_PREFIX}NAME. "
+            f"{FLAGS_VARIABLE} may hold flags, too.",
             HELP_WIDTH,
         ),
     ]
     for group in dict.fromkeys(f.group for f in FLAGS):
         out += ["", f"{group}:"]
         for flag in (f for f in FLAGS if f.group == group):
-            lines = wrap(with_prefix(flag.words), HELP_WIDTH - 38)
+            lines = wrap(flag.help, HELP_WIDTH - 38)
             out.append(f"  {flag.usage:35} {lines[0]}")
             out += [" " * 38 + line for line in lines[1:]]
     return "\n".join(out) + "\n"
 
 
-ParsedFlags = list[tuple[Flag, list[str]]]  # flags as they were given, each with its words
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser, by groups; of a name that it has already, only the longer one."""
+    groups: dict[str, Any] = {}
+    for flag in FLAGS:
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(f"megatron_flex: {flag.group}")
+        there = parser._option_string_actions  # a flag of the script's own keeps its name
+        names = [n for n in (flag.option, flag.long_option) if n not in there]
+        groups[flag.group].add_argument(*names, dest=flag.dest, **_argparse_arguments(flag))
 
 
-def split_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _argparse_arguments(flag: Flag) -> dict[str, Any]:
+    out: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
+    if flag.name == "help":
+        return {**out, "action": _HelpAction}
+    if flag.takes == "none":
+        return {**out, "action": "store_true"}
+    out["metavar"] = flag.metavar
+    more: dict[str, dict[str, Any]] = {
+        "optional": {"nargs": "?", "const": flag.value},
+        "many": {"nargs": "+", "action": "extend"},
+        "once": {"action": "append"},
+        "edit": {"nargs": "+", "action": "append", "metavar": "EDIT"},
+    }
+    return {**out, **more.get(flag.takes, {})}
+
+
+class _HelpAction(argparse.Action):
+    """Prints the help of the `--flex-` flags only, on the first rank, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help
+        )
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(format_help())
+        raise SystemExit(0)
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Parses our flags alone; a value may be a number below 0, or numbers of which the first is."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="megatron_flex", allow_abbrev=False, add_help=False)
+        self._negative_number_matcher = re.compile(r"-[0-9]")  # argparse's own does not know `-1,5`
+        add_flags(self)
+
+    def error(self, message: str) -> NoReturn:
+        option, _, what = message.removeprefix("argument ").partition(": ")
+        flag = FLAGS_BY_OPTION.get(option.partition("/")[0])
+        raise FlexError(f"{message}" if flag is None else f"{flag.usage}: {what}")
+
+
+def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take our flags out of a command line.
 
-    `--flex-x=y` has that value, `--flex-x` those that follow it, up to a word that begins with a dash and is
-    no number. `--megatron-flex-x` is the same flag. Arguments after `--` are not ours, nor are words that
-    begin with `--flex-` and are no flag of ours: Megatron's elastic models have such flags.
+    Arguments after `--` are not ours, nor are words that begin with `--flex-` and are not a flag of ours:
+    Megatron's elastic models have such flags.
 
     Returns:
-        The values, as `collect_flag_values` puts them, and all other words as they were.
+        The namespace of our flags, and all other words as they were.
 
     Raises:
-        FlexError: `--megatron-flex-` with a name that there is not, or a flag with too few or too many
-            values.
+        FlexError: `--megatron-flex-` with an unknown name, or a flag with too few or too many values.
     """
-    parsed: ParsedFlags = []
-    rest: list[str] = []
-    words = WordStream(argv)
-    for word in words:
-        if word == "--":
-            rest += [word, *words]
-        elif is_own_flag(word):
-            parsed.append(_parse_flag(word, words))
-        else:
-            rest.append(word)
-    return collect_flag_values(parsed), rest
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    namespace, rest = _FlagParser().parse_known_args(words[:end])
+    for word in rest:
+        if word.startswith(LONG_PREFIX):
+            raise _make_unknown_error(word.partition("=")[0])
+    return namespace, rest + words[end:]
 
 
 def is_own_flag(word: str) -> bool:
     """Whether a word of a command line is a flag of ours: a full name, or anything with the longer prefix."""
-    return word.startswith(LONG_PREFIX) or to_standard_option(word.partition("=")[0]) in FLAGS_BY_OPTION
+    return word.startswith(LONG_PREFIX) or word.partition("=")[0] in FLAGS_BY_OPTION
 
 
 def describe_foreign_flags(words: Sequence[str]) -> str:
@@ -215,7 +286,7 @@ def describe_foreign_flags(words: Sequence[str]) -> str:
         words: what `split_argv` left.
     """
     before = words[: list(words).index("--")] if "--" in words else words
-    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(flag_prefix()))
+    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(FLAG_PREFIX))
     if not names:
         return ""
     known = [flag.option for flag in FLAGS]
@@ -224,73 +295,56 @@ def describe_foreign_flags(words: Sequence[str]) -> str:
     return f"passed on to the script, as no flag of megatron_flex has this name: {told}"
 
 
-class WordStream(Iterator[str]):
-    """Words one after the other, of which the next can be looked at."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.left = list(words)[::-1]
-
-    def __next__(self) -> str:
-        if not self.left:
-            raise StopIteration
-        return self.left.pop()
-
-    def values(self, most: int) -> list[str]:
-        """As many as there are, at most so many, before the next flag."""
-        out: list[str] = []
-        while self.left and len(out) < most and not _is_flag(self.left[-1]):
-            out.append(self.left.pop())
-        return out
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit()
-
-
-def _parse_flag(word: str, words: WordStream) -> tuple[Flag, list[str]]:
-    option, glued, value = word.partition("=")
-    flag = FLAGS_BY_OPTION.get(to_standard_option(option), FLAGS_BY_LONG_OPTION.get(option))
-    if flag is None:
-        raise _make_unknown_error(option, FLAGS_BY_LONG_OPTION)
-    if glued:
-        if flag.takes == "none":
-            raise FlexError(f"{word}: {option} takes no value")
-        return flag, [value]
-    most = {"none": 0, "one": 1, "once": 1, "optional": 1}
-    return flag, words.values(most.get(flag.takes, len(words.left)))
-
-
-def _make_unknown_error(option: str, known: Mapping[str, Flag]) -> FlexError:
+def _make_unknown_error(option: str) -> FlexError:
+    prefix = LONG_PREFIX if option.startswith(LONG_PREFIX) else FLAG_PREFIX
+    known = [name for name in FLAGS_BY_OPTION if name.startswith(prefix)]
     return FlexError(f"no flag {option}{suggest_nearest(option, known)}; --flex-help lists them")
 
 
-def collect_flag_values(parsed: ParsedFlags) -> dict[str, Any]:
-    """Plain values of flags: those of `Settings`, with `dump` for a dump, and `config` and `help` if given.
+def has_flags(namespace: argparse.Namespace) -> bool:
+    """Whether the parser that made the namespace has our flags."""
+    return hasattr(namespace, FLAGS[0].dest)
+
+
+def values_of(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Plain values of flags: those of `Settings`, with `dump` for a dump, and `config` if given.
 
     Raises:
-        FlexError: a flag has too few or too many values.
+        FlexError: the parser of the namespace did not have our flags; a value is empty, or is one of two
+            where one is allowed.
     """
+    if not has_flags(namespace):
+        raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
     out: dict[str, Any] = {}
-    for flag, words in parsed:
-        if any(not w.strip() for w in words):
-            raise FlexError(f"{flag.option}: an empty word is no {flag.metavar}")
-        if not words and flag.takes not in ("none", "optional"):
-            raise FlexError(f"{flag.option} needs a value: {flag.usage}")
+    for flag in FLAGS:
+        value = getattr(namespace, flag.dest, None)
+        if value is None or value is False:
+            continue
         *outer, name = flag.field or (flag.name,)
         into = out
         for key in outer:
             into = into.setdefault(key, {})
-        if flag.takes == "many":
-            into.setdefault(name, []).extend(words)
-        elif flag.takes == "edit":
-            into.setdefault(name, []).append(_parse_edit_words(words))
-        elif flag.takes == "once" and into.get(name, *words) not in words:
-            raise FlexError(
-                f"{flag.option} is given twice, {into[name]} and {words[0]}; --flex-config can have several"
-            )
-        else:
-            into[name] = words[0] if words else flag.value
+        into[name] = _value_of_flag(flag, value)
     return out
+
+
+def _value_of_flag(flag: Flag, value: Any) -> Any:
+    """A value of a namespace as `Settings` takes it."""
+    if flag.takes == "none":
+        return flag.value
+    lists = value if isinstance(value, list) else [value]
+    words = [w for v in lists for w in (v if isinstance(v, list) else [v])]
+    if any(not word.strip() for word in words):
+        raise FlexError(f"{flag.option}: an empty word is not a {flag.metavar}")
+    if flag.takes == "edit":
+        return [_parse_edit_words(words) for words in lists]
+    if flag.takes == "once":
+        if len(set(words)) > 1:
+            raise FlexError(
+                f"{flag.option} is given twice, {words[0]} and {words[1]}; --flex-config can have several"
+            )
+        return words[0]
+    return value
 
 
 def _parse_edit_words(words: list[str]) -> dict[str, str]:
@@ -305,9 +359,9 @@ def _parse_edit_words(words: list[str]) -> dict[str, str]:
 def settings_from_argv(
     argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> tuple[Settings, list[str]]:
-    """What a command line wants of us: files of --flex-config, then MEGATRON_FLEX_FLAGS, then flags.
+    """The settings of a command line: files of --flex-config, then MEGATRON_FLEX_FLAGS, then flags.
 
-    With --flex-help the first rank prints the help, and all end.
+    With --flex-help the first rank prints the help, and all exit.
 
     Args:
         argv: the arguments after the script's name.
@@ -319,18 +373,14 @@ def settings_from_argv(
     Raises:
         FlexError: something that there is not, or cannot be.
     """
-    found, rest = split_argv(argv)
-    return settings_from_values(found, environment), rest
+    namespace, rest = split_argv(argv)
+    return settings_of(namespace, environment), rest
 
 
 def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings of values as `split_argv` gives them, on top of files and the environment."""
+    """Settings of values as `values_of` returns them, on top of files and the environment."""
     environment = os.environ if environment is None else environment
     found = merge_values(_read_environment(environment), found)
-    if found.pop("help", False):
-        if environment.get("RANK", "0") == "0":
-            sys.stdout.write(format_help())
-        raise SystemExit(0)
     out: dict[str, Any] = {}
     for path in found.pop("config", []):
         out = merge_values(out, read_settings_file(path))
@@ -393,25 +443,7 @@ def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | 
         >>> settings_of(parser.parse_args(["--flex-sites", "decoder.layers.*"]), {}).sites
         ('decoder.layers.*',)
     """
-    if not has_flags(namespace):
-        raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
-    parsed: ParsedFlags = []
-    for flag in FLAGS:
-        value = getattr(namespace, flag.dest, None)
-        if value is None or value is False:
-            continue
-        if flag.takes in ("edit", "once"):
-            parsed += [(flag, [v] if isinstance(v, str) else list(v)) for v in value]
-        elif flag.takes == "none":
-            parsed.append((flag, []))
-        else:
-            parsed.append((flag, [value] if isinstance(value, str) else list(value)))
-    return settings_from_values(collect_flag_values(parsed), environment)
-
-
-def has_flags(namespace: argparse.Namespace) -> bool:
-    """Whether the parser that made the namespace has our flags."""
-    return hasattr(namespace, FLAGS[0].dest)
+    return settings_from_values(values_of(namespace), environment)
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -421,18 +453,17 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         raise FlexError(
             f"{FLAGS_VARIABLE}={environment[FLAGS_VARIABLE]!r}: {error}; write it as in a shell"
         ) from None
-    prefix = flag_prefix()
-    words = [prefix + w.removeprefix(FLAG_PREFIX) if w.startswith(FLAG_PREFIX) else w for w in words]
     try:
-        found, rest = split_argv(words)
+        namespace, rest = split_argv(words)
+        found = values_of(namespace)
     except FlexError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {error}") from None
-    if rest and rest[0].startswith(prefix):
-        raise FlexError(
-            f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}"
-        )
+    if rest and rest[0].startswith(FLAG_PREFIX):
+        raise FlexError(f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0])}")
     if rest:
-        raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is not one of our flags, which begin with {prefix}")
+        raise FlexError(
+            f"{FLAGS_VARIABLE}: {rest[0]!r} is not one of our flags, which begin with {FLAG_PREFIX}"
+        )
     return found
 
 
@@ -451,10 +482,11 @@ def _option_of_field(field: tuple[str | int, ...]) -> str:
 __all__ = [
     "FLAGS",
     "FLAGS_VARIABLE",
-    "collect_flag_values",
     "format_help",
     "load_settings",
     "settings_from_argv",
     "settings_from_values",
+    "settings_of",
     "split_argv",
+    "values_of",
 ]

@@ -22,7 +22,6 @@ from megatron_flex.adapters.megatron_core.schedules import current_iteration
 from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.flag_prefix import LONG_PREFIX, flag_prefix
 from megatron_flex.launch.flags import (
     describe_foreign_flags,
     has_flags,
@@ -344,7 +343,7 @@ def install_when_parsed() -> None:
     An existing installation takes precedence. With --flex-cpu on the command line the CPU runtime is enabled.
     """
     if _CurrentInstallation.installed is None:
-        if {f"{flag_prefix()}cpu", f"{LONG_PREFIX}cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
+        if {"--flex-cpu", "--megatron-flex-cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
             cpu.enable()
         _CurrentInstallation.installed = Installation(None)
         _CurrentInstallation.installed.install()

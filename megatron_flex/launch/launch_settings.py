@@ -1,23 +1,23 @@
-"""The settings of a launcher: one model, of which flags, their help, YAML keys and Python arguments are made.
+"""The settings of a launcher, of which YAML keys and flags are made.
 
-A field with a flag is declared by `_flag`: its description is the flag's help, and its type says which values
-it has.
+Those of dumps and of statistics are declared in `Dump` and `Statistics`; a field of `Settings` with a flag is
+declared by `_flag`: its description is the flag's help, and its type says which values it has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from megatron_flex.dump.dump_settings import parse_token_setting
+from megatron_flex.dump.dump_settings import TOKENS, Dump
 from megatron_flex.errors import FlexError
-from megatron_flex.ranges import parse_numbers
+from megatron_flex.settings import REQUIRED, Kind, Setting, list_settings
+from megatron_flex.statistics.statistics_settings import Statistics
 
-DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics, where none is given
 DEFAULT_REPORT_FILE = "flex-report.txt"  # in the working directory, of a run that is started with flags
 SITES_GROUP, EDIT_GROUP, DUMP_GROUP = "what to look at", "edits", "dumps"  # the groups of the help
 STATISTICS_GROUP, CHECK_GROUP, RUN_GROUP = "statistics", "checks before training", "run time"
@@ -48,21 +48,23 @@ def _reject_empty(given: Any) -> Any:
     return given
 
 
-def _check_positions(given: str) -> str:
-    parse_token_setting(given, "tokens", fractions=False)
-    return given
-
-
-def _check_numbers(given: str) -> str:
-    parse_numbers(given, "numbers")
-    return given
-
-
 NonEmptyText = Annotated[str, AfterValidator(_reject_empty)]
 NameList = Annotated[tuple[NonEmptyText, ...], BeforeValidator(_as_list)]
 PositiveInt = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
-TokensText = Annotated[str, BeforeValidator(_join_numbers), AfterValidator(_check_positions)]
-NumbersText = Annotated[str, BeforeValidator(_join_numbers), AfterValidator(_check_numbers)]
+
+
+def _text_check(name: str, kind: Kind[Any, Any]) -> Callable[[str], str]:
+    """A check that `kind` parses a text, which stays as it is."""
+
+    def check(text: str) -> str:
+        if kind.parse is not None:
+            kind.parse(text, name)
+        return text
+
+    return check
+
+
+TokensText = Annotated[str, BeforeValidator(_join_numbers), AfterValidator(_text_check("tokens", TOKENS))]
 
 
 def _flag(
@@ -116,97 +118,36 @@ class EditSettings(SettingsPart):
     enabled: bool = True
 
 
-class DumpSettings(SettingsPart):
+def _derived_field(setting: Setting[Any, Any]) -> tuple[Any, Any]:
+    """The type and the field of a part of the settings, from the declaration of a setting."""
+    kind = setting.kind
+    plain: dict[type, Any] = {bool: bool, int: PositiveInt, tuple: NameList, str: NonEmptyText}
+    annotation = plain[kind.plain]
+    if kind.words:
+        annotation = Literal[kind.words]
+    elif kind.parse is not None:
+        annotation = Annotated[
+            str, BeforeValidator(_join_numbers), AfterValidator(_text_check(setting.name, kind))
+        ]
+    optional = setting.shared and kind.plain is not tuple
+    default = ... if setting.default is REQUIRED else None if optional else setting.default
+    if isinstance(setting.value, str):  # of a flag that needs no value, and of a mapping without the key
+        default = setting.value
+    return annotation | None if default is None else annotation, Field(default)
+
+
+def _derive_part(name: str, declared: type) -> Any:
+    """A part of the settings with a field for each setting that a class declares."""
+    fields: dict[str, Any] = {s.name: _derived_field(s) for s in list_settings(declared)}
+    return create_model(name, __base__=SettingsPart, **fields)
+
+
+class DumpSettings(_derive_part("DumpSettings", Dump)):  # type: ignore[misc]  # the fields are those of Dump
     """A dump; fields as for `megatron_flex.Dump`, those not given as in `Settings`."""
 
-    path: NonEmptyText = _flag(
-        ..., "dump", DUMP_GROUP, "Write the activations at --flex-sites to a folder.", "DIR", "once"
-    )
-    dtype: Literal["bf16", "fp16", "fp32"] | None = _flag(
-        None, "dump-dtype", DUMP_GROUP, "The dtype to cast tensors to."
-    )
-    parameters: NameList = _flag(
-        (), "dump-parameters", DUMP_GROUP, "Names or patterns of parameters to write as well.", "PATTERN"
-    )
-    iterations: NumbersText | None = _flag(
-        None,
-        "dump-iterations",
-        DUMP_GROUP,
-        "Of the iterations of --flex-every, write only these: 100, or 100,200, or 0:1000:100.",
-        "WHICH",
-    )
-    microbatches: NumbersText | None = _flag(
-        None,
-        "dump-microbatches",
-        DUMP_GROUP,
-        "Write only these microbatches of each iteration, such as 0.",
-        "WHICH",
-    )
-    samples: NumbersText | None = _flag(
-        None,
-        "dump-samples",
-        DUMP_GROUP,
-        "Write only these samples of the global batch, such as 0:8.",
-        "WHICH",
-    )
-    reduce: Literal["mean"] | None = _flag(
-        None, "dump-mean", DUMP_GROUP, "Write only the mean over each sample's positions."
-    )
-    when_full: Literal["wait", "drop"] = _flag(
-        "wait",
-        "dump-when-full",
-        DUMP_GROUP,
-        "If the disk is slower than the model: wait, or drop iterations.",
-    )
-    on_error: Literal["warn", "raise"] = _flag(
-        "warn",
-        "dump-on-error",
-        DUMP_GROUP,
-        "If an iteration cannot be written: warn and leave it out, or stop the run.",
-    )
-    replicas: bool = _flag(
-        False,
-        "dump-replicas",
-        DUMP_GROUP,
-        "Write checksums of replicated tensors, which dump verify compares.",
-    )
-    sites: NameList = ()
-    every: PositiveInt | None = None
-    tokens: TokensText | None = None
-    gradients: bool | None = None
-    durable: bool = False
-    groups: NameList = ()
 
-
-class StatisticsSettings(SettingsPart):
+class StatisticsSettings(_derive_part("StatisticsSettings", Statistics)):  # type: ignore[misc]  # likewise
     """Statistics; fields as for `megatron_flex.Statistics`, those not given as in `Settings`."""
-
-    path: NonEmptyText = _flag(
-        DEFAULT_STATISTICS_FOLDER,
-        "stats",
-        STATISTICS_GROUP,
-        "Measure the activations at --flex-sites and write the statistics to DIR, or to "
-        f"{DEFAULT_STATISTICS_FOLDER} in the working directory.",
-        "DIR",
-        "optional",
-        DEFAULT_STATISTICS_FOLDER,
-    )
-    format: Literal["jsonl", "parquet"] = _flag(
-        "jsonl", "stats-format", STATISTICS_GROUP, "The format of the files."
-    )
-    parameters: NameList = _flag(
-        (),
-        "stats-parameters",
-        STATISTICS_GROUP,
-        "Names or patterns of parameters whose gradient norms are measured.",
-        "PATTERN",
-    )
-    sites: NameList = ()
-    every: PositiveInt | None = None
-    gradients: bool | None = None
-    histogram: bool = True
-    writers: bool = True
-    groups: NameList = ()
 
 
 class Settings(SettingsPart):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_flex.collectives import gather_reports
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.flag_prefix import with_prefix
 from megatron_flex.mesh import Axis, Mesh
 
 MAX_RANKS_SHOWN = 8  # ranks that an error names; others are only counted
@@ -84,7 +83,7 @@ def print_error(error: BaseException) -> None:
 
     Ranks wait for each other only for a few seconds, even if one has exited.
     """
-    message = with_prefix(" ".join(str(error).split())) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
     if _should_print(message):
         sys.stdout.flush()
         sys.stderr.write(f"megatron-flex: {message}\n")
@@ -95,7 +94,7 @@ def print_error(error: BaseException) -> None:
 def print_notice(line: str) -> None:
     """Print one line on stderr, on the first rank; nothing if it is empty."""
     if line and current_rank() == 0:
-        sys.stderr.write(f"megatron-flex: {with_prefix(line)}\n")
+        sys.stderr.write(f"megatron-flex: {line}\n")
         sys.stderr.flush()
 
 

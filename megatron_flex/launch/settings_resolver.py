@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,12 +20,11 @@ from typing import Any
 
 from megatron_flex import edits
 from megatron_flex.dump import Dump
-from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError, suggest_nearest
 from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
-from megatron_flex.ranges import parse_numbers
 from megatron_flex.runtime import HookFunction
 from megatron_flex.runtime.debug.error_origin import format_user_line
+from megatron_flex.settings import list_settings
 from megatron_flex.statistics import Statistics
 
 FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[\w.]+)")
@@ -216,55 +215,27 @@ def _make_edit_hooks(edit: EditSettings, settings: Settings) -> Iterator[HookFun
 
 
 def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
-    flag = f"--flex-dump {dump.path}"
-    common = _common_options(dump, settings)
     try:
-        return Dump(
-            **common,
-            iterations=_parse_wanted(dump.iterations, "iterations"),
-            microbatches=_parse_wanted(dump.microbatches, "microbatches"),
-            samples=_parse_wanted(dump.samples, "samples"),
-            tokens=parse_token_setting(
-                settings.tokens if dump.tokens is None else dump.tokens, "tokens", fractions=False
-            ),
-            reduce=dump.reduce,
-            dtype=dump.dtype,
-            when_full=dump.when_full,
-            on_error=dump.on_error,
-            replicas=dump.replicas,
-            durable=dump.durable,
-            groups=(DUMP_GROUP, *dump.groups),
-        )
+        return Dump(**_arguments(Dump, dump, settings, DUMP_GROUP))
     except FlexError as error:
-        raise type(error)(f"{flag}: {error}") from error
-
-
-def _parse_wanted(text: str | None, name: str) -> slice | list[int] | None:
-    return None if text is None else parse_numbers(text, name)
+        raise type(error)(f"--flex-dump {dump.path}: {error}") from error
 
 
 def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:
-    flag = f"--flex-stats {statistics.path}"
-    common = _common_options(statistics, settings)
     try:
-        return Statistics(
-            **common,
-            histogram=statistics.histogram,
-            format=statistics.format,
-            writers=statistics.writers,
-            groups=(STATISTICS_GROUP, *statistics.groups),
-        )
+        return Statistics(**_arguments(Statistics, statistics, settings, STATISTICS_GROUP))
     except FlexError as error:
-        raise type(error)(f"{flag}: {error}") from error
+        raise type(error)(f"--flex-stats {statistics.path}: {error}") from error
 
 
-def _common_options(part: DumpSettings | StatisticsSettings, settings: Settings) -> dict[str, Any]:
-    """The options common to dumps and statistics; those not set in `part` come from `settings`."""
-    sites: Sequence[str] = part.sites or settings.sites
-    return {
-        "path": expanduser(part.path),
-        "sites": list(dict.fromkeys(sites)),
-        "parameters": list(part.parameters),
-        "every": settings.every if part.every is None else part.every,
-        "gradients": settings.gradients if part.gradients is None else part.gradients,
-    }
+def _arguments(
+    declared: type, part: DumpSettings | StatisticsSettings, settings: Settings, group: str
+) -> dict[str, Any]:
+    """The arguments of `Dump` or `Statistics`; shared settings that `part` lacks come from `settings`."""
+    out: dict[str, Any] = {}
+    for setting in list_settings(declared):
+        value = getattr(part, setting.name)
+        if setting.shared and value in (None, ()):
+            value = getattr(settings, setting.name)
+        out[setting.name] = setting.read(value)
+    return {**out, "sites": list(dict.fromkeys(out["sites"])), "groups": (group, *part.groups)}

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from megatron_flex.dump.reader import OpenDump
-from megatron_flex.dump.schema import layout_from_json, read_settings
+from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, FlexError, LayoutError
 from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
 from megatron_flex.page.dump_damage import open_readable
@@ -131,8 +131,8 @@ def _weight(found: OpenDump, name: str) -> int | None:
 
 def _lengths(found: OpenDump) -> dict[str, int]:
     """The number of tokens and samples of a microbatch, if complete ones were dumped."""
-    settings = read_settings(found.manifests[-1].settings)
-    if settings.tokens is not None or settings.reduce is not None:
+    settings = found.manifests[-1].settings
+    if settings.get("tokens") is not None or settings.get("reduce") is not None:
         return {}
     for record in found.site_records.values():
         if {"s", "b"} - set(map(str, record.shape)):

@@ -33,7 +33,7 @@ from megatron_flex.runtime.edit_failures import StepFailure, raise_on_all_ranks
 from megatron_flex.runtime.hooks import explain_unmeasurable, make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
 from megatron_flex.runtime.sink_cycle import STATISTICS_PURPOSE, SinkCycle, StepStart
-from megatron_flex.sites import GRADIENT_SUFFIX, Site, describe_pattern
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
 from megatron_flex.statistics import MeasuredSite, Statistics, StatisticsHeader
 from megatron_flex.statistics.moments import (
     COUNT,
@@ -446,7 +446,6 @@ def make_header(
         parameters: the parameters whose gradients are measured.
         model: what a comparison needs to know of the model: `dtype`, `hidden_size`, `num_layers`, `layers`.
     """
-    s = statistics
     measured: list[Site | ParameterSite] = [*sites, *parameters]
     return StatisticsHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -454,12 +453,5 @@ def make_header(
         framework=framework,
         axes=dict(mesh.sizes),
         sites=tuple(MeasuredSite(p.name, layout_to_json(p.layout), tuple(p.shape)) for p in measured),
-        settings={
-            "sites": [describe_pattern(p) for p in s.sites],
-            "parameters": [describe_pattern(p) for p in s.parameters],
-            "every": s.every,
-            "gradients": s.gradients,
-            "histogram": s.histogram,
-            "model": dict(model or {}),
-        },
+        settings={**statistics.to_json(), "model": dict(model or {})},
     )

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_flex.errors import FlexError
-from megatron_flex.ranges import check_choice, check_count, normalize_path
+from megatron_flex.settings import (
+    COUNT,
+    NAMES,
+    PATH,
+    PATTERNS,
+    SWITCH,
+    Setting,
+    choice,
+    record_settings,
+)
 from megatron_flex.sites import Pattern, describe_pattern
 
 FILE_FORMATS = ("jsonl", "parquet")
 FileFormat = Literal["jsonl", "parquet"]
 
 
+DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics whose flag names none
+
+
+@dataclass(eq=False, repr=False)
 class Statistics:
     """Mean, std, RMS, abs-max, fraction of zeros, kurtosis and a histogram of tensors, step by step.
 
@@ -42,28 +56,45 @@ class Statistics:
         [0]
     """
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        sites: Sequence[Pattern] | Pattern,
-        *,
-        every: int = 1,
-        gradients: bool = False,
-        parameters: Sequence[Pattern] | Pattern = (),
-        histogram: bool = True,
-        format: FileFormat = "jsonl",
-        writers: bool = True,
-        groups: Iterable[str] = (),
-    ) -> None:
-        self.path = normalize_path("path", path)
-        self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
-        self.every = check_count("every", every)
-        self.gradients, self.histogram = gradients, histogram
-        self.format, self.writers = format, writers
-        self.groups = tuple(groups)
+    path: Setting[str | PathLike[str], str] = Setting(
+        PATH,
+        flag="stats",
+        help="Measure the activations at --flex-sites and write the statistics to DIR, or to "
+        f"{DEFAULT_STATISTICS_FOLDER} in the working directory.",
+        metavar="DIR",
+        takes="optional",
+        value=DEFAULT_STATISTICS_FOLDER,
+        recorded=False,
+    )
+    sites: Setting[Sequence[Pattern] | Pattern, list[Pattern]] = Setting(PATTERNS, (), shared=True)
+    _: KW_ONLY
+    parameters: Setting[Sequence[Pattern] | Pattern, list[Pattern]] = Setting(
+        PATTERNS,
+        (),
+        flag="stats-parameters",
+        help="Names or patterns of parameters whose gradient norms are measured.",
+        metavar="PATTERN",
+    )
+    every: Setting[int, int] = Setting(COUNT, 1, shared=True)
+    gradients: Setting[bool, bool] = Setting(SWITCH, False, shared=True)
+    histogram: Setting[bool, bool] = Setting(SWITCH, True)
+    format: Setting[FileFormat, FileFormat] = Setting(
+        choice(*FILE_FORMATS),
+        "jsonl",
+        flag="stats-format",
+        help="The format of the files.",
+        recorded=False,
+    )
+    writers: Setting[bool, bool] = Setting(SWITCH, True, recorded=False)
+    groups: Setting[Iterable[str], tuple[str, ...]] = Setting(NAMES, (), recorded=False)
+
+    def __post_init__(self) -> None:
         if not self.sites and not self.parameters:
-            raise FlexError("Statistics of nothing: name sites, such as 'decoder.layers.*', or parameters")
-        check_choice("format", format, FILE_FORMATS)
+            raise FlexError("Statistics need sites, such as 'decoder.layers.*', or parameters")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that readers need, in plain values."""
+        return record_settings(self)
 
     def __repr__(self) -> str:
         names = ", ".join(describe_pattern(p) for p in (*self.sites, *self.parameters)) or "nothing"
@@ -78,7 +109,3 @@ class Statistics:
         """
         names = [describe_pattern(p) for p in (*self.sites, *self.parameters)]
         return f"statistics in {self.path} of {names}, every={self.every}, gradients={self.gradients}"
-
-
-def _list_patterns(given: Sequence[Pattern] | Pattern) -> list[Pattern]:
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]

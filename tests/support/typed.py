@@ -50,7 +50,7 @@ def check(command: str) -> None:
         command = command.replace("[", "").replace("]", "")
     first, *words = [word for word in shlex.split(command) if word != "..."]
     with pytest.MonkeyPatch.context() as changes:
-        while variable := re.fullmatch(r"(FLEX_\w+|MEGATRON_FLEX_PREFIX)=(\S*)", first):
+        while variable := re.fullmatch(r"(FLEX_\w+)=(\S*)", first):
             check_read(variable[1])
             changes.setenv(variable[1], variable[2])
             first, *words = words

@@ -1,8 +1,7 @@
-"""`megatron-flex run --dry`: what is checked before anything is started; and another prefix of the flags."""
+"""`megatron-flex run --dry`: what is checked before anything is started."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -13,17 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("megatron_flex.cli", exc_type=ImportError)
 
 import megatron_flex as mf
-from megatron_flex.errors import FlexError, SiteError
-from megatron_flex.launch.argparse_flags import add_flex_args
-from megatron_flex.launch.flag_prefix import LONG_PREFIX, flag_prefix
-from megatron_flex.launch.flags import (
-    describe_foreign_flags,
-    format_help,
-    settings_from_argv,
-    settings_of,
-    split_argv,
-)
-from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.errors import SiteError
 from megatron_flex.sites import SiteTable, check_pattern
 from tests.support import dumps
 from tests.support.commands import Command
@@ -126,57 +115,6 @@ def test_texts_that_match_no_name(pattern: str) -> None:
         check_pattern(pattern)
     with raises(SiteError, repr(pattern)):
         SiteTable().match(pattern)
-
-
-# -- another prefix ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hooks_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_FLEX_PREFIX", "--hooks-")
-    monkeypatch.delenv("MEGATRON_FLEX_FLAGS", raising=False)
-
-
-def test_another_prefix(hooks_prefix: None) -> None:
-    words = ["--flex-sites", "theirs", "--hooks-dump", "out", "--hooks-sites", "a", "b", "--lr", "1"]
-    found, rest = settings_from_argv([*words, f"{LONG_PREFIX}every", "5"])
-    assert rest == ["--flex-sites", "theirs", "--lr", "1"]
-    assert (found.sites, found.every, found.dumps[0].path) == (("a", "b"), 5, "out")
-    assert describe_foreign_flags(["--flex-strict"]) == ""
-    assert_names(describe_foreign_flags(["--hooks-dmup"]), "--hooks-dmup", "--hooks-dump")
-    assert_names(format_help(), "--hooks-dump DIR")
-    assert_names(format_help(), "--hooks-sites")
-    with raises(FlexError, "--hooks-dump"):
-        split_argv(["--hooks-dump"])
-
-
-def test_the_variable_holds_either_prefix(hooks_prefix: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("--flex-dump out --flex-sites a", "--hooks-dump out --hooks-sites a"):
-        monkeypatch.setenv("MEGATRON_FLEX_FLAGS", text)
-        assert settings_from_argv([])[0].dumps[0].path == "out"
-
-
-def test_a_parser_has_the_prefix(hooks_prefix: None) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--flex-sites")
-    add_flex_args(parser)
-    found = parser.parse_args(["--flex-sites", "theirs", "--hooks-stats", "--hooks-sites", "a"])
-    assert settings_of(found, {}) == Settings.model_validate({"sites": ["a"], "statistics": {}})
-    assert found.flex_sites is not None
-
-
-def test_errors_are_said_with_the_prefix(hooks_prefix: None, command: Command) -> None:
-    done = command("run", "--dry", "train.py", "--hooks-dump", "out")
-    assert_names(done.err, "--hooks-dump out", "--hooks-sites PATTERN")
-    assert "--flex" not in done.err
-    assert_names(command("run", "--dry", "--hooks-dump", "out", "train.py").err, "--hooks-dump")
-
-
-@pytest.mark.parametrize("prefix", ["hooks-", "--hooks", "-h-", "--", "--A-", "--a b-"])
-def test_what_is_no_prefix(prefix: str) -> None:
-    with raises(FlexError, f"MEGATRON_FLEX_PREFIX={prefix}", "--hooks-"):
-        flag_prefix({"MEGATRON_FLEX_PREFIX": prefix})
-    assert flag_prefix({}) == flag_prefix({"MEGATRON_FLEX_PREFIX": ""}) == "--flex-"
 
 
 def test_a_name_that_nothing_can_match_says_why() -> None:

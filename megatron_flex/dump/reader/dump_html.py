@@ -12,7 +12,7 @@ import torch
 
 from megatron_flex.dump.reader.missing_parts import MOST_DETAILED
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
-from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json, read_settings
+from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, Sizes
 from megatron_flex.layout.layout_drawing import draw_layout, format_shape
@@ -156,7 +156,7 @@ TensorCells = tuple[str, str, str, str, int]
 
 def _list_tensor_cells(manifest: Manifest) -> list[TensorCells]:
     """Name, kind, full shape, layout and stage of each."""
-    grads = " and gradient" if read_settings(manifest.settings).gradients is True else ""
+    grads = " and gradient" if manifest.settings.get("gradients") is True else ""
     return [
         *(_make_tensor_cells(p, f"site{grads}", manifest) for p in manifest.sites),
         *(_make_tensor_cells(p, f"parameter{grads}", manifest) for p in manifest.parameters),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from megatron_flex.dump.part_format import (
     format_iteration_folder,
@@ -13,7 +14,7 @@ from megatron_flex.dump.part_format import (
 )
 from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.run_folders import list_iteration_folder, renamed_runs, run_paths
-from megatron_flex.dump.schema import Manifest, SettingsRecord, read_settings
+from megatron_flex.dump.schema import Manifest
 from megatron_flex.ranges import describe_numbers
 
 MOST_DETAILED = 8  # iterations whose missing ranks are listed
@@ -127,33 +128,33 @@ def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
     several = [(manifest, set(numbers)) for manifest, numbers in runs]
     present = {number for _, numbers in several for number in numbers}
     out: set[int] = set()
-    previous: tuple[SettingsRecord, list[int]] | None = None
+    previous: tuple[Mapping[str, Any], list[int]] | None = None
     for manifest, numbers in several:
         skipped = {
             found[0] for name in manifest.skipped if (found := parse_iteration_folder(name)) is not None
         }
         out |= skipped - present
-        record, dumped = read_settings(manifest.settings), sorted(numbers | skipped)
+        settings, dumped = manifest.settings, sorted(numbers | skipped)
         if not dumped:
             continue
-        wanted = [_wanted(record, dumped, dumped[0], dumped[-1])]
-        if previous is not None and _same_iterations(previous[0], record):
+        wanted = [_wanted(settings, dumped, dumped[0], dumped[-1])]
+        if previous is not None and _same_iterations(previous[0], settings):
             earlier = previous[1]
             # A run of one iteration does not say by which steps iterations follow one another.
             by = earlier if len(earlier) > 1 else dumped
-            wanted.append(_wanted(record, by, earlier[-1], dumped[0]))
-        previous = record, dumped
+            wanted.append(_wanted(settings, by, earlier[-1], dumped[0]))
+        previous = settings, dumped
         out.update(islice((n for n in chain(*wanted) if n not in present), MOST_GAPS))
     return sorted(out)
 
 
-def _same_iterations(one: SettingsRecord, other: SettingsRecord) -> bool:
-    return (one.every, one.iterations) == (other.every, other.iterations)
+def _same_iterations(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("every", "iterations"))
 
 
-def _wanted(record: SettingsRecord, numbers: Sequence[int], first: int, last: int) -> Iterable[int]:
+def _wanted(settings: Mapping[str, Any], numbers: Sequence[int], first: int, last: int) -> Iterable[int]:
     """The iterations that a run with these numbers of iterations dumps, from `first` to `last`."""
-    every, several = record.every, record.iterations
+    every, several = settings.get("every"), settings.get("iterations")
     every = every if type(every) is int and every > 0 else 1
     if isinstance(several, list):
         return [n for n in several if type(n) is int and first <= n <= last and n % every == 0]

@@ -19,7 +19,7 @@ from megatron_flex.dump.reader.tensor_assembly import (
     TokenMean,
     group_shards,
 )
-from megatron_flex.dump.schema import list_dim_names, read_settings
+from megatron_flex.dump.schema import list_dim_names
 from megatron_flex.dump.token_selection import (
     SAMPLE_DIM,
     TOKEN_DIM,
@@ -464,7 +464,7 @@ def is_prefix(few: Sequence[int], many: Sequence[int]) -> bool:
 
 
 def _get_sample_order(run: DumpRun) -> str:
-    return str(read_settings(run.manifest.settings).order)
+    return str(run.manifest.settings.get("order", "interleaved"))
 
 
 def _get_replica_key(block: MicrobatchSamples) -> tuple[int, int]:

@@ -35,7 +35,6 @@ from megatron_flex.dump.schema import (
     ShardEntry,
     layout_from_json,
     list_dim_names,
-    read_settings,
 )
 from megatron_flex.dump.tools.dump_contents import get_named_array, list_parameter_names, list_site_names
 from megatron_flex.dump.writer.run_creation import check_same_dump
@@ -77,7 +76,7 @@ class ReplicaChecksums:
 
     def add(self, rank: int, part: StoredPart) -> None:
         """Take in a part."""
-        if self.manifest is None or not read_settings(self.manifest.settings).replicas:
+        if self.manifest is None or not self.manifest.settings.get("replicas"):
             return
         try:
             layouts = [layout_from_json(record) for record in part.index.layouts]

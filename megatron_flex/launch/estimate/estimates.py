@@ -11,7 +11,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from megatron_flex.adapters.megatron_core.moe_layers import RoutedRows, rows_of_
 from megatron_flex.collectives import gather_distinct
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import check_fraction
-from megatron_flex.dump.part_format import PART_BYTES
 from megatron_flex.dump.size_estimate import (
     DumpEstimate,
     EstimatedTensor,
@@ -70,22 +69,17 @@ def estimate_dump(
     sequence_length: int | None = None,
     micro_batch_size: int | None = None,
     microbatches: int | None = None,
-    dtype: torch.dtype | str | None = None,
-    gradients: bool = False,
-    parameters: Sequence[str] | str = (),
     tokens: Any = None,
-    reduce: Literal["mean"] | None = None,
-    every: int = 1,
     iterations: int | None = None,
     disk_bytes_per_second: float | None = None,
-    part_bytes: int = PART_BYTES,
+    **settings: Any,
 ) -> DumpEstimate:
     """Return the estimated size of a dump of a Megatron run.
 
     Megatron builds the model on meta tensors, stage by stage, in this process, which must not have process
     groups and has none afterwards; the adapter returns the sites. Data parallel ranks are only counted.
 
-    Args, in addition to those of Dump:
+    Args, beside those of Dump (`parameters`, `gradients`, `dtype`, `reduce`, `every`, ...):
         config: a YAML or JSON file or a mapping of Megatron's argument names, or a list of its flags.
         mesh: sizes that override the config's: `tp`, `pp`, `cp`, `ep`, `etp`, `dp`.
         world_size: the number of ranks; by default from `dp`, or with the smallest data parallel size that
@@ -115,8 +109,7 @@ def estimate_dump(
         if disk_bytes_per_second is None
         else check_positive("disk_bytes_per_second", disk_bytes_per_second)
     )
-    how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
-    dump = Dump("dump", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
+    dump = Dump("dump", sites, tokens=kept, **settings)
     with cpu.runtime(force=True), silence_megatron():
         args = parse_arguments(config, collect_overrides(mesh, world_size, sequence_length, micro_batch_size))
         model = describe_model(args)
@@ -128,12 +121,10 @@ def estimate_dump(
             *run.activations(chosen),
             *run.parameters(select_estimated_parameters(model.parameters, dump.parameters)),
         ],
-        tokens=dump.tokens if share is None else share,
-        reduce=reduce,
-        every=dump.every,
+        dump,
+        share=share,
         iterations=1 if iterations is None else -(-runs // dump.every),
         disk=disk,
-        part_bytes=part_bytes,
         hidden={s.name: s.hidden for s in chosen if s.hidden},
     )
 
@@ -491,11 +482,8 @@ def estimate_live_dump(flex: FlexModel, args: Namespace, dump: Dump) -> DumpEsti
     return estimate_dump_size(
         mesh,
         sorted(held.values(), key=lambda t: places[t.name]),
-        tokens=dump.tokens,
-        reduce=dump.reduce,
-        every=dump.every,
+        dump,
         iterations=sum(dump.wants_iteration(n) for n in numbers),
-        part_bytes=dump.part_bytes,
         hidden={s.name: s.hidden for s in chosen if s.hidden},
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flex import Dim, FlexError, Layout, Mesh, SiteError
+from megatron_flex import Dim, Dump, FlexError, Layout, Mesh, SiteError
 from megatron_flex.dump import Ownership, sampled, select_entries
 from megatron_flex.dump.size_estimate import (
     DumpEstimate,
@@ -100,9 +100,22 @@ def test_parameters_are_spread_over_data_parallel_ranks_and_experts_over_theirs(
     assert stage.bytes.tolist() == [20, 30] * 4
 
 
+def size_of(
+    mesh: Mesh,
+    tensors: list[EstimatedTensor],
+    *,
+    share: float | None = None,
+    iterations: int = 1,
+    disk: float | None = None,
+    **settings: Any,
+) -> DumpEstimate:
+    dump = Dump("folder", "**", **settings)
+    return estimate_dump_size(mesh, tensors, dump, share=share, iterations=iterations, disk=disk)
+
+
 def test_least_most_and_files() -> None:
     mesh = mesh_at({"pp": 2, "tp": 2}, {})
-    estimate = estimate_dump_size(
+    estimate = size_of(
         mesh, [held(SUMS, (8, 2, 4), stage=1, times=3)], every=5, iterations=4, disk=768.0, part_bytes=500
     )
     assert (estimate.bytes, estimate.least.bytes, estimate.most.bytes, estimate.mean) == (1536, 0, 768, 384)
@@ -115,7 +128,7 @@ def test_least_most_and_files() -> None:
 @pytest.mark.parametrize(("mib", "files"), [(16, 1), (17, 2), (48, 2), (49, 3), (96, 4)])
 def test_the_first_file_is_half_as_large_where_files_are_large(mib: int, files: int) -> None:
     tensor = held(STREAM, (mib, 1 << 10, 1 << 8), shape=(mib, 1 << 10, 1 << 8))
-    assert estimate_dump_size(mesh_at({}, {}), [tensor], part_bytes=32 << 20).files == files
+    assert size_of(mesh_at({}, {}), [tensor], part_bytes=32 << 20).files == files
 
 
 # -- what is kept --------------------------------------------------------------------------------------
@@ -126,7 +139,7 @@ def test_kept_tokens_are_those_that_are_picked(tokens: Any) -> None:
     sizes = {"cp": 2, "tp": 2}
     whole = (24, 2, 4)
     local = compute_local_shape(CUT, whole, sizes)
-    estimate = estimate_dump_size(mesh_at(sizes, {}), [held(CUT, local)], tokens=tokens)
+    estimate = size_of(mesh_at(sizes, {}), [held(CUT, local)], tokens=tokens)
     stage, loads = StageLoad(mesh_at(sizes, {})), []
     for rank in range(stage.count):
         coords = {n: int(c[rank]) for n, c in stage.coords.items()}
@@ -141,13 +154,11 @@ def test_kept_tokens_are_those_that_are_picked(tokens: Any) -> None:
 def test_random_tokens_fractions_and_means() -> None:
     mesh = mesh_at({"cp": 2, "tp": 2}, {})
     tensor = [held(CUT, (6, 2, 4))]
-    assert estimate_dump_size(mesh, tensor, tokens=sampled(8)).bytes == 8 * 2 * 4 * 4
-    assert estimate_dump_size(mesh, tensor, tokens=0.5).bytes == 12 * 2 * 4 * 4
+    assert size_of(mesh, tensor, tokens=sampled(8)).bytes == 8 * 2 * 4 * 4
+    assert size_of(mesh, tensor, share=0.5).bytes == 12 * 2 * 4 * 4
+    assert size_of(mesh, tensor, tokens=sampled(99)).bytes == size_of(mesh, tensor).bytes
     assert (
-        estimate_dump_size(mesh, tensor, tokens=sampled(99)).bytes == estimate_dump_size(mesh, tensor).bytes
-    )
-    assert (
-        estimate_dump_size(mesh, [held(CUT, (6, 2, 4), itemsize=2)], reduce="mean").bytes == 4 * 2 * 4 * 4
+        size_of(mesh, [held(CUT, (6, 2, 4), itemsize=2)], reduce="mean").bytes == 4 * 2 * 4 * 4
     )  # fp32 summands
 
 
@@ -156,7 +167,7 @@ def test_random_tokens_fractions_and_means() -> None:
 
 def test_rows_put_layers_together_and_json_has_everything() -> None:
     layers = [held(STREAM, (8, 2, 4), name=f"decoder.layers.{n}:output", stage=n // 2) for n in range(4)]
-    estimate = estimate_dump_size(
+    estimate = size_of(
         mesh_at({"pp": 2}, {}), [*layers, held(STREAM, (8, 2, 4), name="decoder:output", stage=1)]
     )
     assert estimate.rows() == [
@@ -179,7 +190,7 @@ def test_bytes_in_words(count: int, words: str) -> None:
 
 def test_an_estimate_of_nothing_says_so() -> None:
     with raises(FlexError, "decoder.layers.*"):
-        estimate_dump_size(mesh_at({}, {}), [])
+        size_of(mesh_at({}, {}), [])
 
 
 # -- configurations ------------------------------------------------------------------------------------

@@ -246,6 +246,10 @@ DUMPS: dict[str, tuple[Any, Any]] = {  # what is set, and what the Dump then has
     "on_error": ("raise", "raise"),
     "replicas": (True, True),
     "durable": (True, True),
+    "order": ("blocks", "blocks"),
+    "runs": ("all", "all"),
+    "queue_bytes": (5, 5),
+    "part_bytes": (7, 7),
     "groups": (["t"], ("dump", "t")),
 }
 MEASURED: dict[str, tuple[Any, Any]] = {
