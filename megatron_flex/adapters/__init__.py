@@ -1,6 +1,6 @@
 """Framework adapters: layouts, hook points, parameters and schedules of each framework.
 
-The exported names are the building blocks of an adapter for another framework: docs/extend.md.
+The exported names are the building blocks of an adapter for another framework: docs/contributing/extend.md.
 """
 
 from __future__ import annotations

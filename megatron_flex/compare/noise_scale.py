@@ -14,7 +14,7 @@ from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.tolerance import parse_layer_number
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
-STEP_GROWTH = 2.2  # from the noise so far to the next tensor; how close correct pairs come: docs/detection.md
+STEP_GROWTH = 2.2  # from the noise so far to the next tensor; measured: docs/contributing/comparison.md
 PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak
 FP8_PEAK_GROWTH = 5.0  # in fp8, in which a few entries round to another value, and most to the same
 LATE_GROWTH = 3.0  # besides, once parameters differ

@@ -1,6 +1,6 @@
 """The table of tests: what each computes of a compared tensor, its bound, and what a greater value proves.
 
-`docs/compare.md` has this table. A tensor diverges if any of its tests exceeds its bound.
+`docs/contributing/comparison.md` has this table. A tensor diverges if any of its tests exceeds its bound.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TENSORS_DIFFER = (
     "tensor parallel ranks have different tensors at {place}, of shapes {one} and {other}, and no rule says "
     "how they make up the full tensor: give its expected_shape (where each rank has a full tensor of its "
     "own, as under dropout: expected_shape={local}), hook after the reduction of a partial sum, or register "
-    "an adapter (docs/extend.md)"
+    "an adapter (docs/contributing/extend.md)"
 )
 BLOCK_ENTRIES = 1 << 20  # entries processed together
 FREQUENCIES = (0.7391, 1.3547, 2.2361, 2.9713)

@@ -1,4 +1,4 @@
-"""Write docs/coverage.md, docs/coverage.csv and the table in docs/frameworks.md from a run of the matrix."""
+"""Write docs/contributing/coverage.md and build/coverage.csv from a run of the matrix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE, FIGURES, SUMMARY = (ROOT / "docs" / name for name in ("coverage.md", "coverage.csv", "frameworks.md"))
-BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
+PAGE, FIGURES = ROOT / "docs" / "contributing" / "coverage.md", ROOT / "build" / "coverage.csv"
 CHECKS = ("value", "gradient", "edited")  # a row of the file has these, in this order
 SUMMED = (*CHECKS, "dump")  # and a row of the summary has these
 COLUMNS = ("model", "site", "configuration", "value", "gradient", "edit", "note")  # of the file
@@ -33,9 +32,12 @@ or, where the name says so, with TransformerLens. All runs are in fp32. An error
 over all layers and microbatches, divided by the greatest entry of the tensor of the single process.
 
 {counts}{not_run}
-## By model, by hook point
-- **By model and framework**: [frameworks](frameworks.md#what-is-covered).
-- **By hook point and configuration**: [coverage.csv](coverage.csv), {rows} rows of `{columns}`.
+## By model
+The last four columns are the greatest errors.
+
+{summary}
+## By hook point
+`scripts/dev/coverage_matrix` also writes `build/coverage.csv`, {rows} rows of `{columns}`.
 
 In the file, `value` and `gradient` are errors of the captured tensor and of its gradient. `edit` is the
 greatest error of the loss and of all parameters' gradients when the hook point is edited; in runs that
@@ -178,6 +180,7 @@ def write_rows(table: Iterable[Row]) -> int:
     found = [[re.sub(r"[*†]", "", x) if 3 <= n < 6 else x for n, x in enumerate(row)] for row in table]
     found = [["" if x == "-" else x for x in row] for row in found]
     found = [row for row in found if any(row[3:])]  # others have cells of dumps alone
+    FIGURES.parent.mkdir(exist_ok=True)
     with FIGURES.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -186,13 +189,19 @@ def write_rows(table: Iterable[Row]) -> int:
 
 
 def write_page(
-    about: dict[str, Any], counted: str, not_run: dict[str, str], table: list[Row], why: list[str]
+    about: dict[str, Any],
+    counted: str,
+    not_run: dict[str, str],
+    table: list[Row],
+    why: list[str],
+    by_model: str,
 ) -> None:
-    """Write the page of one screen, and the file that it points to."""
+    """Write the page, and the file that it points to."""
     features = [f"- {name}: {text}" for name, text in FEATURES.items() if text]
     head = HEAD.format(
         **about,
         counts=counted,
+        summary=by_model,
         not_run="".join(f"\n**Not run**: {name}, because {reason}.\n" for name, reason in not_run.items()),
         rows=f"{write_rows(table):,}",
         columns=", ".join(COLUMNS),
@@ -226,14 +235,9 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
 
 
 def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
-    """The summary in docs/frameworks.md: one row for each model."""
+    """One row for each model."""
     compared = [c for c in cells if not c["hidden"]]
-    good = sum(c["good"] for c in compared)
     lines = [
-        f"{len(compared)} comparisons, {good} in agreement. By hook point: [coverage](coverage.md).",
-        "",
-    ]
-    lines += [
         "| model, feature | configurations | kinds of hook points, names | comparisons | "
         "value | gradient | edit | dump |",
         "|---" * 8 + "|",
@@ -275,7 +279,7 @@ def read(paths: Iterable[str]) -> dict[str, Any]:
 
 
 def main(*paths: str) -> None:
-    """Write all three."""
+    """Write both."""
     run = read(paths)
     cells: list[Cell] = run["cells"]
     for cell in cells:
@@ -290,13 +294,9 @@ def main(*paths: str) -> None:
     not_run = missing(run)
     names = [name for name in models(cells) if name not in not_run]
     table = [row for name in names for row in rows([c for c in cells if c["model"] == name], name)]
-    write_page(about, counts([c for c in cells if not c["hidden"]]), not_run, table, why)
-    head, _, rest = SUMMARY.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        sys.exit(f"error: {SUMMARY.name} has no '{BEGIN.strip()}' ... '{END}': put them back")
-    SUMMARY.write_text(head + BEGIN + summary(cells, not_run) + END + tail, encoding="utf-8")
-    print(f"wrote {PAGE.name}, {FIGURES.name} and the table in {SUMMARY.name}: {len(cells)} cells")
+    counted = counts([c for c in cells if not c["hidden"]])
+    write_page(about, counted, not_run, table, why, summary(cells, not_run))
+    print(f"wrote {PAGE.name} and {FIGURES.name}: {len(cells)} cells")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
 
-The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages; the help
-of the command line and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or
-a table needs no empty line before it.
+The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages. The help of the command
+line and of the launchers' flags, Megatron's arguments and the private names of other packages are written
+as the site is built, each from its source. Markdown is as GitHub has it: a list or a table needs no empty
+line before it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
+    "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
     "patches/README.md": "patches.md",
 }
@@ -32,8 +33,11 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are no files of docs/."""
     from mkdocs.structure.files import File
 
+    from tests.support import argument_table, symbols
+
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
-    made |= {"commands.md": commands(), "flags.md": flags()}
+    made |= {"commands.md": commands(), "flags.md": flags(), "arguments.md": argument_table.page()}
+    made["contributing/upstream-names.md"] = symbols.page()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -1,7 +1,7 @@
 """`scripts/dev/exam`: silent bugs that others reported, beside clean runs, and the page of which are found.
 
 Each row of `tests/support/exam` is run with its bug and without. What was said is kept in
-tests/data/exam.json, a line for each row, and written into docs/exam.md and the README.
+tests/data/exam.json, a line for each row, and written into docs/contributing/exam.md and the README.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.planted import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "tests" / "data" / "exam.json"
-PAGE, README = ROOT / "docs" / "exam.md", ROOT / "README.md"
+PAGE, README = ROOT / "docs" / "contributing" / "exam.md", ROOT / "README.md"
 MOST_SAID = 220  # characters of the words that a cell quotes
 HEADS = ["bug", "configuration", "Megatron", "found by", "first site", "cause", "clean run"]
 PRECISIONS = ("fp32", "bf16")
@@ -38,7 +38,9 @@ def main(words: list[str] | None = None) -> None:
         "--rows", default="", metavar="WORDS", help="only rows with these words in their names (default: all)"
     )
     add("--json", type=Path, default=KEPT, help="what was said, by row (default: tests/data/exam.json)")
-    add("--page", type=Path, default=PAGE, help="the page with the table (default: docs/exam.md)")
+    add(
+        "--page", type=Path, default=PAGE, help="the page with the table (default: docs/contributing/exam.md)"
+    )
     add("--readme", type=Path, default=README, help="the page with the sentence (default: README.md)")
     args = parser.parse_args(words)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -171,8 +173,8 @@ def total(kept: Mapping[str, Any]) -> str:
     by = counted(kept)
     return (
         f"Of {by['found'][1]} silent bugs that others reported in public, run again in small models, "
-        f"[{by['found'][0]} are found](docs/exam.md), {by['right'][0]} at the right hook point or parameter; "
-        f"{by['silent'][0]} of {by['silent'][1]} clean runs raise no alarm."
+        f"[{by['found'][0]} are found](docs/contributing/exam.md), {by['right'][0]} at the right hook point "
+        f"or parameter; {by['silent'][0]} of {by['silent'][1]} clean runs raise no alarm."
     )
 
 

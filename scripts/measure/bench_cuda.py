@@ -1,6 +1,6 @@
 """scripts/bench --hooks --device cuda: the same ways on one GPU, one process, timed by CUDA events.
 
-What has run on a GPU, docs/gpu.md says.
+What has run on a GPU, docs/contributing/gpu.md says.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Correct runs of many layouts are compared with one process over steps of Adam: with the seeds on which bounds
 were set, and with seeds that were held out, on which nothing may be set. Of each bug of
 `tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything
-is kept in one JSON file, which an interrupted run resumes from; `--write docs/detection.md` puts its
-tables into the page.
+is kept in one JSON file, which an interrupted run resumes from; `--write docs/contributing/comparison.md`
+puts its tables into the page.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--minutes", type=float, default=600, help="begin nothing after so many (default %(default)s)")
     add("--renew", action="store_true", help="measure anew what another version of the comparer measured")
     add("--folder", help="where dumps are written, kept and used again (default: a temporary folder)")
-    add("--write", type=Path, metavar="PAGE", help="put the tables into this page too (docs/detection.md)")
+    add("--write", type=Path, metavar="PAGE", help="put the tables into this page too")
     return parser.parse_args(words)
 
 

@@ -1,7 +1,7 @@
 """Draws what scripts/bench --hooks measured: what a hook adds over the tensor's size, a line for each way.
 
-This draws the tables of the page again:
-`python scripts/measure/bench_plot.py docs/performance_raw.md docs/hooks.png`
+This draws the tables of a page again:
+`python scripts/measure/bench_plot.py build/overhead.md docs/contributing/hooks.png`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/detection.md: a pure function of what tests/data/detection.json keeps."""
+"""The tables of docs/contributing/comparison.md: a pure function of what tests/data/detection.json keeps."""
 
 from __future__ import annotations
 

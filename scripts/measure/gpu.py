@@ -23,7 +23,7 @@ import gpu_page
 import gpu_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "contributing" / "gpu.md"
 SOURCES = ("megatron_flex/**/*.py", "scripts/**/*.py", "tests/support/*.py", "tests/distributed/matrix.py")
 TAIL = 1500  # characters of a part's output that its result keeps where it failed to finish
 PASSED, FAILED, LATE, CRASHED = "passed", "failed", "did not finish", "crashed"
@@ -71,7 +71,12 @@ def flags(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--list", action="store_true", help="name the parts and what is known about them; run nothing")
     add("--out", type=Path, metavar="FOLDER", help="where results are kept (default build/gpu/DEVICE)")
     add("--fresh", action="store_true", help="run parts again that have finished")
-    add("--write", type=Path, metavar="PAGE", help="default docs/gpu.md; of a CPU gpu.md in the out folder")
+    add(
+        "--write",
+        type=Path,
+        metavar="PAGE",
+        help="default docs/contributing/gpu.md; of a CPU, in the out folder",
+    )
     add("--venv", type=Path, metavar="FOLDER", help="the environment to run in, or to make with --wheels")
     add(
         "--wheels",

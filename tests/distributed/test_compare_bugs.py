@@ -1,6 +1,6 @@
 """Comparing dumps finds real distributed bugs, and right runs raise no alarm.
 
-The magnitudes are those of docs/detection.md, which `scripts/bench --detection` measured.
+The magnitudes are those of docs/contributing/comparison.md, which `scripts/bench --detection` measured.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def test_the_bench_goes_on_where_it_was_stopped(
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
     detection = importlib.import_module("bench_detection")
     kept, page = tmp_path / "kept.json", tmp_path / "page.md"
-    page.write_text((ROOT / "docs" / "detection.md").read_text(encoding="utf-8"), encoding="utf-8")
+    shown = ROOT / "docs" / "contributing" / "comparison.md"
+    page.write_text(shown.read_text(encoding="utf-8"), encoding="utf-8")
     words = ["--json", str(kept), "--only", "bug", "--bugs", "output of a linear off", "--precisions", "fp32"]
     detection.main([*words, "--write", str(page)])
     (found,) = json.loads(kept.read_text())["results"].values()

@@ -52,7 +52,12 @@ def execute(code: str, case: Case = CASE) -> list[str]:
     def collect(*words: Any) -> None:
         printed.append(" ".join(str(w) for w in words))
 
-    names = {"chunks": chunks, "print": collect, "train_step": lambda c: gpt.step(case, c, 0)}
+    names = {
+        "chunks": chunks,
+        "model": chunks,
+        "print": collect,
+        "train_step": lambda c: gpt.step(case, c, 0),
+    }
     exec(code, names)
     return printed
 
@@ -70,6 +75,16 @@ for name, parameter in model.named_parameters():
 for tensors in flex.output_dict.values():
     torch.testing.assert_close(tensors[0], wide.detach(), rtol=1e-5, atol=1e-6)
 """
+
+
+def test_the_first_lines_of_the_readme_run() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "README.md")
+    (first,), *others = run(4, execute, code)
+    wide = (gpt.SEQUENCE, gpt.BATCH, 2 * gpt.FFN)
+    names = {f"decoder.layers.{n}.mlp.linear_fc1:output": wide for n in range(4)}
+    assert eval(first) == names | {"decoder.layers.2:output": (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN)}
+    assert others == [["{}"]] * 3
 
 
 def test_the_readme_runs(tmp_path: Path) -> None:
@@ -96,7 +111,7 @@ PACKED = Case("packed cp2 tp2 sp", cp=2, tp=2, sp=True, packed="flat", padded=Tr
 
 def test_the_page_on_packed_sequences_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    capture, read = blocks(ROOT / "docs" / "packed.md")
+    capture, read = blocks(ROOT / "docs" / "captures.md")
     code = f"folder = {str(tmp_path / 'dump')!r}\n{capture}"
     (printed, *others) = run(4, execute, code, PACKED)
     residual, hidden = "decoder.layers.1:output", gpt.HIDDEN
@@ -180,7 +195,7 @@ def execute_migration(code: str, weights: dict[str, Any]) -> list[str]:
 
 def test_the_page_on_hybrid_models_runs() -> None:
     pytest.importorskip("megatron.core.models.hybrid", reason="HybridModel came with megatron-core 0.19")
-    page = ROOT / "docs" / "hybrid.md"
+    page = ROOT / "docs" / "models.md"
     state = truths.of(Case("tp2").single(), oracle.sites_of(Case("tp2").single()), [])["state"]
     first, *others = run(4, execute_migration, "\n".join([*blocks(page), EFFECT]), state)
     shown = "".join(blocks(page, "text")).splitlines()
@@ -195,7 +210,7 @@ def test_the_page_on_hybrid_models_runs() -> None:
 
 def test_the_page_on_models_that_hold_others_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "holders.md")
+    (code,) = blocks(ROOT / "docs" / "models.md")
     case = Case("value head tp2 sp", tp=2, sp=True, layers=2, family=families.VALUE)
     shapes = {
         "policy.decoder.layers.1.mlp.linear_fc1:output": (gpt.SEQUENCE, gpt.BATCH, 2 * gpt.FFN),
@@ -241,13 +256,13 @@ def test_the_page_on_statistics_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_on_cpus_runs() -> None:
-    (code,) = blocks(ROOT / "docs" / "cpu.md")
+    (code,) = blocks(ROOT / "docs" / "machines.md")
     run(1, _run_plainly, code)
 
 
-def test_the_page_on_gradients_runs() -> None:
+def test_the_scale_of_gradients_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "gradients.md")
+    (code,) = blocks(ROOT / "docs" / "how-it-works.md")
     first, *others = run(4, execute, code)
     shape = f"({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
     assert first == [f"decoder.layers.3:output.grad {shape}"]
@@ -269,7 +284,7 @@ def test_the_page_on_the_compatible_interface_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_selecting_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "selecting.md")
+    (code,) = blocks(ROOT / "docs" / "captures.md")
     first, *others = run(4, execute, code)
     s, b, h = gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN
     assert sorted(first) == [
@@ -299,7 +314,7 @@ def test_the_page_on_edits_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_that_sum_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "edits.md")
+    (code,) = blocks(ROOT / "docs" / "contributing" / "extend.md")
     for printed in run(4, execute, code):
         on_parts, on_wholes = ([float(x) for x in line.split()] for line in printed)
         assert on_parts == pytest.approx(on_wholes, rel=1e-5)
@@ -337,9 +352,9 @@ def _run_by_hand(code: str) -> list[str]:
     return printed
 
 
-def test_the_page_on_following_runs() -> None:
+def test_an_inferred_layout_runs() -> None:
     pytest.importorskip("fairscale")
-    (code,) = blocks(ROOT / "docs" / "following.md")
+    (code,) = blocks(ROOT / "docs" / "how-it-works.md")
     assert run(2, _run_followed, code) == [[f"(2, 8, {llama.FFN})"], []]
 
 
@@ -361,22 +376,22 @@ def test_the_page_on_training_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_shared_values_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "context.md")
+    (code,) = blocks(ROOT / "docs" / "edits.md")
     answers = run(4, execute, code)
     told = [f"{CASE.microbatches} {list(range(CASE.microbatches))}"]
     assert answers == [[], [], told, told]
 
 
 def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
-    reference, page = ROOT / "docs" / "adapters.md", ROOT / "docs" / "extend.md"
-    (detect,), (toy, adapter, use) = blocks(reference), blocks(page)
+    page = ROOT / "docs" / "contributing" / "extend.md"
+    toy, adapter, use, detect = blocks(page)
     assert len(adapter.splitlines()) < 100
     (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
     distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
     (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
     (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path))
     assert again == first
-    (shown,) = blocks(reference, "text")
+    (shown,) = blocks(page, "text")
     told = set(shown.splitlines())
     for text in (first, *others):
         assert {line for line in text.splitlines() if not line.startswith("  not ")} < told
@@ -393,7 +408,7 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
 @pytest.mark.versions
 def test_the_page_on_extending_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "extend.md")
+    (code,) = blocks(ROOT / "docs" / "contributing" / "extend.md")
     assert run(4, execute, code) == [["soften(2.0, positions=-1) True"]] * 4
 
 
@@ -440,9 +455,9 @@ def test_the_page_on_comparing_runs(tmp_path: Path) -> None:
     assert "decoder.layers.3.mlp:output.grad gradient 0 True" in printed
 
 
-def test_the_page_on_concepts_runs(tmp_path: Path) -> None:
+def test_how_it_works_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    page = ROOT / "docs" / "concepts.md"
+    page = ROOT / "docs" / "how-it-works.md"
     layout, site, hook = blocks(page)
     printed: list[str] = []
     names: dict[str, Any] = {"print": printed.append}
@@ -506,7 +521,7 @@ def test_the_page_on_launchers_runs() -> None:
 
 def test_the_page_on_the_bridge_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "switching.md")
+    (code,) = blocks(ROOT / "docs" / "launch.md")
     run(2, _run_bridged, code, tmp_path)
     with mf.open_dump(tmp_path / "dumps" / "run") as dump:
         assert list(dump.iterations) == [0, 1, 2]
@@ -532,7 +547,7 @@ def _run_bridged(code: str, folder: Path) -> None:
 def test_the_page_on_deepspeed_runs() -> None:
     if find_spec("deepspeed") is None:  # not importorskip: importing it here would patch this process
         pytest.skip("deepspeed is not installed")
-    (code,) = blocks(ROOT / "docs" / "deepspeed.md")
+    (code,) = blocks(ROOT / "docs" / "frameworks.md")
     assert run(1, _run_deepspeed, code) == [False]
 
 

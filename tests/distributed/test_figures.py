@@ -378,7 +378,7 @@ def test_padding_of_the_vocabulary_is_no_token(tmp_path: Path) -> None:
 
 def test_the_page_on_plots_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    dumped, drawn, cached, numbers = blocks(ROOT / "docs" / "plots.md")
+    dumped, drawn, cached, numbers = blocks(ROOT / "docs" / "view.md")
     folder = f"folder = {str(tmp_path / 'dump')!r}\n"
     run(4, execute, folder + dumped)
     printed: list[str] = []

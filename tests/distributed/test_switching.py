@@ -184,7 +184,7 @@ def of_the_page(case: Case, chunks: list[Any], folder: Path) -> tuple[list[list[
     """The loop on the page, with an edit that waits to be switched on and a file that does."""
     from megatron_flex.launch.launch_settings import EditSettings, Settings
 
-    text = (Path(__file__).parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "launch.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[-1], names)
     path, losses = folder / "page", []

@@ -328,7 +328,7 @@ def page(code: str, folder: str) -> list[str]:
 
 def test_the_page_on_trainer_runs(tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    (code,) = blocks(ROOT / "docs/trainer.md")
+    (code,) = blocks(ROOT / "docs/huggingface.md")
     ((printed,),) = run(1, page, code, str(tmp_path))
     assert printed == str([(step, n) for step in range(2) for n in range(4)])
-    assert f"`{printed}`" in (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
+    assert f"`{printed}`" in (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")

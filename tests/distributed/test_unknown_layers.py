@@ -96,7 +96,7 @@ def test_a_shard_without_a_shape_is_an_error_on_all_ranks(world: int, tp: int) -
         assert edited == [], "no edit saw a shard"
         for name, said in out.items():
             place = places[name.removesuffix(", again")]
-            assert_names(said, place, "expected_shape", "docs/extend.md")
+            assert_names(said, place, "expected_shape", "docs/contributing/extend.md")
         if leader:
             assert read["up:output"] == (TOKENS, SAMPLES, WIDE)
             assert read["norm:output"] == (TOKENS, SAMPLES, IN)

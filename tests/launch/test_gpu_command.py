@@ -26,7 +26,7 @@ def gpu(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    pages = [ROOT / "docs" / name for name in ("gpu.md", "gpu.json")]
+    pages = [ROOT / "docs" / "contributing" / name for name in ("gpu.md", "gpu.json")]
     before = [page.read_bytes() for page in pages]
     done = gpu(tmp_path, "--part", *PARTS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""Write the table of docs/arguments.md from arguments.toml: `python -m tests.support.argument_table`."""
+"""The page of Megatron's arguments, from tests/data/arguments.toml.
+
+`python -m tests.support.argument_table` prints it, and `scripts/docs` has it in the site.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,29 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-DATA, PAGE = TESTS / "data" / "arguments.toml", TESTS.parent / "docs" / "arguments.md"
-BEGIN, END = "<!-- table of arguments.toml -->", "<!-- end of the table -->"
+CENSUS = Path(__file__).parents[1] / "data" / "arguments.toml"
+HEAD = """# Megatron's arguments
+
+What each command line argument of Megatron-LM (megatron-core 0.19) means for hooks.
+
+- **supported**: hook points, layouts and schedules follow the setting. If the setting hides a hook point,
+  `flex.sites()` gives the reason, and a hook there raises an error that names the argument to change.
+- **refused**: `attach` raises on all ranks, before the first step, and names the argument to change.
+- **unaffected**: the setting changes neither which tensors exist nor how they are sharded.
+
+Arguments that need a GPU, Transformer Engine or NCCL have not been run: fp8 and fp4, fused and flash
+attention, the op fuser, userbuffers, offloading and the flex dispatcher are classified by reading
+Megatron's source.
+"""
 
 
 def read() -> dict[str, Any]:
     """The groups and the fields of the config."""
-    return tomllib.loads(DATA.read_text(encoding="utf-8"))
+    return tomllib.loads(CENSUS.read_text(encoding="utf-8"))
 
 
 def rows(census: dict[str, Any]) -> str:
-    """The table in Markdown: first what is refused and supported, with one row a group."""
+    """The table in Markdown: first what is supported, then what is refused, with one row for each group."""
     order = ("supported", "refused", "unaffected")
     lines = ["| arguments | status | effect on hook points |", "|---|---|---|"]
     for group in sorted(census["group"], key=lambda g: order.index(g["status"])):
@@ -26,11 +40,10 @@ def rows(census: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, census: dict[str, Any]) -> str:
-    """The text of the page with the table of the census in it."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{rows(census)}\n{END}{rest.partition(END)[2]}"
+def page() -> str:
+    """The page."""
+    return f"{HEAD}\n{rows(read())}\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    print(page(), end="")

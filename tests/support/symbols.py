@@ -1,6 +1,6 @@
 """Whether installed packages have the private names that the package uses, and the page of these names.
 
-`python -m tests.support.symbols` writes the tables of docs/upstream-names.md.
+`python -m tests.support.symbols` prints the page, which `scripts/docs` has in the site.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from packaging.specifiers import SpecifierSet
 
 from tests.support.upstream_symbols import UPSTREAM_SYMBOLS, UpstreamSymbol
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "upstream-names.md"
-BEGIN, END = "<!-- generated: python -m tests.support.symbols -->", "<!-- end of generated -->"
+HEAD = """# Private names of other packages
+
+Hooks need some functions that have no public name upstream. This page lists every private or undocumented
+name that the package uses, the supported versions that have it, and why no public name suffices.
+`tests/support/upstream_symbols.py` is the source of the list, and `tests/unit/test_upstream_symbols.py`
+compares it with the installed packages, on each supported version.
+"""
 
 
 def installed_version(package: str) -> str | None:
@@ -86,11 +90,10 @@ def _rows(symbols: Iterable[UpstreamSymbol]) -> Iterator[str]:
         yield f"| `{symbol.path}` | {versions} | {symbol.reason} |"
 
 
-def page(text: str) -> str:
-    """A page with its tables written anew."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables()}{END}{rest.partition(END)[2]}"
+def page() -> str:
+    """The page."""
+    return f"{HEAD}\n{tables()}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(page(), end="")

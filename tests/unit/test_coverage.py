@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,7 @@ def page(tmp_path: Path) -> Any:
     script: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.ROOT = tmp_path
-    names = ("coverage.md", "coverage.csv", "frameworks.md")
-    script.PAGE, script.FIGURES, script.SUMMARY = (tmp_path / name for name in names)
-    script.SUMMARY.write_text(f"above\n{script.BEGIN}old\n{script.END}\nbelow\n")
+    script.PAGE, script.FIGURES = tmp_path / "coverage.md", tmp_path / "build" / "coverage.csv"
     return script
 
 
@@ -37,9 +36,7 @@ def cell(model: str, site: str, check: str, error: float, bound: float = 1e-5, *
     return {"model": model, "site": site, "check": check, "error": error, "bound": bound, **plain, **more}
 
 
-def written(
-    page: Any, tmp_path: Path, cells: list[dict[str, Any]], **more: Any
-) -> tuple[list[str], list[str]]:
+def written(page: Any, tmp_path: Path, cells: list[dict[str, Any]], **more: Any) -> list[str]:
     run = {
         "commit": "commit 0123456789ab",
         "versions": "torch 0",
@@ -50,7 +47,7 @@ def written(
     }
     (tmp_path / "cells.json").write_text(json.dumps(run))
     page.main(str(tmp_path / "cells.json"))
-    return page.PAGE.read_text().splitlines(), page.SUMMARY.read_text().splitlines()
+    return page.PAGE.read_text().splitlines()
 
 
 def test_runs_of_one_commit_are_read_together(page: Any, tmp_path: Path) -> None:
@@ -62,9 +59,9 @@ def test_runs_of_one_commit_are_read_together(page: Any, tmp_path: Path) -> None
     for file, run in zip(files, (first, second), strict=True):
         file.write_text(json.dumps(run))
     page.main(str(files[0]))
-    (absent,) = (row for row in page.SUMMARY.read_text().splitlines() if row.startswith("| apex |"))
+    (absent,) = (row for row in page.PAGE.read_text().splitlines() if row.startswith("| apex |"))
     page.main(*map(str, files))
-    assert absent not in page.SUMMARY.read_text(), "that it is not installed"
+    assert absent not in page.PAGE.read_text(), "that it is not installed"
     assert_names(page.PAGE.read_text(), "torch 0, apex 0.1", "3 minutes")
     assert {row["model"] for row in rows_of(page)} == {"GPT", "apex"}
     files[1].write_text(json.dumps(second | {"commit": "commit 1"}))
@@ -84,10 +81,18 @@ def test_hidden_hook_points_and_upstreams_errors_have_reasons(page: Any, tmp_pat
         cell("GPT", "decoder.layers.1:k", "gradient", 2e-3, upstream="one head alone", own=1e-7),
         cell("GPT", "decoder.layers.1:k", "dump", 1e-7, case="dp2"),
     ]
-    found, _ = written(page, tmp_path, cells)
+    found = written(page, tmp_path, cells)
     assert any_names(found, "a kernel keeps them")
     assert any_names(found, "one head alone", 1, "1.0e-07")
     assert [(row["site"], row["gradient"], row["note"]) for row in rows_of(page)] == [
         ("decoder.layers.N:scores", "", "hidden: 1"),
         ("decoder.layers.N:k", "2e-3", "upstream differs"),
     ], "what dumps alone have compared has no row"
+
+
+def test_pages_have_the_count_of_the_coverage_page() -> None:
+    docs = ROOT / "docs"
+    text = (docs / "contributing" / "coverage.md").read_text(encoding="utf-8")
+    numbers = [f"{int(n):,}" for n in re.findall(r"\*\*(\d+) comparisons, (\d+) in agreement", text)[0]]
+    for page in (ROOT / "README.md", docs / "frameworks.md"):
+        assert_names(" ".join(page.read_text(encoding="utf-8").split()), *numbers)

@@ -181,10 +181,10 @@ def test_figures_of_a_cpu_do_not_go_among_the_documents(
     script: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = script("gpu")
-    assert gpu.flags([]).write == ROOT / "docs" / "gpu.md"
+    assert gpu.flags([]).write == ROOT / "docs" / "contributing" / "gpu.md"
     assert not gpu.flags(["--device", "cpu"]).write.is_relative_to(ROOT / "docs")
     with pytest.raises(SystemExit):
-        gpu.flags(["--device", "cpu", "--write", str(ROOT / "docs" / "gpu.md")])
+        gpu.flags(["--device", "cpu", "--write", str(ROOT / "docs" / "contributing" / "gpu.md")])
     assert_names(capsys.readouterr().err, "--write")
 
 

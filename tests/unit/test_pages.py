@@ -105,7 +105,7 @@ def test_the_notation_of_layouts() -> None:
 def test_the_words_of_a_control_file() -> None:
     from megatron_flex.launch.hook_control import parse_control_words
 
-    (shown,) = pages.mine(ROOT / "docs" / "switching.md", "text")
+    (shown,) = pages.mine(ROOT / "docs" / "launch.md", "text")
     assert parse_control_words(shown.encode()) == ("none", "+steer", "-dump")
 
 

@@ -91,7 +91,7 @@ def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_is_whole(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
-    for page in ("index", "contributing", "patches", "commands", "flags"):
+    for page in ("index", "contributing/index", "patches", "commands", "flags", "arguments"):
         assert (site / f"{page}.html").is_file(), page
     ids = {i for page in (site / "api").glob("*.html") for i in Page(page.read_text("utf-8")).ids}
     assert ids >= {*documented()}
@@ -102,6 +102,8 @@ def test_the_site_is_whole(site: Path) -> None:
     assert ids >= {f"megatron_flex.model.{space}.{name}" for space, names in spaces.items() for name in names}
     assert "megatron-flex dump ls" in (site / "commands.html").read_text("utf-8")
     assert "--flex-sites" in (site / "flags.html").read_text("utf-8")
+    assert "--tensor-model-parallel-size" in (site / "arguments.html").read_text("utf-8")
+    assert "_GLOBAL_ARGS" in (site / "contributing" / "upstream-names.html").read_text("utf-8")
     assert "index.html" not in re.findall(
         r'href="[^"]*README[^"]*"', (site / "compat.html").read_text("utf-8")
     )
@@ -147,9 +149,9 @@ def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> No
             "README.md",
             "index.md",
             "[a](CONTRIBUTING.md), [b](patches/README.md)",
-            "[a](contributing.md), [b](patches.md)",
+            "[a](contributing/index.md), [b](patches.md)",
         ),
-        ("README.md", "index.md", "![a](docs/hooks.png)", "![a](hooks.png)"),
+        ("README.md", "index.md", "![a](docs/view.png)", "![a](view.png)"),
         ("patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
         ("docs/compat.md", "compat.md", "[a](../README.md)", "[a](index.md)"),
         ("docs/api/models.md", "api/models.md", "[a](../concepts.md)", "[a](../concepts.md)"),

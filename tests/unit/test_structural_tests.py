@@ -550,7 +550,7 @@ def test_scores_explain_their_softmax_and_its_gradient() -> None:
 
 def test_the_page_has_the_table_of_tests() -> None:
     rows = [f"| `{t.name}` | {t.statistic} | {t.bound} | {t.proves} |" for t in TESTS]
-    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs" / "contributing" / "comparison.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.split(" | ")[0] in {row.split(" | ")[0] for row in rows}] == rows
 
 

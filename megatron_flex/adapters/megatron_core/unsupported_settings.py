@@ -1,6 +1,7 @@
 """Settings of Megatron under which hooks would get wrong tensors or none; `attach` raises.
 
-docs/arguments.md lists which arguments of Megatron-LM are supported, unaffected or refused.
+tests/data/arguments.toml says for every argument of Megatron-LM whether it is supported, unaffected or
+refused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -36,8 +35,6 @@ from megatron_flex.launch.launch_settings import (
     merge_values,
 )
 from tests.support.messages import assert_names, raises
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 # What each flag is given here, and what its field is then.
 GIVEN: dict[str, tuple[list[str], Any]] = {
@@ -138,17 +135,6 @@ def test_both_helps_list_every_flag() -> None:
     parser = mf.add_flex_args(argparse.ArgumentParser(allow_abbrev=False))
     for text in (ours, parser.format_help()):
         assert [f.option for f in FLAGS if f.option not in text] == []
-
-
-def test_the_page_has_every_flag_in_its_group() -> None:
-    page = (DOCS / "launch.md").read_text(encoding="utf-8")
-    told = []
-    for line in page.splitlines():
-        if line.startswith("#"):
-            group = line.lstrip("# ").lower()
-        if row := re.match(r"\| `(--flex-.*?)` \|", line):
-            told.append((group, row[1].replace(r"\|", "|")))
-    assert told == [(f.group, f.usage) for f in FLAGS]
 
 
 # --- both ways say the same

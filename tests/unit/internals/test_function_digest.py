@@ -325,7 +325,7 @@ def test_a_function_of_many_hooks_is_told_once() -> None:
 
 def test_the_page_runs() -> None:
     scope: dict[str, Any] = {}
-    (block,) = mine(ROOT / "docs/switching.md")
+    (block,) = mine(ROOT / "docs/debugging.md")
     exec(block, scope)
     one, two = (scope["logging_from"](rank) for rank in (0, 1))
     assert digest_function(one) == digest_function(two)
