@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.host_groups import HostWork, open_host_group, receive_from, send_to
+from megatron_flex.collectives.messages import align_size, pack
 from megatron_flex.mesh import Mesh
-
-PACKAGE_ALIGN = 16  # bytes; every dtype may start at a multiple of it
 
 
 class StageMessage(NamedTuple):
@@ -64,9 +63,8 @@ class PipelineRelay:
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._axis, self._name = mesh["pp"], name
         self._group: Any = None
-        self._posted: dict[StageMessage, list[HostWork]] = {}
-        # By tag: gloo may read the tensors until the receiver has taken or dropped the messages.
-        self._abandoned: dict[int, list[HostWork]] = {}
+        # By tag, as gloo may read the tensors until the receiver has taken the messages, or dropped them.
+        self._sent: dict[int, list[tuple[StageMessage, list[HostWork]]]] = {}
 
     def open(self) -> None:
         """Create the group, if it does not exist. Collective over the leaders of a replica's stages."""
@@ -83,9 +81,8 @@ class PipelineRelay:
         """
         body = package.cpu()
         lengths = torch.tensor([message.number, body.numel()], dtype=torch.int64)
-        self._posted[message] = [
-            send_to(self._group, t, stage, message.tag << 1 | i) for i, t in enumerate((lengths, body))
-        ]
+        works = [send_to(self._group, t, stage, message.tag << 1 | i) for i, t in enumerate((lengths, body))]
+        self._sent.setdefault(message.tag, []).append((message, works))
 
     def receive(self, stage: int, message: StageMessage) -> Tensor:
         """Wait for a package from a stage's leader; other packages with the same tag are dropped."""
@@ -97,24 +94,25 @@ class PipelineRelay:
             if int(lengths[0]) == message.number:
                 return body
 
-    def settle(self, message: StageMessage | None = None) -> None:
-        """Release sent packages that are known to have been received: one message, or all of them."""
-        for known in [message] if message else list(self._posted):
-            for work in self._posted.pop(known, []):
-                work.wait()
-            # Messages with one tag arrive in the order in which they were sent.
-            self._abandoned.pop(known.tag, None)
+    def release(self, message: StageMessage) -> None:
+        """Release a package that is known to have been received, and those of failed steps with its tag.
 
-    def abandon(self) -> None:
-        """Stop waiting for sent packages: the receivers may never read them, or drop them by their number."""
-        for message, sent in self._posted.items():
-            self._abandoned.setdefault(message.tag, []).extend(sent)
-        self._posted.clear()
+        Messages with one tag arrive in the order in which they were sent.
+        """
+        for sent, works in self._sent.pop(message.tag, ()):
+            if sent == message:
+                for work in works:
+                    work.wait()
+
+    def settle(self, step: int) -> None:
+        """Release all packages of a step that all ranks have completed."""
+        for message in [sent[-1][0] for sent in self._sent.values()]:
+            if message.step == step:
+                self.release(message)
 
     def close(self) -> None:
         """Release the group, without waiting for other ranks."""
-        self._posted.clear()
-        self._abandoned.clear()
+        self._sent.clear()
         self._group = None
 
 
@@ -157,31 +155,26 @@ def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]
         except Exception as error:  # pickling a user's object may raise anything; reported with its name
             del tensors[before:]
             refused(key, error)
-    data = [_package_bytes(t.detach().resolve_conj().resolve_neg()) for t in tensors]
+    data = [t.detach().resolve_conj().resolve_neg() for t in tensors]
     about = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
     note = torch.frombuffer(bytearray(pickle.dumps((parts, about))), dtype=torch.uint8)
-    device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
-    head = torch.tensor([note.numel()], dtype=torch.int64).view(torch.uint8)
-    pieces = [head, note, *data]
-    starts = [0, 8]
-    for piece in pieces[1:]:
-        starts.append(_align_offset(starts[-1] + piece.numel()))
-    out = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-    for start, piece in zip(starts, pieces, strict=False):
-        out[start : start + piece.numel()].copy_(piece)
-    return out
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    pieces = [torch.tensor([note.numel()], dtype=torch.int64, device=device), note, *data]
+    return pack(pieces, [piece.nbytes for piece in pieces])
 
 
 def unpack_values(package: Tensor) -> dict[Any, Any]:
     """The items of a package; tensors are on the same type of device as before."""
     length = int(package[:8].cpu().view(torch.int64))
-    parts, about = pickle.loads(package[8 : 8 + length].cpu().numpy().tobytes())  # noqa: S301 (of a rank)
-    tensors, start = [], _align_offset(8 + length)
+    start = align_size(8)
+    note = package[start : start + length].cpu().numpy().tobytes()
+    parts, about = pickle.loads(note)  # noqa: S301  # a rank of this job pickled it
+    tensors, start = [], start + align_size(length)
     for shape, dtype, device in about:
-        flat = torch.empty(shape, dtype=dtype, device="meta")
-        data = package[start : start + flat.nbytes].to(device)
+        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        data = package[start : start + nbytes].to(device)
         tensors.append(data.clone().view(dtype).reshape(shape))
-        start = _align_offset(start + flat.nbytes)
+        start += align_size(nbytes)
     return {key: _Unpickler(io.BytesIO(part), tensors).load() for key, part in parts.items()}
 
 
@@ -217,11 +210,3 @@ def _pickle_item(item: Any, tensors: list[Tensor]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, tensors).dump(item)
     return file.getvalue()
-
-
-def _align_offset(n: int) -> int:
-    return -(-n // PACKAGE_ALIGN) * PACKAGE_ALIGN
-
-
-def _package_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

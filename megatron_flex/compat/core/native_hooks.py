@@ -97,17 +97,17 @@ def share_between_stages(context: SaveContext, scopes: ContextScopes) -> Iterato
         context: the save_ctx of one FlexModel.
         scopes: the native values, which are sent from stage to stage; inside a call.
     """
-    shared, own = scopes.call_values, vars(context)
-    assert shared is not None
-    own.update({name: shared.get(name) for name in shared.names()})
+    assert scopes.frame is not None
+    shared, own = scopes.frame.values, vars(context)
+    own.update(shared)
     before = set(own)
     context.touched.clear()
     yield
     for name in before - own.keys():
         if name in shared:
-            shared.remove(name)
+            del shared[name]
     for name in own.keys() & (context.touched | (own.keys() - before)):
-        shared.set(name, own[name])
+        shared[name] = own[name]
 
 
 GRADIENT_HOOK_TYPES = ("full_backward", "full_backward_pre", "tensor")

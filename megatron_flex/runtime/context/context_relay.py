@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import (
     PipelineRelay,
     StageMessage,
@@ -22,10 +23,10 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_scopes import ContextScopes
-from megatron_flex.runtime.context.context_values import ContextEntry
 from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hook_registry import HookEntry
 from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.sites import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +52,18 @@ class ContextPlan:
     @staticmethod
     def of(active: Sequence[HookEntry], stages: int) -> ContextPlan:
         """The plan for the active hooks."""
-        hooks: set[HookFunction] = set()
-        chain: set[int] = set()
-        backward: set[int] = set()
-        once: set[int] = set()
-        replicated: set[int] = set()
-        for entry in active:
-            hook = entry.hook
-            if hook.editing_function is None or not uses_context(hook.editing_function):
-                continue
-            virtual_stages = {at.chunk * stages + at.stage for at in entry.sites}
-            virtual_stages |= {at.chunk * stages + at.stage for at in entry.parameters}
-            hooks.add(hook)
-            chain |= virtual_stages
-            backward |= virtual_stages if hook.backward else set()
-            (once if hook.run == "once" else replicated).update(p % stages for p in virtual_stages)
+        users = [e for e in active if (edit := e.hook.editing_function) is not None and uses_context(edit)]
+        places: list[tuple[HookFunction, int]] = []
+        for entry in users:
+            sites: tuple[Site | ParameterSite, ...] = (*entry.sites, *entry.parameters)
+            places += [(entry.hook, site.chunk * stages + site.stage) for site in sites]
         return ContextPlan(
-            frozenset(hooks),
-            tuple(sorted(chain)),
-            frozenset(backward),
-            frozenset(once),
-            frozenset(replicated),
-            stages,
+            hooks=frozenset(entry.hook for entry in users),
+            chain=tuple(sorted({stage for _, stage in places})),
+            backward=frozenset(stage for hook, stage in places if hook.backward),
+            once=frozenset(stage % stages for hook, stage in places if hook.run == "once"),
+            replicated=frozenset(stage % stages for hook, stage in places if hook.run != "once"),
+            stages=stages,
         )
 
     @property
@@ -151,11 +142,10 @@ class ContextRelay:
         """Discard the microbatches of earlier steps; called at the beginning and at the end of a step."""
         self.scopes.drop(*self.scopes.micros)
         self._due = None
-        self._relay.abandon()
 
     def settle(self) -> None:
         """Note that all ranks have completed the step, so that everything sent has been received."""
-        self._relay.settle()
+        self._relay.settle(self.clock.step)
 
     def forward_begins(self) -> None:
         """Begin a microbatch's forward pass through a virtual stage."""
@@ -189,7 +179,7 @@ class ContextRelay:
         source = self.plan.beside(virtual_stage, 1)
         if source is not None and self.scopes.begin().training:
             self._receive(source, backward=True)
-            self._relay.settle(self._message(source, backward=False))
+            self._relay.release(self._message(source, backward=False))
 
     def backward_ends(self) -> None:
         """End the backward pass through the virtual stage."""
@@ -208,50 +198,37 @@ class ContextRelay:
         return StageMessage(self.clock.step, self.clock.microbatch, virtual_stage, backward)
 
     def _send(self, target: int, backward: bool) -> None:
-        micro, stage = self.scopes.begin(), target % self.plan.stages
+        micro, stages = self.scopes.begin(), self.plan.stages
         items: dict[Any, Any] = {}
         if backward:
-            away = [t for t in micro.account if t[0].virtual_stage % self.plan.stages != self.scopes.stage]
+            away = [t for t in micro.account if t[0].virtual_stage % stages != self.scopes.stage]
             items = {("grad", ticket): micro.account.pop(ticket) for ticket in away}
-        if not backward or self.plan.needs_values_backward(target):
-            items |= self._values(stage)
+        if self._carries_values(target, backward):
+            state = micro.state.items()
+            items |= {("value", name): replace(entry, virtual_stage=None) for name, entry in state}
         if self._leads:
-            self._relay.send(pack_values(items, self._refused), stage, self._message(target, backward))
+            package = pack_values(items, self._refused)
+            self._relay.send(package, target % stages, self._message(target, backward))
 
-    def _values(self, stage: int) -> dict[Any, Any]:
-        """The values of the running microbatch, those that a stage already has without what is in them."""
-        micro = self.scopes.begin()
-        items: dict[Any, Any] = {("names", ""): list(micro.state)}
-        for name, entry in micro.state.items():
-            known = stage in entry.holders
-            entry = micro.state[name] = replace(entry, holders=entry.holders | {stage})
-            micro.held[entry.version] = entry
-            sent = None if known else entry.value
-            items["entry", name] = replace(entry, value=sent, virtual_stage=None), known
-        return items
+    def _carries_values(self, target: int, backward: bool) -> bool:
+        """Whether a package to a virtual stage has the values of the microbatch, besides gradients."""
+        return not backward or self.plan.needs_values_backward(target)
 
     def _receive(self, source: int, backward: bool) -> None:
         package: Tensor | None = None
+        virtual_stage = self.scopes.virtual_stage
         if self._leads:
-            stage = source % self.plan.stages
-            package = self._relay.receive(stage, self._message(self.scopes.virtual_stage, backward))
+            package = self._relay.receive(source % self.plan.stages, self._message(virtual_stage, backward))
         if self.scopes.shared:
             package = broadcast_package(package, self._holders)
         if package is None:
             return
         micro, items = self.scopes.begin(), unpack_values(package)
-        for (kind, what), item in items.items():
+        for (kind, ticket), grad in items.items():
             if kind == "grad":
-                micro.credit(what, item)
-        if ("names", "") in items:
-            state = {}
-            for name in items["names", ""]:
-                entry, known = items.get(("entry", name), (None, False))
-                held: ContextEntry | None = micro.held.get(entry.version) if known else entry
-                if entry is not None and held is not None:
-                    state[name] = replace(held, holders=entry.holders)
-                    micro.held[entry.version] = state[name]
-            micro.state = state
+                micro.credit(ticket, grad)
+        if self._carries_values(virtual_stage, backward):
+            micro.state = {name: entry for (kind, name), entry in items.items() if kind == "value"}
 
     def _refused(self, key: Any, error: Exception) -> None:
         self._note(

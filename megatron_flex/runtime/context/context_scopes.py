@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -24,10 +25,10 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_values import (
     IMMUTABLE_TYPES,
-    CallChanges,
     CallFrame,
     CallMode,
     CallNamespace,
+    Changes,
     ContextEntry,
     GradientAnchor,
     MicrobatchValues,
@@ -65,22 +66,12 @@ class ContextScopes:
         self.alone = mesh["tp"].size * mesh["cp"].size * data == 1
         self.stage, self.stages = mesh["pp"].coord, mesh["pp"].size
         self._anchors: list[tuple[bool, TensorTicket, Tensor]] = []
-        self._delta = CallChanges()
+        self._changes = Changes(), Changes()  # of the microbatch and of the run, by the last call
 
     @property
     def virtual_stage(self) -> int:
         """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
-
-    @property
-    def call_values(self) -> CallNamespace | None:
-        """The values of the microbatch as the running call sees them; None outside of editing functions."""
-        return None if self.frame is None else self.frame.values
-
-    @property
-    def call_run(self) -> CallNamespace | None:
-        """The values of the run as the running call sees them; None outside of editing functions."""
-        return None if self.frame is None else self.frame.run
 
     def begin(self) -> MicrobatchValues:
         """Return the values of the clock's microbatch; they are created on first use."""
@@ -112,7 +103,7 @@ class ContextScopes:
         Values are moved to the device of the call, as layers of one model may be on several. `attempt` makes
         the call; the changes are applied unless it raises.
         """
-        self._delta = CallChanges()
+        self._changes = Changes(), Changes()
         frame = self.frame = self._frame(hook, index, key, device)
         try:
             out = attempt(partial(_call_checked, frame, function))
@@ -129,8 +120,6 @@ class ContextScopes:
             values, run = micro.snapshots[key.site, key.call, index] = dict(micro.state), dict(self.run)
         elif mode is CallMode.REPLAY:
             values, run = micro.snapshots.get((key.site, key.call, index), (micro.state, self.run))
-            known = {entry.version for entry in values.values()}
-            micro.made = {ticket: t for ticket, t in micro.made.items() if ticket[0] in known}
         replayed = mode in (CallMode.FIRST, CallMode.REPLAY)
         return CallFrame(
             hook,
@@ -168,8 +157,6 @@ class ContextScopes:
             ticket = entry.version, number
             if same and mode is CallMode.PLAIN and entry.virtual_stage == self.virtual_stage:
                 return item
-            if same and mode is CallMode.REPLAY and ticket in micro.made:
-                return micro.made[ticket]
             token = torch.empty(0, requires_grad=True)
             # torch does not type `apply`
             return TensorLoan.apply(token, [item], partial(micro.credit, ticket))  # type: ignore[no-untyped-call]
@@ -177,39 +164,32 @@ class ContextScopes:
         return map_leaves(entry.value, leaf)
 
     def _commit(self, frame: CallFrame) -> None:
-        delta, key, mode = CallChanges(), frame.key, frame.mode
-        once = frame.hook.run == "once"
+        key, mode, once = frame.key, frame.mode, frame.hook.run == "once"
+        written: dict[str, ContextEntry] = {}
         for name, value in frame.values.touched().items():
             version = ValueVersion(self.virtual_stage, key.site, key.call, frame.index, name)
-            found = list(enumerate(list_tensors(value)))
+            tensors = list_tensors(value)
             if mode in (CallMode.PLAIN, CallMode.REPLAY):
-                self._anchors += [(once, (version, n), t) for n, t in found if t.requires_grad]
-            if mode is CallMode.REPLAY:
-                frame.micro.made.update({(version, n): t for n, t in found if t.requires_grad})
-                continue
-            wants = tuple(_wants_gradient(t, mode) for _, t in found)
+                self._anchors += [(once, (version, n), t) for n, t in enumerate(tensors) if t.requires_grad]
+            wants = tuple(_wants_gradient(t, mode) for t in tensors)
             stage = self.virtual_stage if mode is CallMode.PLAIN else None
-            delta.written[name] = ContextEntry(value, version, wants, stage, once, frozenset({self.stage}))
-        if mode is CallMode.REPLAY:
+            written[name] = ContextEntry(value, version, wants, stage, once)
+        if mode is CallMode.REPLAY:  # the first pass has made these changes
             return
-        delta.removed, delta.run_removed = frame.values.removed, frame.run.removed
-        delta.run = {name: detach_value(value) for name, value in frame.run.touched().items()}
-        self._apply(frame.micro, delta)
-        self._delta = delta
+        of_run = {name: detach_value(value) for name, value in frame.run.touched().items()}
+        self._changes = Changes(written, frame.values.removed), Changes(of_run, frame.run.removed)
+        self._apply(frame.micro)
 
-    def _apply(self, micro: MicrobatchValues, delta: CallChanges) -> None:
-        for names, gone, new in (
-            (micro.state, delta.removed, delta.written),
-            (self.run, delta.run_removed, delta.run),
-        ):
-            for name in gone:
-                names.pop(name, None)
-            names.update(new)
+    def _apply(self, micro: MicrobatchValues) -> None:
+        """Make the changes of the last call."""
+        of_microbatch, of_run = self._changes
+        of_microbatch.apply(micro.state)
+        of_run.apply(self.run)
 
     def keep(self, name: str) -> None:
         """Keep a value of the running call's microbatch beyond the end of the microbatch."""
         if self.frame is not None and self.frame.mode is not CallMode.REPLAY:
-            value = detach_value(self.frame.values.get(name))
+            value = detach_value(self.frame.values[name])
             self.kept.setdefault(name, {}).pop(self.clock.microbatch, None)  # reinserted as the last one
             self.kept[name][self.clock.microbatch] = value
 
@@ -228,10 +208,11 @@ class ContextScopes:
         """
         if self.alone or not self.shared or self._mode(hook) is CallMode.REPLAY:
             return
-        micro, delta = self.begin(), self._delta
-        items: dict[Any, Any] = {("removed", ""): delta.removed, ("run removed", ""): delta.run_removed}
-        items |= {("run", name): value for name, value in delta.run.items()}
-        items |= {("value", n): (e.value, e.version, e.wants) for n, e in delta.written.items()}
+        micro, (of_microbatch, of_run) = self.begin(), self._changes
+        items: dict[Any, Any] = {("removed", ""): (of_microbatch.removed, of_run.removed)}
+        items |= {("run", name): value for name, value in of_run.written.items()}
+        entries = of_microbatch.written.items()
+        items |= {("value", name): replace(entry, virtual_stage=None) for name, entry in entries}
 
         def refuse(key: tuple[str, str], error: Exception) -> None:
             (self.run if key[0] == "run" else micro.state).pop(key[1], None)
@@ -239,15 +220,13 @@ class ContextScopes:
 
         received = unpack_values(broadcast_package(pack_values(items, refuse) if here else None, holders))
         if not here:
-            entries = {name: item for (kind, name), item in received.items() if kind == "value"}
-            mine = frozenset({self.stage})
-            delta = CallChanges(
-                {n: ContextEntry(v, version, w, None, True, mine) for n, (v, version, w) in entries.items()},
-                received["removed", ""],
-                {name: item for (kind, name), item in received.items() if kind == "run"},
-                received["run removed", ""],
+            removed, removed_of_run = received["removed", ""]
+            written, written_of_run = (
+                {name: item for (kind, name), item in received.items() if kind == wanted}
+                for wanted in ("value", "run")
             )
-            self._apply(micro, delta)
+            self._changes = Changes(written, removed), Changes(written_of_run, removed_of_run)
+            self._apply(micro)
 
     # -- gradients -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ A tensor read in another graph is lent without its graph; an anchor propagates t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -52,7 +52,6 @@ class ContextEntry:
         wants: for each tensor, in order, whether a gradient is propagated back to its origin.
         virtual_stage: the virtual stage whose graph contains the tensors; None if no graph of this rank does.
         once: whether only one rank ran the function that wrote the value.
-        holders: the pipeline stages that hold the value.
     """
 
     value: Any
@@ -60,7 +59,6 @@ class ContextEntry:
     wants: tuple[bool, ...] = ()
     virtual_stage: int | None = None
     once: bool = False
-    holders: frozenset[int] = frozenset()
 
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -115,8 +113,8 @@ def _fingerprint(value: Any) -> Any:
     return id(value)
 
 
-@dataclass(slots=True)
-class CallNamespace:
+@dataclass(slots=True, eq=False)
+class CallNamespace(MutableMapping[str, Any]):
     """The names that one call of an editing function reads and writes.
 
     Attributes:
@@ -131,36 +129,37 @@ class CallNamespace:
     removed: set[str] = field(default_factory=set)
     _read: dict[str, tuple[Any, list[Tensor], list[int]]] = field(default_factory=dict)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.view or (name in self.base and name not in self.removed)
 
-    def names(self) -> list[str]:
-        """The existing names."""
-        return [n for n in dict.fromkeys((*self.base, *self.view)) if n in self]
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in dict.fromkeys((*self.base, *self.view)) if name in self)
 
-    def get(self, name: str) -> Any:
-        """The value of an existing name."""
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
         if name not in self.view:
             value = self.view[name] = self.bring(self.base[name])
-            found = list_tensors(value)
-            self._read[name] = _fingerprint(value), found, [t._version for t in found]
+            tensors = list_tensors(value)
+            self._read[name] = _fingerprint(value), tensors, [t._version for t in tensors]
         return self.view[name]
 
-    def set(self, name: str, value: Any) -> None:
-        """Set the value of a name."""
+    def __setitem__(self, name: str, value: Any) -> None:
         self.view[name] = value
         self.written.add(name)
         self.removed.discard(name)
 
-    def remove(self, name: str) -> None:
-        """Remove an existing name."""
+    def __delitem__(self, name: str) -> None:
         self.view.pop(name, None)
         self.written.discard(name)
         self.removed.add(name)
 
     def changed_in_place(self) -> list[str]:
         """The names that were read and whose tensors have changed in place."""
-        return [n for n, (_, found, counts) in self._read.items() if [t._version for t in found] != counts]
+        return [n for n, (_, read, counts) in self._read.items() if [t._version for t in read] != counts]
 
     def touched(self) -> dict[str, Any]:
         """The values that were written, and those that were read and may have changed in place."""
@@ -181,24 +180,20 @@ class MicrobatchValues:
     Attributes:
         training: whether its forward pass began with gradients enabled.
         state: the current values, by name.
-        held: all values that this stage has held, if another stage may refer to them.
         account: accumulated gradients of tensors lent to other graphs.
         snapshots: values, of the microbatch and of the run, before a call in a first pass.
-        made: tensors that the running replay has recomputed.
     """
 
     training: bool = True
     state: dict[str, ContextEntry] = field(default_factory=dict)
-    held: dict[ValueVersion, ContextEntry] = field(default_factory=dict)
     account: dict[TensorTicket, Tensor] = field(default_factory=dict)
     snapshots: dict[tuple[str, int, int], tuple[dict[str, ContextEntry], dict[str, Any]]] = field(
         default_factory=dict
     )
-    made: dict[TensorTicket, Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Release everything."""
-        self.state, self.held, self.account, self.snapshots, self.made = {}, {}, {}, {}, {}
+        self.state, self.account, self.snapshots = {}, {}, {}
 
     def credit(self, ticket: TensorTicket, grad: Tensor) -> None:
         """Add a gradient to a tensor's account."""
@@ -262,10 +257,14 @@ class CallFrame:
 
 
 @dataclass(slots=True)
-class CallChanges:
-    """The changes made by one call."""
+class Changes:
+    """What one call changes in the values of the microbatch, or of the run."""
 
-    written: dict[str, ContextEntry] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)
-    run: dict[str, Any] = field(default_factory=dict)
-    run_removed: set[str] = field(default_factory=set)
+
+    def apply(self, values: dict[str, Any]) -> None:
+        """Make the changes."""
+        for name in self.removed:
+            values.pop(name, None)
+        values.update(self.written)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from megatron_flex.errors import suggest_nearest
@@ -12,51 +12,51 @@ from megatron_flex.runtime.context.context_scopes import ContextScopes
 OWN_NAMES = ("run", "keep", "kept")
 
 
-class RunContext(Namespace):
-    """Values that persist on this stage until they are deleted, or the model is restored."""
+class _SharedNamespace(Namespace):
+    """Attributes that are the values of mappings: read from the first that has the name, set in the first.
+
+    Args:
+        scopes: where the values are.
+    """
 
     def __init__(self, scopes: ContextScopes) -> None:
         object.__setattr__(self, "_scopes", scopes)
 
-    def _all(self) -> dict[str, Any]:
-        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        layer = scopes.call_run
-        return {n: layer.get(n) for n in layer.names()} if layer else dict(scopes.run)
+    def _mappings(self) -> list[MutableMapping[str, Any]]:
+        raise NotImplementedError
+
+    def _missing(self, name: str) -> str:
+        """The message of the AttributeError for a name without a value."""
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        layer = scopes.call_run
-        if name in (layer or scopes.run):
-            return layer.get(name) if layer else scopes.run[name]
-        known = layer.names() if layer else list(scopes.run)
-        raise AttributeError(f"save_ctx.run has no {name!r}; {_suggest_names(name, known)}")
+        object.__getattribute__(self, "_scopes")  # a copy that was made without it would recurse for ever
+        for values in self._mappings():
+            if name in values:
+                return values[name]
+        raise AttributeError(self._missing(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        layer = self._scopes.call_run
-        if layer is None:
-            self._scopes.run[name] = value
-        else:
-            layer.set(name, value)
+        self._mappings()[0][name] = value
 
     def __delattr__(self, name: str) -> None:
-        getattr(self, name)  # raises AttributeError without such a value
-        layer = self._scopes.call_run
-        if layer is None:
-            del self._scopes.run[name]
-        else:
-            layer.remove(name)
+        for values in self._mappings():
+            if name in values:
+                del values[name]
+                return
+        raise AttributeError(self._missing(name))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._all()
+    def __contains__(self, name: str) -> bool:  # inherited, it would read the values
+        return any(name in values for values in self._mappings())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(dict.fromkeys(name for values in self._mappings() for name in values))
 
     # typeshed declares an attribute, and this is a property
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """A copy of all names with their values, for `vars`."""
-        return self._all()
+        return {name: getattr(self, name) for name in self}
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -64,11 +64,19 @@ class RunContext(Namespace):
     # `Namespace` is not hashable, and typeshed types its `__hash__` as None
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        return f"RunContext({_format_values(self._all())})"
+
+class RunContext(_SharedNamespace):
+    """Values that persist on this stage until they are deleted, or the model is restored."""
+
+    def _mappings(self) -> list[MutableMapping[str, Any]]:
+        frame = self._scopes.frame
+        return [self._scopes.run if frame is None else frame.run]
+
+    def _missing(self, name: str) -> str:
+        return f"save_ctx.run has no {name!r}; {_suggest_names(name, list(self))}"
 
 
-class Context(Namespace):
+class Context(_SharedNamespace):
     """The values that editing functions share: those of a microbatch first, then those of the run.
 
     Inside an editing function, attributes belong to its microbatch, on any pipeline stage; they are deleted
@@ -77,20 +85,25 @@ class Context(Namespace):
     """
 
     def __init__(self, scopes: ContextScopes) -> None:
-        object.__setattr__(self, "_scopes", scopes)
+        super().__init__(scopes)
         object.__setattr__(self, "_run", RunContext(scopes))
+
+    def _mappings(self) -> list[MutableMapping[str, Any]]:
+        scopes = self._scopes
+        if scopes.frame is not None:
+            return [scopes.frame.values, scopes.frame.run]
+        return [scopes.run, {name: list(kept.values())[-1] for name, kept in scopes.kept.items()}]
 
     @property
     def run(self) -> RunContext:
         """The values that persist on this stage."""
-        found: RunContext = object.__getattribute__(self, "_run")
-        return found
+        run: RunContext = object.__getattribute__(self, "_run")
+        return run
 
     @property
     def kept(self) -> dict[str, dict[int, Any]]:
         """The values kept on this rank, by name and microbatch."""
-        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        return {name: dict(found) for name, found in scopes.kept.items()}
+        return {name: dict(kept) for name, kept in self._scopes.kept.items()}
 
     def keep(self, *names: str) -> None:
         """Keep current values of this microbatch beyond its end; the next step's values replace them.
@@ -98,90 +111,31 @@ class Context(Namespace):
         Raises:
             AttributeError: this microbatch has no such value.
         """
+        frame = self._scopes.frame
         for name in names:
-            if name not in (self._scopes.call_values or ()):
+            if frame is None or name not in frame.values:
                 raise AttributeError(self._missing(name))
             self._scopes.keep(name)
 
-    def _names(self) -> list[str]:
-        values = self._scopes.call_values
-        own = list(self._scopes.kept) if values is None else values.names()
-        return list(dict.fromkeys((*own, *self.run)))
-
-    def _all(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names()}
-
     def _missing(self, name: str) -> str:
-        scopes, known = self._scopes, self._names()
-        if scopes.frame is None:
+        suggestion, frame = _suggest_names(name, list(self)), self._scopes.frame
+        if frame is None:
             hint = "a microbatch's values end with it: save_ctx.keep(name) or save_ctx.run keeps them"
-            return (
-                f"save_ctx has no {name!r} outside of editing functions; {_suggest_names(name, known)}; "
-                f"{hint}"
-            )
-        key = scopes.frame.key
-        when = f"microbatch {key.microbatch} of iteration {key.iteration}"
-        return f"save_ctx has no {name!r} in {when}; {_suggest_names(name, known)}"
-
-    def __getattr__(self, name: str) -> Any:
-        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        values = scopes.call_values
-        if values is not None and name in values:
-            return values.get(name)
-        if name in self.run:
-            return getattr(self.run, name)
-        if values is None and scopes.kept.get(name):
-            return list(scopes.kept[name].values())[-1]
-        raise AttributeError(self._missing(name))
+            return f"save_ctx has no {name!r} outside of editing functions; {suggestion}; {hint}"
+        when = f"microbatch {frame.key.microbatch} of iteration {frame.key.iteration}"
+        return f"save_ctx has no {name!r} in {when}; {suggestion}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN_NAMES:
             raise AttributeError(f"save_ctx.{name} is its own; choose another name")
-        values = self._scopes.call_values
-        if values is None:
-            setattr(self.run, name, value)
-        else:
-            values.set(name, value)
+        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        scopes, values = self._scopes, self._scopes.call_values
-        if values is not None and name in values:
-            values.remove(name)
-        elif name in self.run:
-            delattr(self.run, name)
-        elif values is None and name in scopes.kept:
-            del scopes.kept[name]
-        else:
-            raise AttributeError(self._missing(name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._names()]
-
-    # typeshed declares an attribute, and this is a property
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """A copy of all names with their values, for `vars`."""
-        return self._all()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    # `Namespace` is not hashable, and typeshed types its `__hash__` as None
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Context({_format_values(self._all())})"
+        is_kept = self._scopes.frame is None and name not in self._scopes.run
+        super().__delattr__(name)
+        if is_kept:
+            del self._scopes.kept[name]
 
 
 def _suggest_names(name: str, known: list[str]) -> str:
     return f"it has {', '.join(sorted(known)) or 'nothing'}{suggest_nearest(name, known)}"
-
-
-def _format_values(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
