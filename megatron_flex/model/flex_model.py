@@ -157,7 +157,7 @@ class FlexModel(nn.Module):
 
         For custom training loops; each run of a framework's schedule is a step already. Ranks then
         synchronize where the scope begins and ends, not after each call and backward pass; pipeline stages
-        that wait for each other's tensors need this. Guide: `docs/switching.md`.
+        that wait for each other's tensors need this. Guide: `docs/frameworks.md`.
 
         Raises:
             HookError: as in any step, when the scope ends; or another step is running, or the model was
@@ -183,7 +183,7 @@ class FlexModel(nn.Module):
         the shapes that the layouts promise, each hook point is reached on the same ranks and by no tensor
         twice, and replicated parameters are equal, also over data parallel ranks. Gradients at hook points
         are not checked. The gradient norm that the framework computes after the step is compared, at the end
-        of the next step or in `restore()`, with the norm of the full gradients. Guide: `docs/debugging.md`.
+        of the next step or in `restore()`, with the norm of the full gradients. Guide: `docs/parameters.md`.
 
         Raises:
             VerifyError: at the end of such a step, on all ranks, with the findings of all ranks; for a norm
@@ -214,7 +214,7 @@ class FlexModel(nn.Module):
 
     @property
     def save_ctx(self) -> Context:
-        """The values that editing functions share; outside of them, this rank's: `docs/context.md`."""
+        """The values that editing functions share; outside of them, this rank's: `docs/edits.md`."""
         return self.session.editing.save_ctx
 
     def restore(self) -> Model:
@@ -305,7 +305,7 @@ class FlexModel(nn.Module):
         self.session.hooks.remove_from_groups(hook, groups)
 
     def select(self, *words: str) -> None:
-        """Switch groups on and off from the next step on, on every rank: `docs/switching.md`.
+        """Switch groups on and off from the next step on, on every rank: `docs/launch.md`.
 
         The selection is valid until the next call, which replaces it; `hooks()` selects among the hooks that
         are on. A hook that no word names keeps its initial state: on, unless made with `enabled=False`.
