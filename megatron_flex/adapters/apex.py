@@ -26,7 +26,6 @@ from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import all_modules
-from megatron_flex.adapters.parameter_storage import ModuleParameters
 from megatron_flex.adapters.pipeline_stages import PipelineAdapter
 from megatron_flex.adapters.taps import intercept, upstream_function
 from megatron_flex.errors import FlexError
@@ -84,10 +83,10 @@ def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes:
     mesh = apex_mesh()
     mesh.check_sizes(axis_sizes)
     parts = [compose(chunk, mesh, ApexRules(), "apex") for chunk in chunks]
-    fused: list[Any] = [m for m in modules if _is_fused(m)]
+    linears: list[Any] = [m for m in modules if _is_fused(m)]
+    fused = frozenset(m.weight for m in linears)
     for part in parts:
-        if isinstance(part.storage, ModuleParameters):
-            part.storage.fused = frozenset(m.weight for m in fused)
+        part.storage.fused = fused
     # With virtual chunks, a rank runs one stage in each round of the pipeline.
     stages = [turn * mesh["pp"].size + mesh["pp"].coord for turn in range(len(chunks))]
     schedule = ApexSchedule(chunks, stages, mesh)

@@ -141,7 +141,7 @@ class ZeroParameters(ModuleParameters):
 
     def __init__(self, engine: Any, root: nn.Module) -> None:
         named: list[tuple[str, Any]] = list(root.named_parameters())
-        self.root, self.engine, self.optimizer, self._lazy = root, engine, engine.optimizer, {}
+        self.root, self.engine, self.optimizer, self._unknown = root, engine, engine.optimizer, {}
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for _, p in named]
         parts = zip(named, shapes, strict=True)
         self._kept = [

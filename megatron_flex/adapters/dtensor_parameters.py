@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters import data_parallel
-from megatron_flex.adapters.adapter_base import LocalGradient, NormListener, Undo
-from megatron_flex.adapters.gradient_norms import watch_torch_clipping
+from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.mesh_axes import axes_of_device_mesh
 from megatron_flex.adapters.module_names import named_modules
 from megatron_flex.adapters.module_walk import walk_modules
-from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, StoredParameter
+from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, StoredParameter
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -101,7 +100,7 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{path}.{own}" if path else own, parameter
 
 
-class DTensorParameters:
+class DTensorParameters(ModuleParameters):
     """DTensors over data or tensor parallel ranks or both, beside replicated parameters.
 
     Args:
@@ -187,14 +186,6 @@ class DTensorParameters:
         return [Replicate() if axis in ("", "dp") else placement for placement, axis in pairs]
 
     # -- reading and setting ---------------------------------------------------------------------------
-
-    def parameters(self) -> list[StoredParameter]:
-        """All but those that no layout describes, and those of lazy modules that have not run."""
-        return self._kept
-
-    def without_layout(self) -> dict[str, str]:
-        """Those of lazy modules, and those whose placements no layout describes."""
-        return self._unknown
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """The local tensor of the DTensor without data parallel sharding."""
@@ -292,10 +283,6 @@ class DTensorParameters:
                     "fully_shard moves parameters while the model runs; ask for them outside of its forward "
                     "and backward pass"
                 )
-
-    def watch_gradient_norm(self, listener: NormListener) -> Undo:
-        """Trace `torch.nn.utils.clip_grad_norm_`."""
-        return watch_torch_clipping([self.root], listener)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, and make wrappers wait for no gradient."""

@@ -35,7 +35,7 @@ from megatron_flex.adapters.model_calls import (
 from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
-from megatron_flex.adapters.parameter_storage import ModuleParameters, ModuleStorage
+from megatron_flex.adapters.parameter_storage import ModuleParameters
 from megatron_flex.adapters.taps import any_input, any_output, join_undos, untraced, with_layouts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
@@ -64,7 +64,7 @@ class ModuleAdapter(Adapter):
         chunk: nn.Module,
         mesh: Mesh,
         rules: Rules | None = None,
-        storage: ModuleStorage | None = None,
+        storage: ModuleParameters | None = None,
         runner: ModelRunner | None = None,
         name: str = "plain",
     ) -> None:
@@ -75,7 +75,7 @@ class ModuleAdapter(Adapter):
         self._aliases = further_names(self.root)
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
-        self.storage: ModuleStorage = storage or ModuleParameters(self.root)
+        self.storage: ModuleParameters = storage or ModuleParameters(self.root)
         self.runner: ModelRunner = runner or UserLoop(chunk, mesh)
         self._compiled = compiled_regions(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
@@ -288,7 +288,7 @@ def _constant_spread(spread: Spread, tensor: Tensor) -> Spread:
     return spread
 
 
-def find_storage(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModuleStorage:
+def find_storage(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModuleParameters:
     """The parameter storage of a model: the outermost wrapper that shards or reduces them."""
     if owners := sharded_ddp.sharded_ddp_wrappers_of(chunk):
         sharded_ddp.check_sharded_ddp(owners, chunk, mesh)

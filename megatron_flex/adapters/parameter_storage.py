@@ -93,16 +93,6 @@ class ParameterStorage(Protocol):
         """
 
 
-class ModuleStorage(ParameterStorage, Protocol):
-    """A storage that knows the names of the parameters, which are those of the modules."""
-
-    def parameters(self) -> list[StoredParameter]:
-        """All parameters that have a shape."""
-
-    def without_layout(self) -> dict[str, str]:
-        """Names of the others, and their kinds."""
-
-
 class ModuleParameters:
     """Each rank has all of its parameters in its modules, and nothing reduces their gradients.
 
@@ -118,16 +108,16 @@ class ModuleParameters:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         named = list(named_parameters(root))
-        self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
+        self._unknown = {n: type(p).__name__ for n, p in named if is_lazy(p)}
         self._kept = [StoredParameter(n, p, tuple(p.shape)) for n, p in named if not is_lazy(p)]
 
     def parameters(self) -> list[StoredParameter]:
-        """All but those of lazy modules that have not run."""
+        """All but those of lazy modules that have not run, and those that no layout describes."""
         return self._kept
 
     def without_layout(self) -> dict[str, str]:
-        """Those of lazy modules."""
-        return self._lazy
+        """Those of lazy modules, and any that no layout describes."""
+        return self._unknown
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """None: no parameter is sharded."""
