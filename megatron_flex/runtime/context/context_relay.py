@@ -201,8 +201,8 @@ class ContextRelay:
         micro, stages = self.scopes.begin(), self.plan.stages
         items: dict[Any, Any] = {}
         if backward:
-            away = [t for t in micro.account if t[0].virtual_stage % stages != self.scopes.stage]
-            items = {("grad", ticket): micro.account.pop(ticket) for ticket in away}
+            others = [t for t in micro.gradients if t[0].virtual_stage % stages != self.scopes.stage]
+            items = {("grad", tensor_id): micro.gradients.pop(tensor_id) for tensor_id in others}
         if self._carries_values(target, backward):
             state = micro.state.items()
             items |= {("value", name): replace(entry, virtual_stage=None) for name, entry in state}
@@ -224,9 +224,9 @@ class ContextRelay:
         if package is None:
             return
         micro, items = self.scopes.begin(), unpack_values(package)
-        for (kind, ticket), grad in items.items():
+        for (kind, tensor_id), grad in items.items():
             if kind == "grad":
-                micro.credit(ticket, grad)
+                micro.add_gradient(tensor_id, grad)
         if self._carries_values(virtual_stage, backward):
             micro.state = {name: entry for (kind, name), entry in items.items() if kind == "value"}
 

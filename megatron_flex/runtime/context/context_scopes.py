@@ -1,8 +1,8 @@
 """The values of microbatches and of the run on this rank, and the gradients of tensors among them.
 
 Within one graph a tensor is passed as it is. Into another graph (a later virtual stage; into and out of a
-region with activation recomputation) the tensor is lent without its graph: the gradients from its readers are
-accumulated in its account, and an anchor on the output of the edit that made the tensor adds them to the
+region with activation recomputation) the tensor is read without its graph: the gradients from its readers are
+accumulated beside it, and an anchor on the output of the edit that made the tensor adds them to the
 backward pass there.
 """
 
@@ -30,10 +30,10 @@ from megatron_flex.runtime.context.context_values import (
     CallNamespace,
     Changes,
     ContextEntry,
+    DetachedRead,
     GradientAnchor,
     MicrobatchValues,
-    TensorLoan,
-    TensorTicket,
+    TensorId,
     ValueVersion,
     bring_to_device,
     detach_value,
@@ -65,7 +65,7 @@ class ContextScopes:
         data = mesh["dp"].size if gather_data_parallel else 1
         self.alone = mesh["tp"].size * mesh["cp"].size * data == 1
         self.stage, self.stages = mesh["pp"].coord, mesh["pp"].size
-        self._anchors: list[tuple[bool, TensorTicket, Tensor]] = []
+        self._anchors: list[tuple[bool, TensorId, Tensor]] = []
         self._changes = Changes(), Changes()  # of the microbatch and of the run, by the last call
 
     @property
@@ -128,21 +128,21 @@ class ContextScopes:
             mode,
             micro,
             CallNamespace(
-                values, bring_to_device(device, partial(self._lend, micro, mode, hook.run == "once"))
+                values, bring_to_device(device, partial(self._read, micro, mode, hook.run == "once"))
             ),
             CallNamespace(run, bring_to_device(device, _copy_value if replayed else _return_value)),
         )
 
     def _mode(self, hook: HookFunction) -> CallMode:
         if hook.backward:
-            return CallMode.APART
+            return CallMode.NO_GRAPH
         if self.clock.replaying():
             return CallMode.REPLAY
         if not self.begin().training:
-            return CallMode.APART
+            return CallMode.NO_GRAPH
         return CallMode.PLAIN if torch.is_grad_enabled() else CallMode.FIRST
 
-    def _lend(self, micro: MicrobatchValues, mode: CallMode, once: bool, entry: ContextEntry) -> Any:
+    def _read(self, micro: MicrobatchValues, mode: CallMode, once: bool, entry: ContextEntry) -> Any:
         """The value for one call: copies of containers, and tensors that propagate gradients back."""
         # If every rank made the tensor and only the edit's rank reads it, that rank's graph has no path back.
         same = self.alone or entry.once or not once
@@ -152,14 +152,14 @@ class ContextScopes:
             if not isinstance(item, Tensor):
                 return _copy_item(item) if mode is CallMode.FIRST else item
             number = next(numbers)
-            if mode in (CallMode.FIRST, CallMode.APART) or not entry.wants[number]:
+            if mode in (CallMode.FIRST, CallMode.NO_GRAPH) or not entry.wants[number]:
                 return item
-            ticket = entry.version, number
+            tensor_id = entry.version, number
             if same and mode is CallMode.PLAIN and entry.virtual_stage == self.virtual_stage:
                 return item
             token = torch.empty(0, requires_grad=True)
             # torch does not type `apply`
-            return TensorLoan.apply(token, [item], partial(micro.credit, ticket))  # type: ignore[no-untyped-call]
+            return DetachedRead.apply(token, [item], partial(micro.add_gradient, tensor_id))  # type: ignore[no-untyped-call]
 
         return map_leaves(entry.value, leaf)
 
@@ -242,28 +242,28 @@ class ContextScopes:
         """
         anchors, self._anchors = self._anchors, []
         for once in (False, True) if full.is_floating_point() else ():
-            mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is once]
-            # If every rank made the tensor, only the edit's rank may have read it: its account is used.
+            mine = [(tensor_id, tensor) for by, tensor_id, tensor in anchors if by is once]
+            # If every rank made the tensor, only the edit's rank may have read it: its gradient is used.
             spread = self.once and self.shared and not once and not self.alone
             if spread and saving and torch.is_grad_enabled():
                 most, least = max_over_ranks([len(mine), -len(mine)], holders, "the tensors that edits saved")
                 mine = mine if most == -least else []  # a function failed, and has saved none on that rank
             if mine:
-                tickets = [ticket for ticket, _ in mine]
-                take = partial(_take_gradients, self.begin(), tickets, holders if spread else None, leads)
+                tensor_ids = [tensor_id for tensor_id, _ in mine]
+                take = partial(_take_gradients, self.begin(), tensor_ids, holders if spread else None, leads)
                 # torch does not type `apply`
                 full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
         return full
 
 
 def _take_gradients(
-    micro: MicrobatchValues, tickets: list[TensorTicket], holders: Mesh | None, leads: bool
+    micro: MicrobatchValues, tensor_ids: list[TensorId], holders: Mesh | None, leads: bool
 ) -> list[Tensor | None]:
-    """The gradients of saved tensors, in the order of their tickets; None for an unused tensor."""
-    found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
+    """The gradients of saved tensors, in their order; None for an unused tensor."""
+    grads = {n: micro.gradients.pop(t) for n, t in enumerate(tensor_ids) if t in micro.gradients}
     if holders is not None:
-        found = unpack_values(broadcast_package(pack_values(found, _raise_error) if leads else None, holders))
-    return [found.get(n) for n in range(len(tickets))]
+        grads = unpack_values(broadcast_package(pack_values(grads, _raise_error) if leads else None, holders))
+    return [grads.get(n) for n in range(len(tensor_ids))]
 
 
 def _call_checked(frame: CallFrame, function: Callable[[], Tensor]) -> Tensor:

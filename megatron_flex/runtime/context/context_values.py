@@ -1,7 +1,7 @@
 """The values that editing functions share: nested values with their versions, the values of a microbatch, and
 the view of one call.
 
-A tensor read in another graph is lent without its graph; an anchor propagates the gradient back.
+A tensor that is read in another graph is read detached; an anchor propagates the gradient back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ValueVersion(NamedTuple):
     name: str
 
 
-TensorTicket = tuple[ValueVersion, int]  # index of a tensor in a value
+TensorId = tuple[ValueVersion, int]  # index of a tensor in a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,41 +180,43 @@ class MicrobatchValues:
     Attributes:
         training: whether its forward pass began with gradients enabled.
         state: the current values, by name.
-        account: accumulated gradients of tensors lent to other graphs.
+        gradients: of tensors that other graphs have read, summed over the readers.
         snapshots: values, of the microbatch and of the run, before a call in a first pass.
     """
 
     training: bool = True
     state: dict[str, ContextEntry] = field(default_factory=dict)
-    account: dict[TensorTicket, Tensor] = field(default_factory=dict)
+    gradients: dict[TensorId, Tensor] = field(default_factory=dict)
     snapshots: dict[tuple[str, int, int], tuple[dict[str, ContextEntry], dict[str, Any]]] = field(
         default_factory=dict
     )
 
     def clear(self) -> None:
         """Release everything."""
-        self.state, self.account, self.snapshots = {}, {}, {}
+        self.state, self.gradients, self.snapshots = {}, {}, {}
 
-    def credit(self, ticket: TensorTicket, grad: Tensor) -> None:
-        """Add a gradient to a tensor's account."""
-        known = self.account.get(ticket)
-        self.account[ticket] = grad if known is None else known + grad
+    def add_gradient(self, tensor_id: TensorId, grad: Tensor) -> None:
+        """Add the gradient of one reader of a tensor."""
+        known = self.gradients.get(tensor_id)
+        self.gradients[tensor_id] = grad if known is None else known + grad
 
 
-class TensorLoan(torch.autograd.Function):
+class DetachedRead(torch.autograd.Function):
     """Detaches a tensor and passes its gradient to a function.
 
     Apply to a token that requires a gradient, the tensor in a list, and the function.
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, lent: list[Tensor], credit: Callable[[Tensor], None]) -> Tensor:
-        ctx.credit = credit
-        return lent[0].detach()
+    def forward(
+        ctx: Any, token: Tensor, read: list[Tensor], add_gradient: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.add_gradient = add_gradient
+        return read[0].detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.credit(grad)
+        ctx.add_gradient(grad)
         return None, None, None
 
 
@@ -240,7 +242,7 @@ class CallMode(Enum):
     PLAIN = auto()  # a differentiated forward pass
     FIRST = auto()  # the first pass of a region with activation recomputation
     REPLAY = auto()  # its recomputation
-    APART = auto()  # no graph: evaluation, and hooks on gradients
+    NO_GRAPH = auto()  # no graph: evaluation, and hooks on gradients
 
 
 @dataclass(slots=True)
