@@ -169,13 +169,14 @@ class SegmentPool:
 
     def find_free(self, need: int, besides: int = -1) -> list[int]:
         """The segments of at least `need` bytes that are not held, without `besides`; smaller ones are given
-        back to the system.
+        back to the system once all ranks have mapped them.
         """
         free = [n for n, s in self.segments.items() if n != besides and not s.segment.held]
-        for number in free:
-            if self.segments[number].segment.size < need:
+        small = [number for number in free if self.segments[number].segment.size < need]
+        for number in small:
+            if self.segments[number].path is None:  # else a rank that is a step behind would not find the file
                 self.drop(number)
-        return [number for number in free if number in self.segments]
+        return [number for number in free if number not in small]
 
     def drop(self, number: int) -> None:
         """Give a segment back to the system once its tensors are gone."""

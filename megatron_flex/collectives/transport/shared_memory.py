@@ -166,7 +166,7 @@ class SharedMemoryTransport:
         self._segment: Segment | None = None
         self._number, self._capacity = -1, 0
         self._announced: set[int] = set()  # segments whose numbers the other ranks have
-        self._unmapped = ""  # why this rank could not map one
+        self._unmapped, self._unmapped_bytes = "", 0  # why this rank could not map one, and its size
         self._named: list[Path] = []  # files that the receiving rank has not unlinked yet
         self._copies: DeviceCopies | None = None
         self._warned = False
@@ -300,6 +300,9 @@ class SharedMemoryTransport:
     def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
         """End the step with the other ranks of the stage: `Transport.collect`."""
         number, lends, tensors = -1, False, []
+        if self._unmapped:  # not at once: files of a receiving rank that has ended are gone, and not missed
+            rank = self.members[self.me].rank
+            self._warn(f"rank {rank} cannot map shared memory: {self._unmapped}", self._unmapped_bytes)
         try:
             if self._copies is not None:
                 self._copies.finish()
@@ -486,9 +489,7 @@ class SharedMemoryTransport:
                     self._segments[number] = map_segment(path)
                     self._named.append(path)
         except (OSError, ValueError) as error:
-            self._unmapped = describe_error(error)
-            rank = self.members[self.me].rank
-            self._warn(f"rank {rank} cannot map shared memory: {self._unmapped}", note.size)
+            self._unmapped, self._unmapped_bytes = describe_error(error), note.size
 
     def _mapped(self, number: int) -> Segment | None:
         if number < 0:

@@ -70,6 +70,9 @@ def test_a_segment_is_written_again_only_when_nobody_has_a_tensor_of_it(tmp_path
     del flat
     assert pool.find_free(ROUNDING) == [first, second]
     assert pool.find_free(ROUNDING + 1) == []
+    assert [*pool.segments] == [first, second], "ranks may still look for their files"
+    pool.unlink([first, second])  # all ranks have mapped them
+    assert pool.find_free(ROUNDING + 1) == []
     assert pool.segments == {}
     assert pool.make(1) not in (first, second), "other ranks may have those mapped"
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.rank_agreement import Agreement
-from megatron_flex.collectives.transport import segments
+from megatron_flex.collectives.transport import segments, shared_memory
 from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
 from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransport
 from megatron_flex.config import flex_config
@@ -306,6 +306,44 @@ def test_a_folder_that_fills_up_is_one_warning_and_right() -> None:
     assert count == 3
     assert len(said) == 1
     assert_names(said[0], "/dev/shm", os.strerror(errno.ENOSPC))
+
+
+def mapped(how: Callable[[Path], Any], lengths: list[int]) -> Any:
+    """Steps of tensors of these lengths, where rank 1 maps files in another way than rank 0 expects."""
+    made, captures = recorder(mesh_of(2, 1))
+    if dist.get_rank():
+        changes.setattr(shared_memory, "map_segment", how)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step, length in enumerate(lengths):
+            one(made, step, length)
+            flush(made)
+    made.close()
+    received = captures["x"] if captures else []  # rank 1 receives nothing
+    good = all(right(t, step) for step, t in enumerate(received))
+    return good, [str(w.message) for w in said if w.category is FlexWarning]
+
+
+def find_no_file(path: Path) -> Any:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def map_late(path: Path) -> Any:
+    time.sleep(0.3)
+    return segments.map_segment(path)
+
+
+def test_a_rank_that_is_a_step_behind_finds_the_files() -> None:
+    assert run(2, mapped, map_late, [64, 1 << 18, 1 << 20, 64]) == [(True, []), (True, [])]
+
+
+def test_a_file_that_is_gone_is_one_warning_once_it_is_missed() -> None:
+    assert run(2, mapped, find_no_file, [64]) == [(True, []), (True, [])], "no other step needs the file"
+    (good, none), (_, said) = run(2, mapped, find_no_file, [64] * 3)
+    assert good
+    assert not none
+    (message,) = said
+    assert_names(message, 1, os.strerror(errno.ENOENT))
 
 
 def switched_off() -> Any:
