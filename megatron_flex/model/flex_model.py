@@ -386,7 +386,7 @@ class FlexModel(nn.Module):
         """Estimate bytes by link, collectives and memory of a step: of each hook, and each stage's ranks.
 
         Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step. Entries
-        are counted in the parameters' dtype. Formulae: `docs/estimate.md`.
+        are counted in the parameters' dtype. Formulae: `docs/contributing/performance.md`.
 
         Args:
             sequence_length: of the full sequence, in tokens; None to use the setting of `megatron.training`.

@@ -2,7 +2,7 @@
 
 `scripts/meta_llama PATH` runs this file with a copy of the model. Its forward pass has no gradients
 (`torch.inference_mode`) and writes keys and values into a cache in place. What a person adds for gradients is
-in docs/how-it-works.md, from where the test takes it.
+in docs/contributing/design.md, from where the test takes it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ EDITS: dict[str, Edits] = {
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 def test_a_step_is_that_of_one_rank(size: int, edits: Edits) -> None:
-    (lines,) = mine(ROOT / "docs" / "how-it-works.md")
+    (lines,) = mine(ROOT / "docs" / "contributing" / "design.md")
     ((want, gradients),) = run(1, trained, 1, edits, lines)
     assert want.keys() >= {*SITES, *(f"{site}.grad" for site in SITES)}
     assert len(gradients) == 3 * 9 + 3

@@ -83,7 +83,9 @@ def test_the_first_lines_of_the_readme_run() -> None:
     (first,), *others = run(4, execute, code)
     wide = (gpt.SEQUENCE, gpt.BATCH, 2 * gpt.FFN)
     names = {f"decoder.layers.{n}.mlp.linear_fc1:output": wide for n in range(4)}
-    assert eval(first) == names | {"decoder.layers.2:output": (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN)}
+    assert eval(first, {"torch": torch}) == names | {
+        "decoder.layers.2:output": (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN)
+    }
     assert others == [["{}"]] * 3
 
 

@@ -1,6 +1,6 @@
 """The examples in docstrings, run as doctest runs them, on one rank with a real model of Megatron.
 
-An example begins with the names that docs/api/models.md lists, in a folder of its own that holds what
+An example begins with the names that docs/api/hooks.md lists, in a folder of its own that holds what
 `record` wrote. What it prints is compared. The model gets its weights back after each example.
 """
 

@@ -154,8 +154,8 @@ def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> No
         ("README.md", "index.md", "![a](docs/view.png)", "![a](view.png)"),
         ("patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
         ("docs/compat.md", "compat.md", "[a](../README.md)", "[a](index.md)"),
-        ("docs/api/models.md", "api/models.md", "[a](../concepts.md)", "[a](../concepts.md)"),
-        ("docs/api/models.md", "api/models.md", "[a](../../README.md)", "[a](../index.md)"),
+        ("docs/api/hooks.md", "api/hooks.md", "[a](../captures.md)", "[a](../captures.md)"),
+        ("docs/api/hooks.md", "api/hooks.md", "[a](../../README.md)", "[a](../index.md)"),
         (
             "docs/a.md",
             "a.md",

@@ -84,31 +84,21 @@ def read_another_capture() -> None:
 MISTAKES: dict[str, Callable[[], Any]] = {
     "matches no site; nearest:": lambda: step(mf.HookFunction("layer.0")),
     "matches no site; of": lambda: step(mf.HookFunction("layers.7")),
-    "has no point": lambda: step(mf.HookFunction("layers.0:mid")),
     "which no name has": lambda: step(mf.HookFunction("layers.0, layers.1")),
     "unpack_idx=": lambda: step(mf.HookFunction("layers.0", unpack_idx=3)),
     "cannot be called with the four arguments": lambda: step(mf.HookFunction("layers.0", lambda x: x)),
     "takes a HookFunction": lambda: mf.attach(Model(), ["layers.0"]),  # type: ignore[list-item]
     "give attach(model, [hook])": lambda: mf.attach(Model(), mf.HookFunction("layers.0")),  # type: ignore[arg-type]
-    "the model is given first, then its hooks": lambda: mf.attach([mf.HookFunction("layers.0")], Model()),  # type: ignore[arg-type]
-    "is a name, and the name is first": lambda: mf.HookFunction(edit, "layers.0"),  # type: ignore[arg-type]
-    "is a shape: HookFunction(name, expected_shape=": lambda: mf.HookFunction("layers.0", (None, 4)),  # type: ignore[arg-type]
     "is registered already": register_twice,
     "neither saves nor edits": lambda: mf.HookFunction("layers.0", save=False),
     "has the capture name of hook": lambda: step(
         mf.HookFunction("layers.0"), mf.HookFunction("layers.0", select=mf.Select(dims={0: 0}))
     ),
     "pass the names of all dims": lambda: step(mf.HookFunction("layers.0", select=mf.Select(samples=0))),
-    "is not a model: give an nn.Module": lambda: mf.attach("model"),  # type: ignore[arg-type]
     "never fired on any rank": lambda: step(mf.HookFunction("layers.0", hook_type="full_backward")),
     "the editing function returned": lambda: step(mf.HookFunction("layers.0", edit)),
     "not the expected": lambda: step(mf.HookFunction("layers.0", expected_shape=(None, 5))),
     "nothing was captured at": read_another_capture,
-    "is text; give token ids": lambda: mf.FlexModel(Model()).interp.run_with_cache("text"),
-    "which is not a pair of a name and a function": lambda: mf.FlexModel(Model()).interp.run_with_hooks(
-        torch.ones(2, 4),
-        ["layers.0"],  # type: ignore[list-item]
-    ),
     "the model was restored": lambda: step().register_forward_hook(mf.HookFunction("layers.0")),
     "has no run of a dump in it": lambda: mf.open_dump(Path(__file__).parent),
 }

@@ -356,7 +356,7 @@ def estimate_hooks(
     """Estimate the cost of hooks in a Megatron run: bytes by link, collectives, memory, seconds.
 
     Megatron builds the model on meta tensors in this process, which must not have process groups and has none
-    afterwards; `docs/estimate.md` has the formulae.
+    afterwards; `docs/contributing/performance.md` has the formulae.
 
     Args, in addition to those of `estimate_dump`:
         read: the captures, as text: `PATTERN`, `PATTERN@gradient`, `PATTERN@positions=-1`, `PATTERN@mean=s`.
