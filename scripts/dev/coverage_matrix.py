@@ -226,7 +226,7 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
         yield "## Where Megatron itself differs from one device (†)\n"
         yield "Runs with and without this package agree, and both differ from one device. The figure is their"
         yield "difference from plain Megatron in the same layout. If a model's name says that upstream's"
-        yield "gradient is mended, the tests correct that gradient, and nothing else."
+        yield "gradient is patched, the tests correct that gradient, and nothing else."
         for why in upstream:
             mine = [c for c in cells if c["upstream"] == why]
             own = max(float(c["own"]) for c in mine)

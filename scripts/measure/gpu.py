@@ -42,8 +42,8 @@ PARTS = {
         "values, gradients and edits of every kind of hook point, fp32, against plain PyTorch", 420
     ),
     "bf16": Part("the same in bf16", 420),
-    "hooks": Part("device and host time of a hook, beside code by hand", 420),
-    "copies": Part("copies to the host: right, pinned, beside the model; their rate", 240),
+    "hooks": Part("device and host time of a hook, compared with hand-written code", 420),
+    "copies": Part("copies to the host are correct, pinned, and overlap with compute; their rate", 240),
     "dump": Part("a dump of training steps, read back bit for bit; its rate", 240),
     "statistics": Part("statistics against torch's own; what they cost a step", 240),
     "memory": Part("memory with hooks, and what they leave", 240),

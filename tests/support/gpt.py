@@ -89,7 +89,7 @@ class Case:
             (bool(self.experts) and not self.pattern, "GPT with experts"),
             ("mtp_num_layers" in self.extra or "/" in self.pattern, "Multi-token prediction"),
             (bool(self.pattern) or self.hybrid, "HybridModel"),
-            (self.mla == "mended", "GPT with multi-latent attention, upstream's gradient mended"),
+            (self.mla == "mended", "GPT with multi-latent attention, upstream's gradient patched"),
             (self.mla == "upstream", "GPT with multi-latent attention, as upstream has it"),
             (self.bert, "BERT"),
             (bool(self.family), families.TITLES.get(self.family, "")),
