@@ -82,6 +82,13 @@ def test_a_block_that_nothing_answers_for(text: str) -> None:
         pages.account(block)
 
 
+def test_pages_that_the_package_names_exist() -> None:
+    sources = "".join(path.read_text("utf-8") for path in sorted((ROOT / "megatron_flex").rglob("*.py")))
+    named = set(re.findall(r"\bdocs/[\w/-]+\.md", sources))
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
 # --- what pages show of layouts and files
 
 
