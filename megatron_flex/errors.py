@@ -39,7 +39,7 @@ class FlexError(ValueError):
         ...     Dump("dumps/new")
         ... except FlexError as error:  # also any class below
         ...     print(error)
-        a Dump of nothing: name sites, such as 'decoder.layers.*', or parameters
+        a Dump needs sites, such as 'decoder.layers.*', or parameters
     """
 
     def __init__(
