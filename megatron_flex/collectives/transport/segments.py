@@ -174,7 +174,7 @@ class SegmentPool:
         free = [n for n, s in self.segments.items() if n != besides and not s.segment.held]
         small = [number for number in free if self.segments[number].segment.size < need]
         for number in small:
-            if self.segments[number].path is None:  # else a rank that is a step behind would not find the file
+            if self.segments[number].path is None:  # a rank that is a step behind must find the file
                 self.drop(number)
         return [number for number in free if number not in small]
 
