@@ -4,7 +4,7 @@
 FLEX_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 FLEX_VENVS=${FLEX_VENVS:-$FLEX_ROOT/.venvs}
 FLEX_MEGATRON=0.19.2     # the megatron-core that counts
-FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,trainer-proof,cli,launch,patches,zarr,datasets,plot,docs,browser,notebook # what its environment has: one string, as all scripts share it
+FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,cli,launch,patches,zarr,datasets,plot # what its environment has: one string, as all scripts share it
 FLEX_NEWEST_PYTHON=3.13  # the newest Python that it has wheels for
 
 say() { printf '%s\n' "$*" >&2; }
@@ -73,19 +73,19 @@ print(digest.hexdigest())
 PY
 }
 
-make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's Python
-  # Installs this repository (editable) with those extras, such as megatron,dev. Does nothing where a stamp says that
+make_venv() { # NAME PYTHON EXTRAS GROUP [REQUIREMENT...] -> path of the environment's Python
+  # Installs this repository (editable) with those extras, such as megatron,cli, and a dependency group. Does nothing where a stamp says that
   # the same was installed before; a new Python or a half-made environment starts afresh; anything else, such as another
   # checkout that has the same FLEX_VENVS, is installed on top.
-  local name=$1 python=$2 extras=$3
-  shift 3
+  local name=$1 python=$2 extras=$3 group=$4
+  shift 4
   local dir=$FLEX_VENVS/$name base want began=$SECONDS
   mkdir -p "$FLEX_VENVS"
   exec 9>"$FLEX_VENVS/$name.lock"
   "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' # held by descriptor 9: a second run waits for the first
 
   base=$(hash_of "$python" "$dir")
-  want="$base $(hash_of "$python" "$FLEX_ROOT" "$extras" "$@" "@$FLEX_ROOT/pyproject.toml" "@$FLEX_ROOT/megatron_flex/version.py" \
+  want="$base $(hash_of "$python" "$FLEX_ROOT" "$extras" "$group" "$@" "@$FLEX_ROOT/pyproject.toml" "@$FLEX_ROOT/megatron_flex/version.py" \
     "@$FLEX_ROOT/scripts/constraints.txt")"
   if ! [ -x "$dir/bin/python" ] || [ "$(cut -d' ' -f1 "$dir/flex-stamp" 2>/dev/null)" != "$base" ]; then
     say "making the environment $name with $python …"
@@ -96,9 +96,12 @@ make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's
   fi
   if [ "$(cat "$dir/flex-stamp" 2>/dev/null)" != "$want" ]; then
     rm -f "$dir/flex-stamp"
-    if ! "$dir/bin/python" -m pip install --no-input --progress-bar off --disable-pip-version-check \
-      --constraint "$FLEX_ROOT/scripts/constraints.txt" --editable "${FLEX_ROOT}[${extras}]" "$@" \
-      >"$dir/pip.log" 2>&1 </dev/null; then
+    if ! { # dependency groups came with pip 25.1
+      "$dir/bin/python" -m pip install --no-input --progress-bar off --disable-pip-version-check "pip>=25.1" &&
+        "$dir/bin/python" -m pip install --no-input --progress-bar off --disable-pip-version-check \
+          --constraint "$FLEX_ROOT/scripts/constraints.txt" --editable "${FLEX_ROOT}[${extras}]" \
+          --group "$FLEX_ROOT/pyproject.toml:$group" "$@"
+    } >"$dir/pip.log" 2>&1 </dev/null; then
       printf '%s\n' "$base" >"$dir/flex-stamp" # pip gave up in good order: the next run goes on from here
       grep -v '^WARNING' "$dir/pip.log" | tail -n 12 >&2
       die "pip could not install into the environment $name: read the lines above, or all of $dir/pip.log"

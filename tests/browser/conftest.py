@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        missing("playwright is not installed: pip install megatron-flex[browser]")
+        missing("playwright is not installed: pip install --group browser")
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         yield found

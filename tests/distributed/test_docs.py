@@ -32,6 +32,7 @@ from tests.support import (
     packed,
     ranks,
     truths,
+    wheels,
 )
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
@@ -94,11 +95,16 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     body, end = code.rstrip().rsplit("\n", 1)
     assert end == "torch.distributed.destroy_process_group()"
     (tmp_path / "example.py").write_text(f"{body}\n{README_TRUTH}{end}\n", encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    python = wheels.install(wheels.build(tmp_path)[1], tmp_path / "environment")
+    outside = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    where = [python, "-c", "import megatron_flex; print(megatron_flex.__file__)"]
+    source = subprocess.run(where, cwd=tmp_path, env=outside, capture_output=True, text=True, timeout=100)
+    assert source.stdout.startswith(str(tmp_path / "environment")), source.stderr
+    launcher = [python, "-m", "torch.distributed.run"]
     done = subprocess.run(
         [*launcher, "--standalone", "--nproc-per-node", "2", "example.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=outside,
         capture_output=True,
         text=True,
         timeout=280,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_flex import open_dump
 from tests.browser.conftest import Open
 from tests.launch import test_analyses
-from tests.support import pages
+from tests.support import pages, wheels
 from tests.support.launching import SCRIPTS, Server, has_pretrain, launch_forked
 from tests.support.messages import any_names, assert_names, raises
 
@@ -32,12 +33,17 @@ LOSSES = ["unedited", "MLP of layer 1 zeroed", "steered after layer 2"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """One run of three iterations: what it printed, and the folder with its files."""
+    """One run of three iterations with the wheel, outside the checkout: what it printed, and its folder."""
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
-    folder = tmp_path_factory.mktemp("quickstart")
-    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "3", "--keep", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    folder, apart = tmp_path_factory.mktemp("quickstart"), tmp_path_factory.mktemp("apart")
+    python = wheels.install(wheels.build(apart)[1], apart / "environment")
+    (apart / "scripts").mkdir()
+    for script in SCRIPTS.glob("quickstart*.py"):  # they put the folder above theirs first on the path
+        shutil.copy(script, apart / "scripts")
+    command = [python, apart / "scripts" / "quickstart.py", "--iterations", "3", "--keep", folder]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=apart, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
     return done.stdout, folder

@@ -394,9 +394,12 @@ def _is_partial(d: Draw, site: str) -> bool:
         inside = re.sub(r".*\.local_experts\.\d+", "", site)
         values, gradients = (":output", ".linear_fc2:output"), (":input", ".linear_fc1:input")
         return d.etp > 1 and inside in (*values, *gradients)
-    return d.tp > 1 and site.endswith(":gemm_input")
+    shared = d.groups < d.tp and SHARED_KEYS.search(site) is not None
+    return d.tp > 1 and (site.endswith(":gemm_input") or shared)
 
 
+# Of ranks that share a group's key and value: each has the gradient of its own queries, a part of the sum.
+SHARED_KEYS = re.compile(r"\.linear_qkv:[qkv]$|(self|core)_attention:[kv]$")
 _SIZES = (gpt.HIDDEN, gpt.HEADS, gpt.FFN, gpt.GROUPS)
 RECOMPUTE = {
     "gpt": ("full", "core_attn", "mlp", "layernorm"),
@@ -494,6 +497,10 @@ def _row_rules(d: Draw, row: Row) -> Iterator[tuple[bool, str]]:
     yield (
         row.frozen == "embedding" and bool(d.recompute) and row.kind != "module",
         f"{told}upstream: a recomputed region whose input needs no gradient gives its parameters none",
+    )
+    yield (
+        row.frozen == "model" and bool({"layernorm"} & set(d.recompute)),
+        f"{told}upstream: what discards its output and needs no gradient keeps no input to compute it from",
     )
 
 

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from email.message import Message
 from email.parser import Parser
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 import megatron_flex
+from tests.support import wheels
 from tests.support.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-BUILD = "from setuptools import build_meta as b; print(b.prepare_metadata_for_build_wheel('out'))"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the metadata, made from a copy of what a source distribution has."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel."""
     if find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed")
-    tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree / name)
-    for name in ("megatron_flex", "patches"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tree / "out").mkdir()
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    return tree / "out" / done.stdout.splitlines()[-1]
+    return wheels.build(tmp_path_factory.mktemp("distributions"))
 
 
 @pytest.fixture(scope="module")
-def metadata(built: Path) -> Message:
-    return Parser().parsestr((built / "METADATA").read_text(encoding="utf-8"))
+def wheel(built: tuple[Path, Path]) -> dict[str, str]:
+    """The texts of the wheel's metadata by the names of the files; other files have an empty text."""
+    with ZipFile(built[1]) as archive:
+        return {
+            name.rpartition(".dist-info/")[2]: archive.read(name).decode() if ".dist-info/" in name else ""
+            for name in archive.namelist()
+        }
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: dict[str, str]) -> Message:
+    return Parser().parsestr(wheel["METADATA"])
 
 
 def test_the_metadata_are_complete(metadata: Message) -> None:
@@ -59,18 +58,42 @@ def test_the_metadata_are_complete(metadata: Message) -> None:
     assert metadata.get_payload().startswith("#"), "the README is the description"
 
 
-def test_commands_are_installed(built: Path) -> None:
-    text = (built / "entry_points.txt").read_text(encoding="utf-8")
+def test_an_index_shows_the_description(built: tuple[Path, Path], metadata: Message) -> None:
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+def test_the_distributions_are_whole(built: tuple[Path, Path], wheel: dict[str, str]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert tracked.stdout or not (ROOT / ".git").exists()
+    files = {name for name in tracked.stdout.splitlines() if not name.startswith((".git", "setup.cfg"))}
+    assert {name for name in files if (ROOT / name).exists()} - names == set()
+    assert {"megatron_flex/py.typed", "megatron_flex_patches/py.typed"} <= {*wheel}
+    assert {name.partition("/")[0] for name in wheel if "/" in name} <= {
+        "megatron_flex",
+        "megatron_flex_patches",
+        "licenses",
+    }
+
+
+def test_commands_are_installed(wheel: dict[str, str]) -> None:
+    text = wheel["entry_points.txt"]
     found = dict(re.findall(r"^(\S+) = (\S+)$", text, re.MULTILINE))
     assert {*found} == {"megatron-flex"}
     for where in found.values():
         module, _, name = where.partition(":")
         assert callable(getattr(import_module(module), name))
-
-
-def test_setup_py_defers_to_pyproject() -> None:
-    code = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert code.rstrip().endswith("\nsetup()"), "one list of what the package is and needs: pyproject.toml"
 
 
 def test_every_script_uses_one_environment() -> None:
