@@ -113,7 +113,7 @@ def commands() -> str:
     parts = [
         "# The command line",
         "",
-        "`pip install megatron-flex[cli]`. Each command has `--help`, which says this:",
+        "`pip install megatron-flex[cli]`. Each command has `--help`, which prints:",
         "",
     ]
     for words, text in helps(typer.main.get_command(app), "megatron-flex", None):
@@ -131,15 +131,15 @@ def helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
 
 
 def flags() -> str:
-    """The help of the launchers' flags; the keys of YAML, with what holds where they are not said."""
+    """The help of the launchers' flags; the keys of YAML, with their defaults."""
     from megatron_flex.launch.flags import format_help
     from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
 
-    parts = ["# Flags and YAML", "", "What they do, with examples: [launchers](launch.md).", ""]
+    parts = ["# Flags and YAML", "", "What flags do, with examples: [launch flags](launch.md).", ""]
     parts += [
         "## Flags",
         "",
-        "`--flex-help` says this:",
+        "`--flex-help` prints:",
         "",
         "```text",
         format_help().rstrip(),
@@ -156,10 +156,10 @@ def flags() -> str:
         "`statistics`": StatisticsSettings,
     }
     for title, kind in whole.items():
-        parts += [f"### {title}", "", "| key | else |", "|---|---|"]
+        parts += [f"### {title}", "", "| key | default |", "|---|---|"]
         for name, field in kind.model_fields.items():
             default = (
-                "wanted" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+                "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
             )
             parts.append(f"| `{name}` | {default} |")
         parts.append("")
