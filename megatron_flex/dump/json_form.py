@@ -33,21 +33,6 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which would break a l
 
 
 @dataclass(frozen=True, slots=True)
-class FirstVersion:
-    """How version 1 of the format has a field, where it is not as now.
-
-    Attributes:
-        key: its name there, with `?` if it may be missing.
-        form: its form.
-        read: what makes the value of now.
-    """
-
-    key: str
-    form: Form
-    read: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
     """How a field of a document is stored.
 
@@ -55,27 +40,16 @@ class Storage:
         form: its form; None for the one of its annotation.
         optional: whether it may be missing.
         omitted: whether it is left out where it has its default.
-        since: the first version that has it.
-        first: how version 1 has it, where it is not as now.
     """
 
     form: Form = None
     optional: bool = False
     omitted: bool = False
-    since: int = 1
-    first: FirstVersion | None = None
 
 
-def stored(
-    *,
-    form: Form = None,
-    optional: bool = False,
-    omitted: bool = False,
-    since: int = 1,
-    first: FirstVersion | None = None,
-) -> dict[Any, Storage]:
+def stored(*, form: Form = None, optional: bool = False, omitted: bool = False) -> dict[Any, Storage]:
     """The metadata of a field of a document; arguments as the attributes of `Storage`."""
-    return {Storage: Storage(form, optional or omitted, omitted, since, first)}
+    return {Storage: Storage(form, optional or omitted, omitted)}
 
 
 @cache
@@ -95,35 +69,30 @@ def list_storage(kind: Any, brief: bool = False) -> list[tuple[Field[Any], Stora
     return out
 
 
-def derive_form(kind: Any, version: int, brief: bool = False) -> dict[str, Form]:
-    """The form of a dataclass in a version of the format; `brief` as for `list_storage`."""
+def derive_form(kind: Any, brief: bool = False) -> dict[str, Form]:
+    """The form of a dataclass; `brief` as for `list_storage`."""
     hints, out = get_type_hints(kind), {}
     for one, storage in list_storage(kind, brief):
-        if version < storage.since:
-            continue
-        if version == 1 and storage.first is not None:
-            out[storage.first.key] = storage.first.form
-            continue
         form = storage.form
         if form is None:
-            form = _derive_value_form(hints[one.name], version, brief)
+            form = _derive_value_form(hints[one.name], brief)
         out[one.name + "?" * storage.optional] = form
     return out
 
 
-def _derive_value_form(hint: Any, version: int, brief: bool) -> Form:
+def _derive_value_form(hint: Any, brief: bool) -> Form:
     origin, inner = get_origin(hint), [a for a in get_args(hint) if a is not type(None)]
     if origin in (Union, types.UnionType):
-        forms = [_derive_value_form(a, version, brief) for a in inner]
+        forms = [_derive_value_form(a, brief) for a in inner]
         return forms[0] if len(forms) == 1 else "|".join(forms)
     if origin is Literal:
         return type(inner[0]).__name__
     if is_dataclass(hint):
-        return derive_form(hint, version, brief)
+        return derive_form(hint, brief)
     if origin is Mapping:
-        return {"*": _derive_value_form(inner[1], version, brief)}
+        return {"*": _derive_value_form(inner[1], brief)}
     if origin in (tuple, Sequence):
-        return [_derive_value_form(inner[0], version, brief)]
+        return [_derive_value_form(inner[0], brief)]
     return "any" if hint is Any else hint.__name__
 
 
@@ -162,17 +131,17 @@ def format_json(content: Any) -> str:
     return json.dumps(stringify_nonfinite(content), indent=1, default=str, allow_nan=False)
 
 
-def from_json(kind: type[DocumentT], record: Mapping[str, Any], version: int) -> DocumentT:
+def from_json(kind: type[DocumentT], record: Mapping[str, Any]) -> DocumentT:
     """A document from plain values, which have its form.
 
     Raises:
         KeyError, TypeError, ValueError: they do not.
     """
     any_kind: Any = kind
-    readers = _list_readers(any_kind, version)
+    readers = _list_readers(any_kind)
     values = {}
-    for key, value in record.items():
-        name, read = readers[key]
+    for name, value in record.items():
+        read = readers[name]
         values[name] = value if read is None else read(value)
     return kind(**values)
 
@@ -194,31 +163,26 @@ def remove_fields(record: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 @cache
-def _list_readers(kind: Any, version: int) -> dict[str, tuple[str, Callable[[Any], Any] | None]]:
-    """Key to the name of a field, and what makes its value."""
-    hints, out = get_type_hints(kind), {}
-    for one, storage in list_storage(kind):
-        first = storage.first if version == 1 else None
-        key = one.name if first is None else first.key.removesuffix("?")
-        read = None if first is None else first.read
-        out[key] = one.name, read or _make_reader(hints[one.name], version)
-    return out
+def _list_readers(kind: Any) -> dict[str, Callable[[Any], Any] | None]:
+    """The name of each field, and what makes its value."""
+    hints = get_type_hints(kind)
+    return {one.name: _make_reader(hints[one.name]) for one in fields(kind)}
 
 
-def _make_reader(hint: Any, version: int) -> Callable[[Any], Any] | None:
+def _make_reader(hint: Any) -> Callable[[Any], Any] | None:
     """What makes a tuple or a document of plain values; None where they stay as they are."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        read = _make_reader(inner[0], version)
+        read = _make_reader(inner[0])
         return None if read is None else lambda value: None if value is None else read(value)
     if is_dataclass(hint):
         any_kind: Any = hint
-        return partial(from_json, any_kind, version=version)
+        return partial(from_json, any_kind)
     if origin is tuple and inner[-1] is not ...:
         return partial(_read_integers, len(inner))
     if origin in (tuple, Sequence):
         integers = get_origin(inner[0]) is tuple and set(get_args(inner[0])) == {int}
-        one = _make_reader(inner[0], version) if is_dataclass(inner[0]) or integers else None
+        one = _make_reader(inner[0]) if is_dataclass(inner[0]) or integers else None
         if one is not None:
             return lambda value: tuple(map(one, value))
         return tuple if origin is tuple else None

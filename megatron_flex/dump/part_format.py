@@ -18,7 +18,6 @@ import json
 import os
 import re
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -27,8 +26,8 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.checksums import (
-    CHECKSUM_BLOCKS,
+from megatron_flex.checksums import (
+    CHECKSUM_BLOCK,
     CHECKSUM_DIGITS,
     ZERO_CHECKSUM,
     combine_block_checksums,
@@ -41,7 +40,6 @@ from megatron_flex.dump.schema import (
     DUMP_FORMAT,
     DUMP_VERSION,
     FORMS,
-    READABLE_VERSIONS,
     REPLICA,
     ROUTING,
     TENSOR_FORM,
@@ -49,6 +47,7 @@ from megatron_flex.dump.schema import (
     PartMetadata,
     ShardEntry,
     StoredTensorSpan,
+    describe_version,
 )
 from megatron_flex.errors import DumpError
 
@@ -214,13 +213,11 @@ class StoredPart:
         path: the file.
         index: the metadata of the part.
         where: for each tensor dtype, shape, first byte in the file, bytes.
-        version: of the format.
     """
 
     path: Path
     index: PartIndex
     where: TensorSpans
-    version: int = DUMP_VERSION
 
 
 def read_part(path: Path) -> StoredPart:
@@ -256,47 +253,34 @@ def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
     check_form(content, "object")
     found = content.pop(METADATA_KEY)
     check_form(found, "object")
-    version = _parse_version(path, pick_known(PartMetadata, found).format)
-    forms = FORMS[version]
-    check_form(found, forms["META"])
-    meta = from_json(PartMetadata, found, version)
-    if not _has_right_checksum(version, body, content, meta):
+    _check_version(path, pick_known(PartMetadata, found).format)
+    check_form(found, FORMS["META"])
+    meta = from_json(PartMetadata, found)
+    if not is_sealed(body):
         raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged", path=path)
     where = _parse_spans(content, room, start)
     record = load_json(meta.index)
-    check_form(record, forms["INDEX"])
-    index = from_json(PartIndex, record, version)
+    check_form(record, FORMS["INDEX"])
+    index = from_json(PartIndex, record)
     entries = index.entries
     for entry in entries:
         if entry.kind != REPLICA:
-            _check_stored(entry, where, version)
+            _check_stored(entry, where)
     _check_claims(entries, where, room + start)
-    return StoredPart(path, index, where, version)
+    return StoredPart(path, index, where)
 
 
-def _parse_version(path: Path, stated: Any) -> int:
-    """The format version in a header.
+def _check_version(path: Path, stated: Any) -> None:
+    """Check the format and its version in a header.
 
     Raises:
-        DumpError: it is none that is read.
+        DumpError: it is another.
     """
-    for version in READABLE_VERSIONS:
-        if stated == f"{DUMP_FORMAT}/{version}":
-            return version
-    raise DumpError(
-        f"{path}: format {str(stated)[:60]!r}; this version reads {DUMP_FORMAT}/{READABLE_VERSIONS[0]} to "
-        f"{READABLE_VERSIONS[-1]}: "
-        "read it with the megatron_flex that wrote it, or a newer one",
-        path=path,
-    )
-
-
-def _has_right_checksum(version: int, body: bytes, content: dict[str, Any], meta: PartMetadata) -> bool:
-    """Whether a header matches its stored checksum; that of version 1 leaves out spaces and escapes."""
-    if version > 1:
-        return is_sealed(body)
-    text = json.dumps(content, separators=(",", ":")) + meta.index
-    return str(zlib.crc32(text.encode())) == meta.checksum
+    name, _, version = str(stated).partition("/")
+    if name != DUMP_FORMAT:
+        raise DumpError(f"{path}: format {str(stated)[:60]!r} is not {DUMP_FORMAT}/{DUMP_VERSION}", path=path)
+    if version != str(DUMP_VERSION):
+        raise DumpError(f"{path}: {describe_version(version)}", path=path)
 
 
 def _parse_spans(tensors: dict[str, Any], room: int, start: int) -> TensorSpans:
@@ -304,7 +288,7 @@ def _parse_spans(tensors: dict[str, Any], room: int, start: int) -> TensorSpans:
     where, end = {}, 0
     for name, one in tensors.items():
         check_form(one, TENSOR_FORM, name[:80])
-        span = from_json(StoredTensorSpan, one, DUMP_VERSION)
+        span = from_json(StoredTensorSpan, one)
         dtype, shape = NAMED_DTYPES[span.dtype], span.shape
         first, last = span.data_offsets
         check_dims(shape)
@@ -347,7 +331,7 @@ def _check_claims(entries: Sequence[ShardEntry], where: TensorSpans, size: int) 
         raise ValueError(f"its tensors claim {sum(rows.values())} tokens, and {empty} rows of nothing")
 
 
-def _check_stored(entry: ShardEntry, where: TensorSpans, version: int) -> None:
+def _check_stored(entry: ShardEntry, where: TensorSpans) -> None:
     """An entry's shape fits its tensor, or the selection or part of the tensor that was stored."""
     name, shape = entry.tensor, entry.shape
     if name not in where:
@@ -356,9 +340,8 @@ def _check_stored(entry: ShardEntry, where: TensorSpans, version: int) -> None:
     _, stored, _, nbytes = where[name]
     if NAMED_DTYPES.get(entry.dtype) != where[name][0] or min(entry.microbatch, entry.call) < 0:
         raise ValueError(f"{name[:80]!r} is not what its index says")
-    block = CHECKSUM_BLOCKS.get(version)
-    if block is not None and len(entry.blocks) != count_checksum_blocks(nbytes, block) * CHECKSUM_DIGITS:
-        raise ValueError(f"{name[:80]!r} of {nbytes} bytes has no checksum for each block of {block}")
+    if len(entry.blocks) != count_checksum_blocks(nbytes) * CHECKSUM_DIGITS:
+        raise ValueError(f"{name[:80]!r} of {nbytes} bytes lacks checksums of blocks of {CHECKSUM_BLOCK}")
     fits = True
     if entry.span is not None:
         first, last = entry.span

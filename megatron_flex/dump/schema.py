@@ -1,7 +1,7 @@
 """The schema of a dump: each document is a dataclass here, and its forms on disk are derived from the fields.
 
-A new field is one line in its class. `stored` declares exceptions: a default that is left out, a version
-that lacks the field. A changed form needs another `DUMP_VERSION`.
+A new field is one line in its class. `stored` declares exceptions, such as a default that is left out. A
+changed form needs another `DUMP_VERSION`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.checksums import ZERO_CHECKSUM, is_sealed, seal_json
+from megatron_flex.checksums import ZERO_CHECKSUM, is_sealed, seal_json
 from megatron_flex.dump.json_form import (
     CONTROL_CHARACTER,
     MOST_DIMS,
-    FirstVersion,
     Form,
     check_form,
     derive_form,
@@ -35,7 +34,6 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 
 DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 3
-READABLE_VERSIONS = (1, 2, 3)  # the versions that are read
 MANIFEST_NAME = "manifest.json"
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -47,7 +45,7 @@ VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
 )
 
 
-CUT_FORM, DIM_FORM, LAYOUT_FORM = (derive_form(kind, DUMP_VERSION, brief=True) for kind in (Cut, Dim, Layout))
+CUT_FORM, DIM_FORM, LAYOUT_FORM = (derive_form(kind, brief=True) for kind in (Cut, Dim, Layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class SiteRecord:
     stage: int = 0
     chunk: int = 0
     inferred: bool = False
-    axes: Mapping[str, str] = field(default_factory=dict, metadata=stored(optional=True, since=2))
+    axes: Mapping[str, str] = field(default_factory=dict, metadata=stored(optional=True))
 
     def __post_init__(self) -> None:
         if CONTROL_CHARACTER.search(self.name):
@@ -95,7 +93,7 @@ class ManifestFront:
 
     format: str
     version: int
-    checksum: str = field(default="", metadata=stored(since=2))
+    checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class Manifest:
         settings: of the Dump.
         skipped: iterations that a run of an earlier release left to the runs before it.
         layers: the kinds of the model's layers, as `layer_pattern` returns them; empty if the model has no
-            decoder, or an earlier version wrote the run.
+            decoder.
         left_out: parameters that patterns of the Dump match and no file has, with the reason.
     """
 
@@ -134,8 +132,8 @@ class Manifest:
     parameters: Sequence[SiteRecord]
     settings: Mapping[str, Any]
     skipped: Sequence[str] = ()
-    layers: str = field(default="", metadata=stored(omitted=True, since=2))
-    left_out: Mapping[str, str] = field(default_factory=dict, metadata=stored(omitted=True, since=3))
+    layers: str = field(default="", metadata=stored(omitted=True))
+    left_out: Mapping[str, str] = field(default_factory=dict, metadata=stored(omitted=True))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -181,21 +179,15 @@ class Manifest:
             record = load_json(text)
             front = pick_known(ManifestFront, record)
             if front.format != DUMP_FORMAT:
-                raise DumpError(f"{path}: no manifest of a dump", path=path)
-            version = front.version
-            if type(version) is not int or version not in READABLE_VERSIONS:
-                raise DumpError(
-                    f"{path}: version {str(version)[:20]}; this megatron_flex reads versions "
-                    f"{READABLE_VERSIONS[0]} to "
-                    f"{READABLE_VERSIONS[-1]}: use the one that wrote it, or a newer one",
-                    path=path,
-                )
-            if version > 1 and not is_sealed(text):
+                raise DumpError(f"{path}: not a manifest of a dump", path=path)
+            if front.version != DUMP_VERSION:
+                raise DumpError(f"{path}: {describe_version(front.version)}", path=path)
+            if not is_sealed(text):
                 raise DumpError(
                     f"{path}: its checksum is wrong: it is damaged, or somebody changed it", path=path
                 )
-            check_form(record, FORMS[version]["MANIFEST"])
-            manifest = from_json(Manifest, remove_fields(record, ManifestFront), version)
+            check_form(record, FORMS["MANIFEST"])
+            manifest = from_json(Manifest, remove_fields(record, ManifestFront))
             manifest = replace(manifest, ranks=tuple(_parse_rank(one) for one in manifest.ranks))
             _check_ranks(manifest)
             return manifest
@@ -207,6 +199,14 @@ class Manifest:
             raise DumpError(
                 f"{path}: no manifest of a dump, or a damaged one: {error!r}", path=path
             ) from error
+
+
+def describe_version(version: Any) -> str:
+    """What is wrong with a version that is not read, and what to do."""
+    return (
+        f"version {str(version)[:20]} of the format; this megatron_flex reads version {DUMP_VERSION}: use "
+        "the megatron_flex that wrote it, or dump again"
+    )
 
 
 def _parse_rank(record: Any) -> tuple[int, dict[str, int]]:
@@ -247,8 +247,8 @@ class ShardEntry:
         dtype: as safetensors names it; of what is written.
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
-        checksum: of its bytes: that of the text of its blocks' checksums; in version 1 CRC-32 in hexadecimal.
-        blocks: the checksums of its blocks, one after the other; none of a replica, nor in version 1.
+        checksum: of its bytes: that of the text of its blocks' checksums.
+        blocks: the checksums of its blocks, one after the other; none of a replica.
         route: of experts' rows a `RowsRoute`; of a router's decision a `RouterRecord`; None of every other
             tensor.
         turn: how many tensors the rank captured before it in the iteration, those that others write included.
@@ -263,19 +263,14 @@ class ShardEntry:
     layout: int
     shape: tuple[int, ...]
     dtype: str
-    picked: bool = field(default=False, metadata=stored(omitted=True, first=FirstVersion("picked", "bool")))
-    span: tuple[int, int] | None = field(
-        default=None, metadata=stored(omitted=True, first=FirstVersion("span", "list|null"))
-    )
-    checksum: str = field(default="", metadata=stored(first=FirstVersion("crc", "int", "{:08x}".format)))
-    route: dict[str, Any] | None = field(
-        default=None,
-        metadata=stored(form="object", omitted=True, first=FirstVersion("route?", "object|null")),
-    )
+    picked: bool = field(default=False, metadata=stored(omitted=True))
+    span: tuple[int, int] | None = field(default=None, metadata=stored(omitted=True))
+    checksum: str = ""
+    route: dict[str, Any] | None = field(default=None, metadata=stored(form="object", omitted=True))
     turn: int = 0
-    blocks: str = field(default="", metadata=stored(omitted=True, since=2))
-    request: str | None = field(default=None, metadata=stored(omitted=True, since=2))
-    axes: Mapping[str, str] | None = field(default=None, metadata=stored(omitted=True, since=2))
+    blocks: str = field(default="", metadata=stored(omitted=True))
+    request: str | None = field(default=None, metadata=stored(omitted=True))
+    axes: Mapping[str, str] | None = field(default=None, metadata=stored(omitted=True))
 
     @property
     def tensor(self) -> str:
@@ -319,12 +314,12 @@ class PartMetadata:
 
     Attributes:
         format: the name of the format, and its version.
-        checksum: of the header; of version 1 CRC-32.
+        checksum: of the header.
         index: a `PartIndex` as JSON.
     """
 
     format: str
-    checksum: str = field(default="", metadata=stored(first=FirstVersion("crc", "str")))
+    checksum: str = ""
     index: str = ""
 
 
@@ -389,7 +384,7 @@ class RandomRecord:
     Attributes:
         sampled: the `count` of `RandomTokens`.
         seed: of `RandomTokens`.
-        method: how positions were drawn; empty in dumps that were made when torch.randperm drew them.
+        method: how positions were drawn.
     """
 
     sampled: int
@@ -397,17 +392,12 @@ class RandomRecord:
     method: str = ""
 
 
-def derive_forms(version: int) -> dict[str, Form]:
-    """Return the forms of all documents in a version of the format, by name."""
-    return {
-        "META": derive_form(PartMetadata, version),
-        "INDEX": derive_form(PartIndex, version),
-        "MANIFEST": derive_form(ManifestFront, version) | derive_form(Manifest, version),
-    }
-
-
-FORMS: dict[int, dict[str, Form]] = {version: derive_forms(version) for version in READABLE_VERSIONS}
-TENSOR_FORM = derive_form(StoredTensorSpan, DUMP_VERSION)
+FORMS: dict[str, Form] = {
+    "META": derive_form(PartMetadata),
+    "INDEX": derive_form(PartIndex),
+    "MANIFEST": derive_form(ManifestFront) | derive_form(Manifest),
+}
+TENSOR_FORM = derive_form(StoredTensorSpan)
 
 MOST_SEGMENTS = 4096  # of a dim: packed projections have a few, and as many as pieces at most
 MOST_SEQUENCES = 1 << 16  # of a pack
@@ -449,7 +439,7 @@ def layout_from_json(record: Any) -> Layout:
         ValueError: the document does not describe a layout.
     """
     check_form(record, LAYOUT_FORM)
-    layout = from_json(Layout, record, DUMP_VERSION)
+    layout = from_json(Layout, record)
     if len(layout.dims) > MOST_DIMS:
         raise ValueError(f"a layout of {len(layout.dims)} dims")
     for dim in layout.dims:

@@ -135,8 +135,8 @@ def tokens_from_json(data: Any) -> TokenSelection:
         found = pick_known(RandomRecord, data)
         if found.method != METHOD:
             raise DumpError(
-                f"the positions of this dump were drawn by {found.method or 'torch.randperm'}, not by "
-                f"{METHOD}, so that they are not known; read it with the version that wrote it, or dump again"
+                f"the positions of this dump were drawn by {found.method[:40]!r}, not by {METHOD!r}, so that "
+                "they are not known; read it with the megatron_flex that wrote it, or dump again"
             )
         return RandomTokens(int(found.sampled), int(found.seed))
     return None if data is None else tuple(int(p) for p in data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_flex.checksums import is_sealed
 from megatron_flex.errors import FlexError, FlexWarning, suggest_nearest
 from megatron_flex.gpt_names import GptNames, layer_pattern
 from megatron_flex.notebook_html import (
@@ -32,11 +32,7 @@ from megatron_flex.sites import find_recorded_names
 from megatron_flex.statistics.statistics_files import (
     FILE_COLUMNS,
     FILE_NAME,
-    HEADER_NAME,
     INTEGER_COLUMNS,
-    KEY_OF_ROWS,
-    digest_of,
-    is_line_sealed,
     list_files,
 )
 from megatron_flex.statistics.statistics_records import (
@@ -51,7 +47,6 @@ HISTOGRAM_BINS = 2 * BINS_PER_SIGN + 1
 STATISTICS_KINDS = get_args(StatisticsKind)
 TEXT_COLUMNS = ("site", "kind", "histogram")
 MAX_NAMED = 3  # lines and files that a warning names
-PART = re.compile(r"part-([0-9]{6,9})\.parquet")
 FLOAT_COLUMNS = tuple(name for name in FILE_COLUMNS if name not in (*INTEGER_COLUMNS, *TEXT_COLUMNS))
 NameFilter = Callable[[str], bool]
 RowsByIteration = dict[
@@ -72,7 +67,7 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
         The statistics: a mapping of names to the statistics of a tensor, iteration by iteration.
 
     Raises:
-        FlexError: there are no statistics, or they need pyarrow, or a newer version of this package.
+        FlexError: there are no statistics, or they need another version of this package.
 
     Examples:
         >>> [round(rms, 3) for rms in open_statistics("stats/run")["decoder.layers.3"].rms]
@@ -237,7 +232,7 @@ class OpenStatistics:
         return {name: [getattr(row, name) for row in rows] for name in FILE_COLUMNS}
 
     def pandas(self) -> Any:
-        """Return all rows as a DataFrame.
+        """Return all rows as a DataFrame, which `.to_parquet(path)` writes as Parquet.
 
         Raises:
             FlexError: pandas is not installed.
@@ -370,12 +365,10 @@ def _read_files(path: Path, wanted: NameFilter) -> _Found:
         one = FILE_NAME.fullmatch(path.name) is not None
         files = [path] if one else [file for _, file in list_files(path)]
         if not files:
-            raise FlexError(f"{path}: no statistics: neither statistics-0000.jsonl nor .parquet is in it")
-        parts = [p for f in files for p in (sorted(f.glob("part-*")) if f.is_dir() else [f])]
-        with progress("reading statistics", sum(p.stat().st_size for p in parts), BYTES) as bar:
+            raise FlexError(f"{path}: no statistics: statistics-0000.jsonl is not in it")
+        with progress("reading statistics", sum(f.stat().st_size for f in files), BYTES) as bar:
             for file in files:
-                found = (_read_parquet if file.suffix == ".parquet" else _read_json_lines)(file, wanted, bar)
-                out.merge(file.name, found, names)
+                out.merge(file.name, _read_lines(file, wanted, bar), names)
     except OSError as error:
         raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
     return out
@@ -387,15 +380,16 @@ def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
         record = json.loads(text)
     except ValueError:
         return None
-    if is_line_sealed(text.rstrip(b"\n")) is False:
-        raise FlexError(f"{path}: the checksum of its header is wrong: it is damaged, or somebody changed it")
     try:
-        return StatisticsHeader.from_json(record)
+        header = StatisticsHeader.from_json(record)
     except (ValueError, KeyError, TypeError) as error:
-        raise FlexError(f"{path}: no statistics, or damaged ones: {error}") from error
+        raise FlexError(f"{path}: not statistics, or damaged ones: {error}") from error
+    if not _is_sealed(text):
+        raise FlexError(f"{path}: the checksum of its header is wrong: it is damaged, or somebody changed it")
+    return header
 
 
-def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
+def _read_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
     out, latest = _Found(), None
     with path.open("rb") as file:
         first = file.readline()
@@ -404,19 +398,15 @@ def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found
             out.leave_out(f"{path.name}, its header" if first.endswith(b"\n") else "")
             return out
         out.headers.append(header)
-        record = is_line_sealed(first[:-1])  # whether there are checksums at all
         for number, line in enumerate(file, 2):
             bar.advance(len(line))
             if not line.endswith(b"\n"):
                 out.leave_out()
                 out.torn = latest
                 continue
-            good = is_line_sealed(line[:-1])
-            if good is not None and record is None:
-                raise FlexError(f"{path}: its lines have checksums, and its header has none: it is damaged")
-            row = _parse_line(line) if good or record is None else None
+            row = _parse_line(line) if _is_sealed(line) else None
             if row is None:
-                out.leave_out("" if record is None else f"{path.name}, line {number}")
+                out.leave_out(f"{path.name}, line {number}")
                 continue
             latest = row.iteration
             if wanted(row.site):
@@ -424,55 +414,19 @@ def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found
     return out
 
 
+def _is_sealed(line: bytes) -> bool:
+    """Whether a line has the right checksum."""
+    try:
+        return is_sealed(line.removesuffix(b"\n"))
+    except ValueError:
+        return False
+
+
 def _parse_line(line: bytes) -> TensorStatistics | None:
     try:
         return _parse_row(json.loads(line))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _read_parquet(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
-    try:
-        read, arrow = import_module("pyarrow.parquet").read_table, import_module("pyarrow").ArrowException
-    except ImportError as error:
-        raise FlexError(f"{path}: pyarrow reads it, and is not installed: pip install pyarrow") from error
-    out = _Found()
-    file = path / HEADER_NAME
-    header = _parse_file_header(file, file.read_bytes()) if file.exists() else None
-    if header is None:
-        out.leave_out(f"{path.name}/{HEADER_NAME}")
-    else:
-        out.headers.append(header)
-    known = {int(found[1]): p for p in path.iterdir() if (found := PART.fullmatch(p.name)) is not None}
-    for number in range(min(max(known, default=-1) + 1, len(known) + MAX_NAMED)):
-        if number not in known:
-            out.leave_out(f"{path.name}/part-{number:06d}.parquet (it is gone)")
-    for _, part in sorted(known.items()):
-        bar.advance(part.stat().st_size)
-        try:
-            table = read(part, page_checksum_verification=True)
-            wanted_sum = (table.schema.metadata or {}).get(KEY_OF_ROWS)  # None of a version before
-            if wanted_sum is not None and digest_of(table.to_pydict()).encode() != wanted_sum:
-                raise ValueError("a footer that is not as it was written")
-            rows = [
-                _parse_row({**record, "histogram": _compress_histogram(record)})
-                for record in table.to_pylist()
-            ]
-        except (ValueError, LookupError, TypeError, OSError, NotImplementedError, MemoryError, arrow):
-            # what pyarrow raises of a damaged file, and ours
-            out.leave_out(f"{path.name}/{part.name}")
-            continue
-        for row in rows:
-            if wanted(row.site):
-                out.add(row)
-    return out
-
-
-def _compress_histogram(record: dict[str, Any]) -> list[int] | None:
-    """A histogram in the form of JSON lines: the number of the first nonempty bin, and the counts."""
-    counts = record["histogram"]
-    known = [n for n, count in enumerate(counts) if count]
-    return ([known[0], *counts[known[0] : known[-1] + 1]] if known else []) if counts else None
 
 
 def _parse_row(record: dict[str, Any]) -> TensorStatistics:

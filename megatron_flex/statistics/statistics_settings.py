@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 from megatron_flex.errors import FlexError
 from megatron_flex.settings import (
@@ -15,14 +15,9 @@ from megatron_flex.settings import (
     PATTERNS,
     SWITCH,
     Setting,
-    choice,
     record_settings,
 )
 from megatron_flex.sites import Pattern, describe_pattern
-
-FILE_FORMATS = ("jsonl", "parquet")
-FileFormat = Literal["jsonl", "parquet"]
-
 
 DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics whose flag names none
 
@@ -42,7 +37,6 @@ class Statistics:
         gradients: also measure the gradients at the hook points, at the scale of a microbatch's own loss.
         parameters: names or patterns of parameters whose reduced gradients' norms are measured.
         histogram: whether to count values by powers of two.
-        format: the format of the files.
         writers: whether to send the numbers to the framework's TensorBoard and W&B writers too, if present.
         groups: groups that the hooks belong to.
 
@@ -78,13 +72,6 @@ class Statistics:
     every: Setting[int, int] = Setting(COUNT, 1, shared=True)
     gradients: Setting[bool, bool] = Setting(SWITCH, False, shared=True)
     histogram: Setting[bool, bool] = Setting(SWITCH, True)
-    format: Setting[FileFormat, FileFormat] = Setting(
-        choice(*FILE_FORMATS),
-        "jsonl",
-        flag="stats-format",
-        help="The format of the files.",
-        recorded=False,
-    )
     writers: Setting[bool, bool] = Setting(SWITCH, True, recorded=False)
     groups: Setting[Iterable[str], tuple[str, ...]] = Setting(NAMES, (), recorded=False)
 

@@ -171,7 +171,7 @@ def open_writers(
     Raises:
         FlexError: on the rank that writes the file: the file cannot be created.
     """
-    file = create_file(Path(statistics.path), statistics.format, header) if first else None
+    file = create_file(Path(statistics.path), header) if first else None
     thread = None if file is None else StatisticsThread(file)
     return StatisticsWriters(thread, FrameworkLoggers(find) if statistics.writers else None)
 

@@ -251,7 +251,7 @@ def copy_in_two_threads(tensors: list[Tensor], rooms: list[Tensor]) -> None:
 
 def compute_all_checksums(tensors: list[Tensor]) -> None:
     """The checksums that a dump has of these tensors."""
-    from megatron_flex.dump.checksums import compute_block_checksums
+    from megatron_flex.checksums import compute_block_checksums
 
     for tensor in tensors:
         compute_block_checksums(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +17,15 @@ from megatron_flex.dump import Dump, DumpWriter, Manifest, ShardEntry, SiteRecor
 from megatron_flex.dump.export import ExportColumn, export_arrays, read_blocks
 from megatron_flex.dump.part_format import read_part
 from megatron_flex.dump.reader import DumpArray, open_damaged_dump
-from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.dump.tools.dump_contents import get_named_array, list_parameter_names, list_site_names
 from megatron_flex.dump.tools.value_summary import summarize_values
-from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart, write_part
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import extract
 from megatron_flex.page.tensor_tables import read_cell
 from tests.support import dumps
 from tests.support.dumps import COLUMN, GATED, NORM, SEQUENCE, SUMMED, WEIGHT, Given, random
 
-OLD = Path(__file__).parents[1] / "data" / "dump_v1"  # written by the code that had version 1
+FIXTURE = Path(__file__).parents[1] / "data" / "version_3"  # a dump, its values, and statistics
 Outcome = dict[str, Tensor | DumpError]
 Road = Callable[[Path, Path], Outcome]
 
@@ -107,36 +104,16 @@ def flat(path: Path) -> None:
         writer.close()
 
 
-def old(path: Path) -> None:
-    """A dump of version 1: experts, a gated projection and parameters, on two stages of two ranks."""
-    shutil.copytree(OLD / "dump", path)
-
-
-def rewritten(path: Path) -> None:
-    """The same in the version of now, written by its writer."""
-    manifest = Manifest.read(OLD / "dump" / "run-0000")
-    path.mkdir()
-    (path / "run-0000").mkdir()
-    manifest.write(path / "run-0000")
-    for file in sorted((OLD / "dump").rglob("*.safetensors")):
-        part, content = read_part(file), file.read_bytes()
-        out = PendingPart(
-            replace(part.index, layouts=(), entries=()),
-            PendingIteration(part.index.iteration, part.index.run_of),
-        )
-        for entry in part.index.entries:
-            dtype, shape, first, size = part.where[entry.tensor]
-            data = torch.frombuffer(bytearray(content[first : first + size]), dtype=dtype).view(shape)
-            out.add(entry, layout_from_json(dict(part.index.layouts[entry.layout])), data)
-        write_part(path / "run-0000", out, False, lambda: None).commit()
+def experts(path: Path) -> None:
+    """The committed dump: experts, a gated projection and parameters, on two stages of two ranks."""
+    shutil.copytree(FIXTURE / "dump", path)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "spread": spread,
     "picked": picked,
     "flat": flat,
-    "old": old,
-    "experts": rewritten,
+    "experts": experts,
 }
 
 

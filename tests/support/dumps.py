@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.checksums import ZERO_CHECKSUM, seal_json
 from megatron_flex.dump import (
     GRADIENT,
     PARAMETER,
@@ -30,7 +31,6 @@ from megatron_flex.dump import (
     make_mean_layout,
     select_entries,
 )
-from megatron_flex.dump.checksums import ZERO_CHECKSUM, seal_json
 from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim, number_first_sample
 from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.layout import Cut, Dim, Layout, count_parts, extract

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.checksums import compute_block_checksums
+from megatron_flex.checksums import compute_block_checksums
 from megatron_flex.dump.part_format import (
     list_complete_parts,
     parse_iteration_folder,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_flex.statistics import MeasuredSite, Statistics, StatisticsHeader, open_writers
 from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, TensorStatistics
-from megatron_flex.statistics.statistics_settings import FileFormat
 from megatron_flex.statistics.statistics_writers import StatisticsWriters
 
 BINS = 2 * BINS_PER_SIGN + 1
@@ -56,14 +55,14 @@ def rows(iteration: int, sites: Sequence[str] = SITES) -> list[TensorStatistics]
     return [row(iteration, site, order) for order, site in enumerate(sites)]
 
 
-def begin(path: Path, form: FileFormat = "jsonl", sites: Sequence[str] = SITES) -> StatisticsWriters:
+def begin(path: Path, sites: Sequence[str] = SITES) -> StatisticsWriters:
     """A start of a run, on its first rank."""
-    return open_writers(Statistics(path, ["**"], format=form), header(sites, every=1), True)
+    return open_writers(Statistics(path, ["**"]), header(sites, every=1), True)
 
 
-def write(path: Path, iterations: Sequence[int], form: FileFormat = "jsonl") -> list[TensorStatistics]:
+def write(path: Path, iterations: Sequence[int]) -> list[TensorStatistics]:
     """A start of a run from beginning to end; what it wrote."""
-    writers = begin(path, form)
+    writers = begin(path)
     out = []
     for iteration in iterations:
         writers.write(iteration, rows(iteration))

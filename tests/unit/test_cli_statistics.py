@@ -85,7 +85,7 @@ def test_a_curve_of_equal_values_and_of_none(command, tmp_path):
     ("words", "values"),
     [
         (["ls", "nowhere"], ["nowhere", os.strerror(errno.ENOENT)]),
-        (["ls", "."], ["statistics-0000.jsonl", ".parquet"]),
+        (["ls", "."], ["statistics-0000.jsonl"]),
         (["show", "stats", "--of", "norms"], ["--of", "norms", "norm"]),
         (["show", "stats", "-i", "70"], [70, "stats", 0, 59]),
         (["show", "stats", "-s", "encoder.*"], ["stats", "'encoder.*'"]),

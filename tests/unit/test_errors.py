@@ -89,7 +89,6 @@ TRIGGERS = {
     "Dump(dtype)": lambda: mf.Dump("d", "a", dtype=LONG),
     "Dump(reduce)": lambda: mf.Dump("d", "a", reduce=LONG),
     "Dump(every)": lambda: mf.Dump("d", "a", every=-(10**5000)),
-    "Statistics(format)": lambda: mf.Statistics("s", "a", format=LONG),
     "Select(positions)": lambda: mf.Select(positions=[LONG] * 999),
     "Select(dims)": lambda: mf.Select(dims={LONG: MANY}),
     "scale(positions)": lambda: mf.edits.scale(2.0, positions=[LONG] * 999),

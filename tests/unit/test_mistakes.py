@@ -314,10 +314,7 @@ def page():
     flex.report.to_html("page.html")
 def plot():
     mf.plot.norms("dump")
-def arrow():
-    mf.Statistics("x", ["0"], format="parquet")
-    flex.register_statistics(mf.Statistics("x", ["0"], format="parquet"))
-for act in (flags, page, plot, arrow):
+for act in (flags, page, plot):
     try:
         act()
     except BaseException as error:
@@ -330,7 +327,7 @@ for act in (flags, page, plot, arrow):
 def test_missing_extras_are_named(tmp_path: Path) -> None:
     given = {f"decoder.layers.{n}:output": Given(random(1, 2, 4, 4)) for n in range(2)}
     dumps.write(tmp_path / "dump", given)
-    missing = ["pydantic", "yaml", "numpy", "matplotlib", "pyarrow"]
+    missing = ["pydantic", "yaml", "numpy", "matplotlib"]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *missing],
         capture_output=True,
@@ -340,11 +337,10 @@ def test_missing_extras_are_named(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert lines.keys() == {"flags", "page", "plot", "arrow"}, done.stderr
+    assert lines.keys() == {"flags", "page", "plot"}, done.stderr
     assert_names(lines["flags"], "pip install 'megatron-flex[launch]'")
     assert_names(lines["page"], "pip install numpy", "megatron-flex[cli]")
     assert_names(lines["plot"], "pip install megatron-flex[plot]")
-    assert_names(lines["arrow"], "pip install pyarrow", "format='jsonl'")
     assert all("Error " in line for line in lines.values())
 
 

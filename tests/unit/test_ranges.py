@@ -213,7 +213,6 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     },
     "Dump(path)": _used_path,
     "Statistics(every)": lambda value: mf.Statistics("d", SITE, every=value),
-    "Statistics(format)": lambda value: mf.Statistics("d", SITE, format=value),
     **{
         f"Select({name})": lambda value, name=name: mf.Select(**{name: value})
         for name in ("positions", "sequences", "samples", "heads", "neurons", "of")

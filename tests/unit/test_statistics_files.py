@@ -1,10 +1,8 @@
 """Statistics on disk: what is written is read; killed runs, full and stalled disks, several starts."""
 
-import errno
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, setrlimit
@@ -22,46 +19,38 @@ from resource import RLIM_INFINITY, RLIMIT_FSIZE, setrlimit
 import pytest
 
 import megatron_flex as mf
+from megatron_flex.checksums import ZERO_CHECKSUM, seal_json
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.statistics import Statistics, open_writers
-from megatron_flex.statistics.statistics_files import ITERATIONS_PER_PART, create_file
+from megatron_flex.statistics.statistics_files import create_file
 from megatron_flex.statistics.statistics_writers import MOST_QUEUED
 from tests.support import measured
 from tests.support.measured import SITES, begin, header, row, rows, write
 from tests.support.messages import assert_names, raises, warns
 
 ROOT = Path(__file__).parents[2]
-FORMS = ["jsonl", "parquet"]
+COUNT = 64
 
 
-@pytest.fixture(autouse=True)
-def _needs(request):
-    if "parquet" in request.node.name:
-        pytest.importorskip("pyarrow")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_written_is_read(tmp_path, form):
+def test_what_is_written_is_read(tmp_path):
     odd = [
-        row(ITERATIONS_PER_PART, "b.grad", 1, mean=None, kurtosis=None, nans=3, infinities=2),
-        row(ITERATIONS_PER_PART, "c", 2, histogram=()),
-        row(
-            ITERATIONS_PER_PART, "d.weight.grad", 3, kind="parameter_gradient", histogram=(0,) * measured.BINS
-        ),
-        row(ITERATIONS_PER_PART, "é\n\"'", 4, count=2**53 + 1),
+        row(COUNT, "b.grad", 1, mean=None, kurtosis=None, nans=3, infinities=2),
+        row(COUNT, "c", 2, histogram=()),
+        row(COUNT, "d.weight.grad", 3, kind="parameter_gradient", histogram=(0,) * measured.BINS),
+        row(COUNT, "é\n\"'", 4, count=2**53 + 1),
     ]
-    wanted = [*(r for n in range(ITERATIONS_PER_PART) for r in rows(n)), *odd]
-    writers = begin(tmp_path / "new" / "folder", form)
-    for n in range(ITERATIONS_PER_PART):
+    wanted = [*(r for n in range(COUNT) for r in rows(n)), *odd]
+    writers = begin(tmp_path / "new" / "folder")
+    for n in range(COUNT):
         writers.write(n, rows(n))
-    writers.write(ITERATIONS_PER_PART, odd)
+    writers.write(COUNT, odd)
     writers.close()
     writers.close()
     found = mf.open_statistics(tmp_path / "new" / "folder")
     assert list(found.rows()) == wanted
     assert found.incomplete == 0
-    assert found.iterations == list(range(ITERATIONS_PER_PART + 1))
+    assert found.iterations == list(range(COUNT + 1))
     assert found.headers == [header(every=1)]
     table = found.table()
     assert table["rms"] == [r.rms for r in wanted]
@@ -104,26 +93,24 @@ def test_sites_have_their_names_and_those_of_their_modules(tmp_path):
             found[name]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sites_that_are_wanted_are_read_alone(tmp_path, form):
-    write(tmp_path, [0, 1], form)
+def test_sites_that_are_wanted_are_read_alone(tmp_path):
+    write(tmp_path, [0, 1])
     assert mf.open_statistics(tmp_path, "decoder.layers.1").sites == ["decoder.layers.1:output"]
     assert mf.open_statistics(tmp_path, ["*fc1"]).sites == [n for n in SITES if "fc1" in n]
     with raises(FlexError, tmp_path, "decoder.layer.1", "decoder.layers.1:output"):
         mf.open_statistics(tmp_path, "decoder.layer.1")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_later_starts_win_where_they_repeat_an_iteration(tmp_path, form):
+def test_later_starts_win_where_they_repeat_an_iteration(tmp_path):
     write(tmp_path, range(8))
-    again = begin(tmp_path, form, SITES[:1])
+    again = begin(tmp_path, SITES[:1])
     for n in range(4, 6):
         again.write(n, [row(n, SITES[0], 0, rms=100.0 + n)])
     again.close()
     found = mf.open_statistics(tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "statistics-0000.jsonl",
-        "statistics-0001.jsonl" if form == "jsonl" else "statistics-0001.parquet",
+        "statistics-0001.jsonl",
     ]
     assert found.iterations == list(range(8))
     whole = [row(n).rms for n in range(8)]
@@ -136,7 +123,7 @@ def test_later_starts_win_where_they_repeat_an_iteration(tmp_path, form):
 
 def test_an_iteration_that_a_killed_start_did_not_complete_is_read_from_the_start_before(tmp_path):
     write(tmp_path, range(4))
-    again = begin(tmp_path, "jsonl", SITES)
+    again = begin(tmp_path)
     for n in (2, 3):
         again.write(n, [row(n, site, order, rms=100.0 + n) for order, site in enumerate(SITES)])
     again.close()
@@ -153,7 +140,7 @@ def test_starts_at_one_time_have_files_of_their_own(tmp_path):
 
     def start(_):
         together.wait()
-        return create_file(tmp_path, "jsonl", header())
+        return create_file(tmp_path, header())
 
     with ThreadPoolExecutor(8) as pool:
         files = list(pool.map(start, range(8)))
@@ -176,20 +163,23 @@ def test_a_file_cut_anywhere_has_its_whole_lines(tmp_path):
         assert found.incomplete == (size not in ends)
 
 
+def sealed(line):
+    return seal_json(json.dumps({**line, "checksum": ZERO_CHECKSUM.decode()}).encode()).decode() + "\n"
+
+
 def test_lines_that_are_no_rows_are_counted(tmp_path):
     write(tmp_path, [0])
     (path,) = tmp_path.iterdir()
-    text = re.sub(r'"checksum":"[0-9a-f]{16}",', "", path.read_text())  # as lines of earlier versions are
-    path.write_text(text)
-    good = json.loads(text.splitlines()[1])
-    bad = [{**good, "iteration": "1"}, {**good, "rms": "x"}, {**good, "kind": "x"}, [], 1, {"iteration": 1}]
+    good = json.loads(path.read_text().splitlines()[1])
+    bad = [{**good, "iteration": "1"}, {**good, "rms": "x"}, {**good, "kind": "x"}]
     bad += [{**good, "histogram": [10**9, 1]}, {**good, "histogram": [0.5, 1]}, {**good, "count": True}]
     with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in bad)
-        file.write("\x00" * 50 + "\n")
-        file.write(json.dumps({**good, "iteration": 9}) + "\n")
-    found = mf.open_statistics(tmp_path)
-    assert found.incomplete == len(bad) + 1
+        file.writelines(map(sealed, bad))
+        file.writelines(["[]\n", "1\n", "\x00" * 50 + "\n", json.dumps(good) + "\n"])
+        file.write(sealed({**good, "iteration": 9}))
+    with warns(FlexWarning, "statistics-0000.jsonl"):
+        found = mf.open_statistics(tmp_path)
+    assert found.incomplete == len(bad) + 4
     assert found.iterations == [0, 9]
 
 
@@ -206,23 +196,21 @@ def _wait(writers):
         time.sleep(0.001)
 
 
-def _killed(path, form):
-    writers = begin(path, form)
+def _killed(path):
+    writers = begin(path)
     for n in range(200):
         writers.write(n, rows(n))
     _wait(writers)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_killed_run_leaves_what_it_had_written(tmp_path, form):
-    assert forked(_killed, tmp_path, form) == -signal.SIGKILL
+def test_a_killed_run_leaves_what_it_had_written(tmp_path):
+    assert forked(_killed, tmp_path) == -signal.SIGKILL
     found = mf.open_statistics(tmp_path)
-    whole = 200 if form == "jsonl" else 200 // ITERATIONS_PER_PART * ITERATIONS_PER_PART
-    assert found.iterations == list(range(whole))
+    assert found.iterations == list(range(200))
     assert found.incomplete == 0
     assert next(found.rows()) == row(0)
-    write(tmp_path, [3], form)
+    write(tmp_path, [3])
     assert len(mf.open_statistics(tmp_path).headers) == 2
 
 
@@ -230,21 +218,18 @@ LEFT = """
 import sys
 from pathlib import Path
 from tests.support.measured import begin, rows
-for form in sys.argv[2:]:
-    writers = begin(Path(sys.argv[1]) / form, form)
-    for n in range(100):
-        writers.write(n, rows(n))
+writers = begin(Path(sys.argv[1]))
+for n in range(100):
+    writers.write(n, rows(n))
 """
 
 
 def test_a_run_that_ends_without_closing_leaves_everything(tmp_path):
-    forms = FORMS if find_spec("pyarrow") is not None else FORMS[:1]
-    words = [sys.executable, "-c", LEFT, str(tmp_path), *forms]
+    words = [sys.executable, "-c", LEFT, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    for form in forms:
-        assert mf.open_statistics(tmp_path / form).iterations == list(range(100))
+    assert mf.open_statistics(tmp_path).iterations == list(range(100))
 
 
 def _full(path, told):
@@ -322,55 +307,16 @@ def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     assert writers.lost == 0
 
 
-def test_what_fails_in_the_middle_of_parquet_is_that_group_alone(tmp_path, monkeypatch):
-    pytest.importorskip("pyarrow")
-    writers = begin(tmp_path, "parquet")
-    rename, calls = Path.rename, []
-
-    def full(self, target):
-        calls.append((self.name[0], target.exists()))
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", full)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for n in range(3 * ITERATIONS_PER_PART):
-            writers.write(n, rows(n))
-        writers.close()
-    assert_names(caught[0].message, "statistics-0000.parquet", "No space left on device", 64)
-    assert len(caught) == 2, "the second one is the sum, at the end"
-    assert calls == [(".", False)] * 3, "readers see a part when it is whole"
-    assert writers.lost == ITERATIONS_PER_PART
-    found = mf.open_statistics(tmp_path)
-    assert found.iterations == [
-        *range(ITERATIONS_PER_PART),
-        *range(2 * ITERATIONS_PER_PART, 3 * ITERATIONS_PER_PART),
-    ]
-    assert not list(tmp_path.rglob(".*")), "nothing is left of it"
-
-
-def test_a_damaged_part_of_parquet_is_counted(tmp_path):
-    pytest.importorskip("pyarrow")
-    write(tmp_path, range(2 * ITERATIONS_PER_PART), "parquet")
-    part = tmp_path / "statistics-0000.parquet" / "part-000000.parquet"
-    part.write_bytes(part.read_bytes()[:-20])
-    found = mf.open_statistics(tmp_path)
-    assert (found.incomplete, found.iterations) == (
-        1,
-        list(range(ITERATIONS_PER_PART, 2 * ITERATIONS_PER_PART)),
-    )
-
-
-def test_parquet_is_one_table_for_other_readers(tmp_path):
+def test_pandas_writes_parquet(tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    told = write(tmp_path, range(ITERATIONS_PER_PART + 3), "parquet")
-    frame = pandas.read_parquet(tmp_path / "statistics-0000.parquet")
+    told = write(tmp_path / "s", range(3))
+    mf.open_statistics(tmp_path / "s").pandas().to_parquet(tmp_path / "s.parquet")
+    frame = pandas.read_parquet(tmp_path / "s.parquet")
     assert sorted(zip(frame.iteration, frame.site, frame.rms, strict=True)) == sorted(
         (r.iteration, r.site, r.rms) for r in told
     )
+    assert [list(h) for h in frame.histogram] == [list(r.histogram) for r in told]
 
 
 @pytest.mark.parametrize(
@@ -381,16 +327,6 @@ def test_where_nothing_can_be_written_is_an_error_at_once(tmp_path, make):
     make(tmp_path / "taken")
     with raises(FlexError, tmp_path / "taken"):
         begin(tmp_path / "taken")
-
-
-def test_without_pyarrow_it_is_said_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with raises(FlexError, "pip install pyarrow", "format='jsonl'"):
-        begin(tmp_path / "new", "parquet")
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "statistics-0000.parquet").mkdir()
-    with raises(FlexError, "pip install pyarrow", tmp_path / "statistics-0000.parquet"):
-        mf.open_statistics(tmp_path)
 
 
 def test_ranks_that_write_nothing_make_no_file(tmp_path):

@@ -76,8 +76,7 @@ def open_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") ->
     Args:
         path: the folder that was passed to `Dump`.
         check: which checksums to compare: `blocks`, of each block when it is first read; `first`, of
-            all blocks of a shard when the shard is first read; or `never`. Headers are always checked. A
-            shard of format version 1 has one checksum, which needs a read of the full shard.
+            all blocks of a shard when the shard is first read; or `never`. Headers are always checked.
 
     An iteration that has lost a part is left out with a warning; an iteration that a killed run did not
     finish, or that the newest run may still be writing, without one. `OpenDump.missing` lists all of them.

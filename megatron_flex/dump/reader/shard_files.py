@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast, get
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.checksums import (
-    CHECKSUM_BLOCKS,
+from megatron_flex.checksums import (
+    CHECKSUM_BLOCK,
     compute_checksum,
     count_checksum_blocks,
     get_block_checksum,
@@ -31,13 +30,9 @@ from megatron_flex.dump.schema import REPLICA, Manifest, ShardEntry, SiteRecord,
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries
 
-READ_BYTES = 4 << 20  # bytes of a shard of version 1 that are read at a time
-
 
 class ChecksumRecord:
     """Which blocks of which shards have been compared.
-
-    A shard of version 1 has one checksum: it is a single block, however much of it is read.
 
     Attributes:
         bytes_checked: whose checksums were computed.
@@ -65,14 +60,14 @@ class ChecksumRecord:
         """
         key = part.path, entry.tensor
         if key not in self._seen:
-            self._seen.setdefault(key, bytearray(_count_blocks(part, len(data))))
+            self._seen.setdefault(key, bytearray(count_checksum_blocks(len(data))))
         checked = self._seen[key]
         if checked is None:
             return
         dtype, shape, _, _ = part.where[entry.tensor]
         wanted: Sequence[int] = range(len(checked))
         if len(checked) > 1 and where is not None:
-            wanted = find_touched_blocks(shape, where, dtype.itemsize, CHECKSUM_BLOCKS[part.version])
+            wanted = find_touched_blocks(shape, where, dtype.itemsize)
         missing = [number for number in wanted if not checked[number]]
         self._compare(part, entry, data, missing)
         for number in missing:
@@ -82,13 +77,9 @@ class ChecksumRecord:
 
     def _compare(self, part: StoredPart, entry: ShardEntry, data: memoryview, numbers: Sequence[int]) -> None:
         """Compare blocks, with little that holds the GIL."""
-        block = CHECKSUM_BLOCKS.get(part.version, len(data))
-        borders = [(n * block, min((n + 1) * block, len(data))) for n in numbers]
-        if part.version == 1:
-            found, expected = [f"{zlib.crc32(data):08x}" for _ in numbers], [entry.checksum for _ in numbers]
-        else:
-            found = [compute_checksum(data[first:last]) for first, last in borders]
-            expected = [get_block_checksum(entry.blocks, n) for n in numbers]
+        borders = [_get_block_border(n, len(data)) for n in numbers]
+        found = [compute_checksum(data[first:last]) for first, last in borders]
+        expected = [get_block_checksum(entry.blocks, n) for n in numbers]
         nbytes = sum(last - first for first, last in borders)
         self.bytes_checked += nbytes  # without a call: other threads add too
         for number, one, other, border in zip(numbers, found, expected, borders, strict=True):
@@ -100,20 +91,14 @@ def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> li
     """The numbers of the blocks of a shard that are not as they were written; all of it is read."""
     _, _, at, size = part.where[entry.tensor]
     file.seek(at)
-    if part.version > 1:
-        borders = (_get_block_border(part, n, size) for n in range(_count_blocks(part, size)))
-        found = (compute_checksum(file.read(last - first)) for first, last in borders)
-        return [n for n, one in enumerate(found) if one != get_block_checksum(entry.blocks, n)]
-    crc = 0
-    while size > 0 and (read := file.read(min(size, READ_BYTES))):
-        crc = zlib.crc32(read, crc)
-        size -= len(read)
-    return [] if size == 0 and f"{crc:08x}" == entry.checksum else [0]
+    borders = (_get_block_border(n, size) for n in range(count_checksum_blocks(size)))
+    found = (compute_checksum(file.read(last - first)) for first, last in borders)
+    return [n for n, one in enumerate(found) if one != get_block_checksum(entry.blocks, n)]
 
 
 def count_shard_blocks(part: StoredPart, entry: ShardEntry) -> int:
     """How many blocks a shard has."""
-    return _count_blocks(part, part.where[entry.tensor][3])
+    return count_checksum_blocks(part.where[entry.tensor][3])
 
 
 def _describe_damage(part: StoredPart, entry: ShardEntry, number: int, first: int, last: int) -> str:
@@ -127,16 +112,15 @@ def _describe_damage(part: StoredPart, entry: ShardEntry, number: int, first: in
     )
 
 
-def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int, block: int) -> list[int]:
+def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int) -> list[int]:
     """The blocks that contain requested entries of a tensor in row-major order.
 
     Args:
         shape: of the tensor.
         where: for each dim the entries.
         itemsize: bytes of an entry.
-        block: bytes of one block.
     """
-    count = count_checksum_blocks(prod(shape) * itemsize, block)
+    count = count_checksum_blocks(prod(shape) * itemsize)
     if any(len(index) == 0 for index in where):
         return []
     last = len(shape) - 1
@@ -155,7 +139,7 @@ def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int,
     for dim in range(outer):
         starts = torch.tensor(list(where[dim]), dtype=torch.int64) * (prod(shape[dim + 1 :]) * itemsize)
         offsets = (offsets[:, None] + starts).reshape(-1)
-    return _list_covered_blocks(offsets // block, (offsets + run - 1) // block, count)
+    return _list_covered_blocks(offsets // CHECKSUM_BLOCK, (offsets + run - 1) // CHECKSUM_BLOCK, count)
 
 
 def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
@@ -167,13 +151,8 @@ def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
     return found
 
 
-def _get_block_border(part: StoredPart, number: int, size: int) -> tuple[int, int]:
-    block = CHECKSUM_BLOCKS.get(part.version, size)
-    return number * block, min((number + 1) * block, size)
-
-
-def _count_blocks(part: StoredPart, size: int) -> int:
-    return 1 if part.version == 1 else count_checksum_blocks(size, CHECKSUM_BLOCKS[part.version])
+def _get_block_border(number: int, size: int) -> tuple[int, int]:
+    return number * CHECKSUM_BLOCK, min((number + 1) * CHECKSUM_BLOCK, size)
 
 
 ChecksumPolicy = Literal["blocks", "first", "never"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.checksums import CHECKSUM_BLOCK, compute_block_checksums
+from megatron_flex.checksums import CHECKSUM_BLOCK, compute_block_checksums
 from megatron_flex.dump.part_format import (
     TENSOR_ALIGNMENT,
     PartHeader,

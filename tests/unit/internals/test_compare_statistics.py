@@ -39,7 +39,7 @@ def measured(folder: Path, values: dict[str, Tensor], dtype: str = "float32", **
         sites=[MeasuredSite(n, {}, SHAPE) for n in values],
         settings={"model": {"dtype": dtype, "hidden_size": 8, "num_layers": 3}},
     )
-    file = create_file(folder, "jsonl", header)
+    file = create_file(folder, header)
     rows = []
     for name, value in values.items():
         sums = MomentSums()

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flex.dump.checksums import CHECKSUM_BLOCK
+from megatron_flex.checksums import CHECKSUM_BLOCK
 from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
-from tests.support import dump_roads
 from tests.support.dump_roads import KINDS, Outcome, Stored, flip, roads, stored
 from tests.support.messages import assert_names, missing_values
 
@@ -69,16 +68,12 @@ def errors(right: Outcome, found: Outcome, one: Stored, at: int, road: str) -> i
         if isinstance(value, DumpError):
             count += 1
             text, (site, kind, *_) = str(value), one.tensor.split("|")
-            block = at // CHECKSUM_BLOCK if is_new(one) else 0
+            block = at // CHECKSUM_BLOCK
             assert missing_values(text, one.file.name, site, kind, block) == [], (road, label, text)
         else:
             assert isinstance(want, torch.Tensor)
             assert torch.equal(value, want), f"{road}: {label} is wrong, and {one.tensor} is damaged at {at}"
     return count
-
-
-def is_new(one: Stored) -> bool:
-    return dump_roads.read_part(one.file).version > 1
 
 
 def fresh(tmp_path: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,28 +20,28 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import megatron_flex as mf
-from megatron_flex.dump import DumpWriter, Manifest, ShardEntry, SiteRecord, create_run, schema
-from megatron_flex.dump.checksums import ZERO_CHECKSUM, seal_json
+from megatron_flex.checksums import ZERO_CHECKSUM, seal_json
+from megatron_flex.dump import DumpWriter, Manifest, ShardEntry, SiteRecord, schema
 from megatron_flex.dump.json_form import check_form, derive_form
 from megatron_flex.dump.part_format import StoredPart, read_part
 from megatron_flex.dump.reader import OpenDump
 from megatron_flex.dump.reader.dump_reader import NoActivationError
-from megatron_flex.dump.schema import DUMP_VERSION, PartIndex
+from megatron_flex.dump.schema import PartIndex
 from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
 from tests.support import dump_roads, dumps
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
-from tests.support.messages import assert_names, raises
+from tests.support.messages import raises
 
 
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        (Manifest, schema.FORMS[DUMP_VERSION]["MANIFEST"]),
-        (SiteRecord, derive_form(SiteRecord, DUMP_VERSION)),
-        (ShardEntry, derive_form(ShardEntry, DUMP_VERSION)),
-        (PartIndex, schema.FORMS[DUMP_VERSION]["INDEX"]),
+        (Manifest, schema.FORMS["MANIFEST"]),
+        (SiteRecord, derive_form(SiteRecord)),
+        (ShardEntry, derive_form(ShardEntry)),
+        (PartIndex, schema.FORMS["INDEX"]),
     ],
 )
 def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
@@ -53,8 +52,8 @@ def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
 
 def test_what_is_written_has_the_form(dump: Path) -> None:
     told = json.loads((dump / "run-0000" / "manifest.json").read_text())
-    check_form(told, schema.FORMS[DUMP_VERSION]["MANIFEST"])
-    form = schema.FORMS[DUMP_VERSION]["INDEX"]
+    check_form(told, schema.FORMS["MANIFEST"])
+    form = schema.FORMS["INDEX"]
     for path in dump.rglob("*.safetensors"):
         check_form(json.loads(header_of(path)[0]["__metadata__"]["index"]), form)
 
@@ -331,7 +330,7 @@ def with_header(path: Path, text: bytes) -> None:
         (b'{"__metadata__":{"format":"other/9","index":"","crc":"0"}}', ["'other/9'"]),
         (
             b'{"__metadata__":{"format":"megatron_flex.dump/9","index":"","crc":"0"}}',
-            ["'megatron_flex.dump/9'"],
+            [9, 3],
         ),
         (b"\xff\xfe{}", []),
     ],
@@ -348,14 +347,6 @@ def test_lengths_that_are_none(dump: Path, length: int) -> None:
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     with little_memory(256), raises(DumpError, path, path=str(path)):
         read_part(path)
-
-
-def test_versions_that_are_not_known(dump: Path) -> None:
-    path = dump / "run-0000" / "manifest.json"
-    told = json.loads(path.read_text())
-    seal(path, {**told, "version": 7})
-    with raises(DumpError, 7, 1, 3, path=str(path)):
-        mf.open_dump(dump)
 
 
 def test_a_header_that_says_something_else_has_another_checksum(dump: Path) -> None:
@@ -419,82 +410,40 @@ def test_picked_tokens_of_shapes_that_nobody_has(dump: Path) -> None:
         read_all(dump)
 
 
-# -- version 1 ---------------------------------------------------------------------------------------------
+# -- versions ----------------------------------------------------------------------------------------------
 
 
-def test_a_dump_of_version_1_reads_as_it_did(tmp_path: Path) -> None:
-    """Its values are those that the code of version 1 read; of what is written now they are the same."""
-    want = load_file(dump_roads.OLD / "values.safetensors")
-    dump_roads.rewritten(tmp_path / "now")
-    for path, version in ((dump_roads.OLD / "dump", 1), (tmp_path / "now", DUMP_VERSION)):
-        with mf.open_dump(path) as dump:
-            found = {name: dump[name] for name in dump.sites}
-            found |= {name: dump.parameter(name) for name in dump.parameters}
-            assert found.keys() == want.keys()
-            for name, array in found.items():
-                assert torch.equal(array.torch(), want[name]), name
-                assert torch.equal(array[..., 1::2].torch(), want[name][..., 1::2]), name
-        assert {read_part(p).version for p in path.rglob("*.safetensors")} == {version}
-        assert verify_dump(path).findings == []
-    statistics = mf.open_statistics(dump_roads.OLD / "statistics")
-    first = want["decoder.layers.0:output"].double()
-    rms = float(first.square().mean().sqrt())
-    assert statistics["decoder.layers.0:output"].rms[0] == pytest.approx(rms, rel=1e-3)
-
-
-def test_a_slice_of_version_1_is_compared_too(tmp_path: Path) -> None:
-    """With the one checksum of its shard, of which it reads more than is wanted."""
-    path = tmp_path / "d"
-    dump_roads.old(path)
-    one = next(s for s in dump_roads.stored(path) if "shared_experts" in s.tensor)
-    dump_roads.flip(one.file, one.first + one.size - 1)
-    with mf.open_dump(path) as dump, raises(DumpError, "0 of 1", path=str(one.file)):
-        dump[one.tensor.partition("|")[0]][0, 0, 0].torch()
-
-
-@pytest.mark.parametrize("at", [0, 1 << 16, (1 << 17) - 1, 1 << 17, 163_839])
-def test_a_dump_of_version_2_is_read_by_its_blocks(tmp_path: Path, at: int) -> None:
-    """These have 64 KiB: three in each of the two shards."""
-    path = tmp_path / "d"
-    shutil.copytree(dump_roads.OLD.parent / "dump_v2", path)
-    want = (torch.arange(2 * 5 * 8192, dtype=torch.float32) % 251).view(1, 2, 5, 8192)
+def test_the_committed_dump_reads_as_it_did() -> None:
+    """Its values are those that the code read that wrote it."""
+    want = load_file(dump_roads.FIXTURE / "values.safetensors")
+    path = dump_roads.FIXTURE / "dump"
     with mf.open_dump(path) as dump:
-        assert torch.equal(dump["a"].torch(), want)
-        assert torch.equal(dump["a"][0, 1, 3:, 7::2].torch(), want[0, 1, 3:, 7::2])
-    assert {read_part(p).version for p in path.rglob("*.safetensors")} == {2}
+        found = {name: dump[name] for name in dump.sites}
+        found |= {name: dump.parameter(name) for name in dump.parameters}
+        assert found.keys() == want.keys()
+        for name, array in found.items():
+            assert torch.equal(array.torch(), want[name]), name
+            assert torch.equal(array[..., 1::2].torch(), want[name][..., 1::2]), name
     assert verify_dump(path).findings == []
-    one = dump_roads.stored(path)[0]
-    assert one.size == 163_840
-    dump_roads.flip(one.file, one.first + at)
-    block = at >> 16
-    with mf.open_dump(path) as dump, raises(DumpError, f"{block} of 3", path=str(one.file)):
-        dump["a"].torch()
-    (finding,) = verify_dump(path).findings
-    assert_names(finding.text, f"{block} of 3")
-    dump_roads.flip(one.file, one.first + at)
-    with mf.open_dump(path) as dump:
-        dump["a"][0, :1, :1].torch()  # the first 16 KiB of each shard
-        assert dump.files.integrity.bytes_checked == 2 << 16
 
 
-@pytest.mark.parametrize("damaged", ["manifest.json", "*.safetensors"])
-def test_a_changed_text_of_version_2_is_damage(tmp_path: Path, damaged: str) -> None:
-    """In the manifest, and in the header of a part."""
-    path = tmp_path / "d"
-    shutil.copytree(dump_roads.OLD.parent / "dump_v2", path)
-    file = next(path.rglob(damaged))
-    file.write_bytes(file.read_bytes().replace(b"4h", b"5h", 1))
-    with raises(DumpError, file, path=str(file)):
-        mf.open_dump(path)["a"].torch()
-    assert not verify_dump(path).good
-
-
-def test_runs_of_both_versions_are_one_dump(tmp_path: Path) -> None:
-    path = tmp_path / "d"
-    dump_roads.old(path)
-    before = Manifest.read(path / "run-0000")
-    assert create_run(path, before).run == 1
-    assert [m.run for m in mf.open_dump(path).manifests] == [0, 1]
+@pytest.mark.parametrize("version", [1, 2, 4, "3", None])
+def test_another_version_is_refused_by_name(dump: Path, version: Any) -> None:
+    """In a manifest, with or without the checksum of its version, and in a part."""
+    path = dump / "run-0000" / "manifest.json"
+    told = json.loads(path.read_text())
+    for record in ({**told, "version": version}, {"format": told["format"], "version": version}):
+        seal(path, record)
+        with raises(DumpError, version, 3, "dump again", path=str(path)):
+            mf.open_dump(dump)
+    part = first_part(dump)
+    content, rest = header_of(part)
+    content["__metadata__"] = {"format": f"megatron_flex.dump/{version}", "crc": "1", "index": "{}"}
+    if version != "3":
+        body = json.dumps(content).encode()
+        part.write_bytes(struct.pack("<Q", len(body)) + body + rest)
+        with raises(DumpError, version, 3, "dump again", path=str(part)):
+            read_part(part)
 
 
 def test_requests_and_axes_are_kept(tmp_path: Path) -> None:
@@ -514,7 +463,7 @@ def test_requests_and_axes_are_kept(tmp_path: Path) -> None:
         assert dump.site_record("a").axes == axes
 
 
-@pytest.mark.parametrize("kind", [k for k in dump_roads.KINDS if k != "old"])
+@pytest.mark.parametrize("kind", dump_roads.KINDS)
 def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
     """With json, struct and xxhash alone, as docs/dump-format.md has it: checksums, entries, places."""
     path = tmp_path / "d"

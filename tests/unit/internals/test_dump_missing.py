@@ -20,7 +20,7 @@ from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.page.dump_damage import open_readable
 from tests.support import dumps
 from tests.support.commands import Command
-from tests.support.dump_roads import OLD
+from tests.support.dump_roads import FIXTURE
 from tests.support.dumps import COLUMN, Given, random
 from tests.support.messages import any_names, assert_names, raises, warns
 
@@ -135,8 +135,8 @@ def test_what_only_a_run_without_a_manifest_has_whole_is_lost(dump: Path) -> Non
     assert {f.kind for f in errors(dump)} == {"manifest", "missing"}
 
 
-def test_a_manifest_of_version_1_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    shutil.copytree(OLD / "dump", tmp_path / "d")
+def test_the_only_manifest_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE / "dump", tmp_path / "d")
     iterations, told = opened(tmp_path / "d")
     assert iterations
     assert told == []

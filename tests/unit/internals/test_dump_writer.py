@@ -23,9 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_flex.checksums import CHECKSUM_BLOCK, combine_block_checksums, compute_block_checksums
 from megatron_flex.config import flex_config
 from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
-from megatron_flex.dump.checksums import CHECKSUM_BLOCK, combine_block_checksums, compute_block_checksums
 from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
 from megatron_flex.dump.writer import part_writer, writer_threads
 from megatron_flex.dump.writer.writer_threads import SLAB_BYTES, CopyStream, HostBuffers

@@ -55,7 +55,6 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "dump-on-error": (["raise"], "raise"),
     "dump-replicas": ([], True),
     "stats": (["there"], "there"),
-    "stats-format": (["parquet"], "parquet"),
     "stats-parameters": (["w.*"], ("w.*",)),
     "list-sites": (["a.*"], "a.*"),
     "estimate": ([], True),
@@ -151,7 +150,6 @@ VALUES = {
     "dump-dtype": st.sampled_from(["bf16", "fp16", "fp32"]),
     "dump-when-full": st.sampled_from(["wait", "drop"]),
     "dump-on-error": st.sampled_from(["warn", "raise"]),
-    "stats-format": st.sampled_from(["jsonl", "parquet"]),
     **dict.fromkeys(
         ("dump-iterations", "dump-microbatches", "dump-samples"), st.sampled_from(["0", "1,2", "0:9:3", "4:"])
     ),
@@ -293,7 +291,7 @@ def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit:
         ),
         ("--flex-dump d --flex-dump e", ("--flex-dump", "d", "e", "--flex-config")),
         ("--flex-dump-dtype bf16", ("--flex-dump-dtype", "--flex-dump DIR")),
-        ("--flex-stats-format jsonl", ("--flex-stats-format", "--flex-stats")),
+        ("--flex-stats-parameters w", ("--flex-stats-parameters", "--flex-stats")),
         ("--flex-edit a b c", ("--flex-edit a b c", "SITE", "EDIT")),
         ("--flex-config /no/such.yaml", ("/no/such.yaml", "--flex-config")),
     ],
@@ -383,8 +381,8 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_statistics_of_a_file_are_refined_by_flags(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("statistics: {sites: [a]}")
-    out = found(["--flex-config", str(file), "--flex-stats-format", "parquet"], {})[0]
-    assert out.statistics == StatisticsSettings(sites=("a",), format="parquet")
+    out = found(["--flex-config", str(file), "--flex-stats-parameters", "w"], {})[0]
+    assert out.statistics == StatisticsSettings(sites=("a",), parameters=("w",))
 
 
 @pytest.mark.parametrize("parse", [parsed, found])

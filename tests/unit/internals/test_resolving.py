@@ -259,7 +259,6 @@ MEASURED: dict[str, tuple[Any, Any]] = {
     "gradients": (True, True),
     "parameters": (["w"], ["w"]),
     "histogram": (False, False),
-    "format": ("parquet", "parquet"),
     "writers": (False, False),
     "groups": (["t"], ("stats", "t")),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import warnings
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import megatron_flex as mf
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.figures.figure_sources import open_source
 from megatron_flex.page.data_pane import statistics_source
-from megatron_flex.statistics.statistics_files import ITERATIONS_PER_PART, is_line_sealed
 from megatron_flex.statistics.statistics_records import TensorStatistics
 from tests.support.commands import Command
-from tests.support.dump_roads import OLD
+from tests.support.dump_roads import FIXTURE
 from tests.support.measured import SITES, write
 from tests.support.messages import assert_names, raises, warns
 
@@ -48,13 +46,6 @@ def change(path: Path, line: int) -> None:
 def jsonl(tmp_path: Path) -> Path:
     write(tmp_path / "s", range(1, 3))
     return tmp_path / "s" / "statistics-0000.jsonl"
-
-
-@pytest.fixture
-def parquet(tmp_path: Path) -> Path:
-    pytest.importorskip("pyarrow")
-    write(tmp_path / "s", range(3 * ITERATIONS_PER_PART), "parquet")
-    return tmp_path / "s" / "statistics-0000.parquet"
 
 
 def test_a_digit_that_changed_is_named_on_every_road(
@@ -99,25 +90,20 @@ def id_(row: TensorStatistics) -> tuple[int, str]:
     return row.iteration, row.site
 
 
-def test_lines_without_a_checksum_are_read_where_none_has_one(jsonl: Path) -> None:
-    """Those of a version before; one among lines that have some is somebody else's."""
+def test_lines_without_a_checksum_are_damaged(jsonl: Path) -> None:
     right, _, _ = opened(jsonl)
     lines = jsonl.read_bytes().splitlines(keepends=True)
-    old = [re.sub(rb'"checksum":"[0-9a-f]{16}",', b"", line) for line in lines]
-    assert all(is_line_sealed(line[:-1]) is None for line in old)
-    jsonl.write_bytes(b"".join(old))
-    assert opened(jsonl) == (right, [], [])
-    jsonl.write_bytes(b"".join([*lines[:2], old[2], *lines[3:]]))
+    bare = [re.sub(rb'"checksum":"[0-9a-f]{16}",', b"", line) for line in lines]
+    jsonl.write_bytes(b"".join([*lines[:2], bare[2], *lines[3:]]))
     assert opened(jsonl)[:2] == ([right[0], *right[2:]], ["statistics-0000.jsonl, line 3"])
-    jsonl.write_bytes(b"".join([old[0], *lines[1:]]))
+    jsonl.write_bytes(b"".join([bare[0], *lines[1:]]))
     with raises(FlexError, jsonl):
         mf.open_statistics(jsonl)
 
 
-def test_a_file_of_the_version_before_is_read(tmp_path: Path) -> None:
-    shutil.copytree(OLD / "statistics", tmp_path / "s")
-    rows, damaged, told = opened(tmp_path / "s")
-    assert rows
+def test_the_committed_file_is_read() -> None:
+    rows, damaged, told = opened(FIXTURE / "statistics")
+    assert [r.site for r in rows] == ["decoder.layers.0:output"]
     assert (damaged, told) == ([], [])
 
 
@@ -125,63 +111,3 @@ def test_a_header_that_changed_is_an_error(jsonl: Path) -> None:
     jsonl.write_bytes(jsonl.read_bytes().replace(b'"2.13.0"', b'"2.12.0"', 1))
     with raises(FlexError, jsonl):
         mf.open_statistics(jsonl)
-
-
-def test_no_byte_of_parquet_changes_a_number(tmp_path: Path) -> None:
-    """Pages have checksums of the format's own, and the values one that the footer has to agree with."""
-    pytest.importorskip("pyarrow")
-    right = write(tmp_path / "s", [0], "parquet")
-    (part,) = tmp_path.glob("s/*/part-*")
-    data = part.read_bytes()
-    silent = 0
-    for at in range(0, len(data), 5):
-        part.write_bytes(data[:at] + bytes([data[at] ^ (1 << (7 - at % 8))]) + data[at + 1 :])
-        rows, damaged, told = opened(tmp_path / "s")
-        assert rows == right or (rows == [] and told), at
-        assert damaged in ([], [f"statistics-0000.parquet/{part.name}"])
-        silent += not told
-    assert silent < len(data) / 10, "what has no meaning: statistics of pages, names of writers"
-
-
-def test_pages_of_parquet_have_checksums_that_are_compared(
-    parquet: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the checksum of the values, which parts of a version before do not have."""
-    monkeypatch.setattr("megatron_flex.statistics.statistics_reader.KEY_OF_ROWS", b"another")
-    part = parquet / "part-000001.parquet"
-    data = part.read_bytes()
-    noticed = 0
-    for at in range(len(data) // 10, len(data) // 2, len(data) // 8):  # of pages, which come first
-        part.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        noticed += opened(parquet)[1] == [f"{parquet.name}/{part.name}"]
-    assert noticed >= 3
-
-
-def test_a_footer_that_says_other_values_is_noticed(parquet: Path) -> None:
-    """Written by Parquet's own writer with pages that are right: two columns have changed their names."""
-    arrow = pytest.importorskip("pyarrow.parquet")
-    part = parquet / "part-000001.parquet"
-    table = arrow.read_table(part)
-    names = [{"mean": "norm", "norm": "mean"}.get(n, n) for n in table.column_names]
-    metadata = table.schema.metadata
-    arrow.write_table(table.rename_columns(names).replace_schema_metadata(metadata), part)
-    assert opened(parquet)[1] == [f"{parquet.name}/{part.name}"]
-
-
-def test_a_part_of_parquet_that_is_gone_is_named(parquet: Path) -> None:
-    (parquet / "part-000001.parquet").unlink()
-    rows, damaged, (told,) = opened(parquet.parent)
-    assert {r.iteration for r in rows} == {
-        *range(ITERATIONS_PER_PART),
-        *range(2 * ITERATIONS_PER_PART, 3 * ITERATIONS_PER_PART),
-    }
-    (part,) = damaged
-    assert_names(part, "statistics-0000.parquet/part-000001.parquet")
-    assert "part-000001" in told
-
-
-def test_a_header_of_parquet_that_changed_is_an_error(parquet: Path) -> None:
-    header = parquet / "_header.json"
-    header.write_bytes(header.read_bytes().replace(b'"2.13.0"', b'"2.12.0"', 1))
-    with raises(FlexError, header):
-        mf.open_statistics(parquet)

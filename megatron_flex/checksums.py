@@ -10,10 +10,9 @@ import re
 
 from xxhash import xxh3_64_hexdigest
 
-# Bytes in one block, which has one checksum, by version of the format; the last block may be shorter.
-# xxhash holds the GIL for inputs of up to 64 KiB, and releases it for larger ones.
-CHECKSUM_BLOCKS = {2: 1 << 16, 3: 1 << 17}
-CHECKSUM_BLOCK = CHECKSUM_BLOCKS[max(CHECKSUM_BLOCKS)]  # of what is written
+# Bytes in one block, which has one checksum; the last block of a tensor may be shorter. xxhash holds the GIL
+# for inputs of up to 64 KiB, and releases it for larger ones.
+CHECKSUM_BLOCK = 1 << 17
 CHECKSUM_DIGITS = 16
 ZERO_CHECKSUM = b"0" * CHECKSUM_DIGITS
 SEAL_REACH = 256  # bytes; a checksum of a JSON text lies that near to its front
@@ -42,14 +41,9 @@ def get_block_checksum(blocks: str, number: int) -> str:
     return blocks[number * CHECKSUM_DIGITS : (number + 1) * CHECKSUM_DIGITS]
 
 
-def count_checksum_blocks(nbytes: int, block: int = CHECKSUM_BLOCK) -> int:
-    """Return the number of blocks of so many bytes.
-
-    Args:
-        nbytes: of a tensor.
-        block: bytes of one block.
-    """
-    return -(-nbytes // block)
+def count_checksum_blocks(nbytes: int) -> int:
+    """Return the number of blocks of so many bytes."""
+    return -(-nbytes // CHECKSUM_BLOCK)
 
 
 def seal_json(text: bytes) -> bytes:
