@@ -55,6 +55,7 @@ def read_shards(run: Path) -> Iterator[Shard]:
         metadata = header.pop("__metadata__")
         check_seal(content[8 : 8 + length], metadata["checksum"])
         index = json.loads(metadata["index"])
+        assert path.name.startswith(f"{index['rank']:05d}-{index['part']:03d}")
         for entry in index["entries"]:
             if entry["kind"] == "replica":
                 continue

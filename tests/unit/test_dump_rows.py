@@ -230,3 +230,42 @@ def test_what_has_no_rows(dump: mf.OpenDump) -> None:
         dump.rows([dump["a"], dump["b"][:, :, 1:]], 4)
     with raises(DumpError, "a", "sample, token, h"):
         dump.rows(dump["a"][0], 4)
+
+
+@pytest.mark.parametrize("tokens", [None, slice(1, None, 3), mf.sampled(3, seed=2)], ids=repr)
+def test_places_say_which_row_it_is(tmp_path: Path, tokens: Any) -> None:
+    """Iteration, sample and position lead back to the values of each row, shuffled or by number."""
+    whole = dumps.random(2, 4, 8, 4)
+    dumps.write(
+        tmp_path / "d",
+        {"a": Given(whole)},
+        mesh={"dp": 2},
+        iterations=[5, 9],
+        tokens=tokens,
+        samples=[1, 2, 3],
+    )
+    with mf.open_dump(tmp_path / "d") as dump:
+        count = 2 * 3 * len(range(8) if tokens is None else [1, 4, 7])
+        found = []
+        for rows, places in dump.rows("a", 5, buffer=8, block=4, places=True):
+            found += zip(rows, places.tolist(), strict=True)
+        data = dump.dataset("a", places=True)
+        found += [(row, place.tolist()) for row, place in (data[n] for n in range(len(data)))]
+        assert len(found) == 2 * count
+        for row, (iteration, sample, position) in found:
+            assert torch.equal(row, whole[[5, 9].index(iteration), sample, position])
+        assert len({tuple(place) for _, place in found}) == count
+
+
+def test_places_of_means_and_of_several_sites(tmp_path: Path) -> None:
+    sites = {"a": Given(dumps.random(1, 4, 8, 4)), "b": Given(dumps.random(1, 4, 8, 4, seed=1))}
+    dumps.write(tmp_path / "d", sites, reduce="mean")
+    with mf.open_dump(tmp_path / "d") as dump:
+        ((a, b, places),) = dump.rows(["a", "b"], 8, shuffle=False, places=True)
+        assert places.tolist() == [[0, n] for n in range(4)]
+        assert torch.equal(a, dump["a"][0].torch())
+        assert torch.equal(b, dump["b"][0].torch())
+        assert [place.tolist() for _, place in (dump.dataset("a", places=True)[n] for n in (3, 0))] == [
+            [0, 3],
+            [0, 0],
+        ]

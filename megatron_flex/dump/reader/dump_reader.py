@@ -424,6 +424,7 @@ class OpenDump:
         iterations: Sequence[int | IterationKey] | None = None,
         tokens: Any = None,
         dtype: torch.dtype | None = None,
+        places: bool = False,
     ) -> TokenRows:
         """Return a map-style dataset of token rows `[*features]`; for several hook points, tuples of rows.
 
@@ -433,6 +434,8 @@ class OpenDump:
             tokens: only these: an index of the token axis, or a mask `[iteration, sample, token]` or
                 `[sample, token]`.
             dtype: of the rows; None for the stored dtype.
+            places: whether to put beside each row, as the last of a tuple, its place: an int64 tensor of the
+                iteration, the sample in the global batch and the position of the token.
 
         Raises:
             DumpError: a hook point has no samples, or samples or tokens differ between hook points.
@@ -445,7 +448,7 @@ class OpenDump:
         """
         with error_attributes(path=self.path):
             arrays, mask = self._arrays(sites, iterations, tokens)
-            return TokenRows(arrays, _is_single_site(sites), dtype, mask)
+            return TokenRows(arrays, _is_single_site(sites), dtype, mask, places)
 
     def rows(
         self,
@@ -460,6 +463,7 @@ class OpenDump:
         buffer: int = 1 << 16,
         block: int = 256,
         part: tuple[int, int] = (0, 1),
+        places: bool = False,
     ) -> ShuffledRows:
         """Iterate over batches of token rows in random order, within bounded memory; see ShuffledRows.
 
@@ -475,10 +479,12 @@ class OpenDump:
             buffer: rows that are held in memory.
             block: rows that are read at a time.
             part: `(r, n)`: the r-th of n parts, for n processes.
+            places: whether to put beside each batch, as the last of a tuple, the places of its rows
+                `[batch_size, 3]`: the iteration, the sample in the global batch, the position of the token.
 
         Returns:
-            An iterable of tensors `[batch_size, *features]`; for several hook points, of tuples of
-                them.
+            An iterable of tensors `[batch_size, *features]`; for several hook points, and with `places`, of
+                tuples of them.
 
         Raises:
             DumpError: a site without samples, or several whose samples or tokens differ.
@@ -490,8 +496,9 @@ class OpenDump:
         """
         with error_attributes(path=self.path):
             arrays, mask = self._arrays(sites, iterations, tokens)
+            single = _is_single_site(sites)
             return ShuffledRows(
-                arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part, mask
+                arrays, single, batch_size, shuffle, seed, dtype, buffer, block, part, mask, places
             )
 
     def _arrays(

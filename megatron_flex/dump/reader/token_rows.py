@@ -29,12 +29,19 @@ class TokenRows(Dataset[Any]):
         single: whether items are tensors, not tuples.
         dtype: of the items; None for the one that is stored.
         mask: as for `check_mask`; rows that it leaves out have no number.
+        places: whether an item is a tuple that ends with the row's place, as for `RowPlaces`.
     """
 
     def __init__(
-        self, arrays: RowArrays, single: bool, dtype: torch.dtype | None = None, mask: Any = None
+        self,
+        arrays: RowArrays,
+        single: bool,
+        dtype: torch.dtype | None = None,
+        mask: Any = None,
+        places: bool = False,
     ) -> None:
-        self.arrays, self.single, self.dtype = list(arrays), single, dtype
+        self.arrays, self.single, self.dtype = list(arrays), single and not places, dtype
+        self.places = RowPlaces(self.arrays[0]) if places else None
         self.axes = check_row_alignment(self.arrays)
         chosen = select_rows(self.arrays[0], mask, self.axes)
         self._chosen = None if chosen is None else chosen.flatten().nonzero().flatten()
@@ -61,6 +68,8 @@ class TokenRows(Dataset[Any]):
             tokens = sorted({token for _, token in wanted})
             read = [a[(*where, tokens) if a.dims[2:3] == ("token",) else where] for a in self.arrays]
             found = [r.torch(self.dtype) for r in read]
+            if self.places is not None:
+                found.append(self.places.of(where[0], [where[1]], tokens)[0])
             if len(self.axes) == 2:
                 found = [f[None] for f in found]
             place = {token: n for n, token in enumerate(tokens)}
@@ -93,6 +102,7 @@ class ShuffledRows(IterableDataset[Any]):
         block: rows that are read at a time.
         part: `(r, n)` leaves the r-th of n parts only, one for each of n processes; blocks are dealt out.
         mask: as for `check_mask`; blocks without a row are not read.
+        places: whether a batch is a tuple that ends with the places of its rows, as for `RowPlaces`.
 
     Attributes:
         epoch: another number gives another order.
@@ -111,8 +121,10 @@ class ShuffledRows(IterableDataset[Any]):
         block: int = 256,
         part: tuple[int, int] = (0, 1),
         mask: Any = None,
+        places: bool = False,
     ) -> None:
-        self.arrays, self.single = list(arrays), single
+        self.arrays, self.single = list(arrays), single and not places
+        self.places = RowPlaces(self.arrays[0]) if places else None
         self.axes = check_row_alignment(self.arrays)
         if min(batch_size, buffer, block) < 1 or not 0 <= part[0] < part[1]:
             raise DumpError(
@@ -135,13 +147,17 @@ class ShuffledRows(IterableDataset[Any]):
         if self.shuffle:
             order = order_entries(len(blocks), self.seed, self.epoch)
         front = len(self.axes)
-        held = _RowBuffer([(a.shape[front:], self.dtype or a.dtype) for a in self.arrays])
+        features = [(a.shape[front:], self.dtype or a.dtype) for a in self.arrays]
+        held = _RowBuffer(features + ([((front,), torch.int64)] if self.places is not None else []))
         for number in order[share::shares].tolist():
             where, rows = blocks[number]
             chosen = None if self.mask is None else self.mask[where].flatten()
             if chosen is not None and not chosen.any():
                 continue
             found = [read_region(a[where], self.dtype) for a in self.arrays]
+            if self.places is not None:
+                chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
+                found.append(self.places.of(where[0], chosen_rows[0], chosen_rows[-1]))
             if chosen is not None:
                 found = [f.flatten(0, 1)[chosen] for f in found]
                 rows = len(found[0])
@@ -163,6 +179,33 @@ class ShuffledRows(IterableDataset[Any]):
                 found = tuple(t[batch] for t in held.tensors)
                 yield found[0] if self.single else found
         held.drop(chosen)
+
+
+class RowPlaces:
+    """Where rows are: the iteration, the sample in the global batch, and the position of the token.
+
+    Args:
+        array: over (iteration, sample, token, *features), or without tokens; then places have no position.
+    """
+
+    def __init__(self, array: DumpArray) -> None:
+        self._iterations, self._samples, self._positions = array.iterations, array.samples, array.tokens
+        self._tokenless = array.dims[2:3] != ("token",)
+
+    def of(self, iteration: int, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """`[sample, token, 3]`, without tokens `[sample, 2]`: the places of rows, by number in the array."""
+        assert self._samples is not None
+        numbers = self._samples[list(samples)]
+        if self._tokenless:
+            return torch.stack([torch.full_like(numbers, self._iterations[iteration]), numbers], 1)
+        assert self._positions is not None
+        positions = self._positions
+        if positions.ndim == 3:  # other positions in each sample
+            chosen = positions[iteration][list(samples)][:, list(tokens)]
+        else:
+            chosen = positions[list(tokens)].expand(len(samples), -1)
+        by_sample = numbers[:, None].expand_as(chosen)
+        return torch.stack([torch.full_like(chosen, self._iterations[iteration]), by_sample, chosen], 2)
 
 
 class _RowBlocks:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -461,42 +460,6 @@ def test_requests_and_axes_are_kept(tmp_path: Path) -> None:
         assert [(p.iteration, p.request) for p in dump["a"].microbatch_arrays()] == [(0, None), (1, "chat-7")]
         assert dump.axes("a") == axes
         assert dump.site_record("a").axes == axes
-
-
-@pytest.mark.parametrize("kind", dump_roads.KINDS)
-def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
-    """With json, struct and xxhash alone, as docs/dump-format.md has it: checksums, entries, places."""
-    path = tmp_path / "d"
-    dump_roads.KINDS[kind](path)
-    text = (path / "run-0000" / "manifest.json").read_bytes()
-    manifest = json.loads(text)
-    assert (manifest["format"], manifest["version"]) == ("megatron_flex.dump", 3)
-    digits = manifest["checksum"].encode()
-    assert text.index(digits) < 256
-    assert xxhash.xxh3_64_hexdigest(text.replace(digits, b"0" * 16, 1)) == manifest["checksum"]
-    for file in path.rglob("*.safetensors"):
-        body = file.read_bytes()
-        (length,) = struct.unpack("<Q", body[:8])
-        front, rest = body[8 : 8 + length], body[8 + length :]
-        assert front.startswith(b'{"__metadata__":{"format":"megatron_flex.dump/3","checksum":"')
-        told = json.loads(front)
-        meta = told.pop("__metadata__")
-        digits = meta["checksum"].encode()
-        assert xxhash.xxh3_64_hexdigest(front.replace(digits, b"0" * 16, 1)) == meta["checksum"]
-        index = json.loads(meta["index"])
-        assert file.name.startswith(f"{index['rank']:05d}-{index['part']:03d}")
-        assert [index["rank"], index["coords"]] in manifest["ranks"]
-        at = 0
-        for entry in index["entries"]:
-            end = f"|{entry['span'][0]}" if "span" in entry else ""
-            name = f"{entry['site']}|{entry['kind']}|{entry['microbatch']}|{entry['call']}{end}"
-            first, last = told[name]["data_offsets"]
-            assert first == at
-            at, data = last, rest[first:last]
-            sums = [xxhash.xxh3_64_hexdigest(data[n : n + 131072]) for n in range(0, len(data), 131072)]
-            assert "".join(sums) == entry.get("blocks", "")
-            assert xxhash.xxh3_64_hexdigest("".join(sums).encode()) == entry["checksum"]
-        assert at == len(rest)
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\u2028", "\x85"])
