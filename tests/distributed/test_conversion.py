@@ -18,7 +18,7 @@ from tests.support.pool import run
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_lens") is None or find_spec("transformers") is None,
-    reason="needs transformer-lens and transformers: the extra lens-proof",
+    reason="needs transformer-lens and transformers: pip install --group peers",
 )
 
 BOUND = 1e-5  # of the greatest entry of the true tensor

@@ -20,7 +20,7 @@ from tests.support.pool import run_alone as run
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_lens") is None or find_spec("transformers") is None,
-    reason="needs transformer-lens and transformers: the extra lens-proof",
+    reason="needs transformer-lens and transformers: pip install --group peers",
 )
 
 MODEL = "GPT-2 and Llama, against TransformerLens"
