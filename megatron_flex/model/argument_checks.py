@@ -6,10 +6,11 @@ Each check is a pure function of the arguments, which are the same on every rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch import nn
 
+from megatron_flex.conversion.huggingface_names import translate_module
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError, SiteError, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE
@@ -55,7 +56,7 @@ def register_hook(session: Session, hook: HookFunction, kind: HookType) -> Handl
         HookError: it is not a HookFunction, or cannot be registered.
     """
     check_hook(hook, REGISTER_METHODS[kind])
-    with explain_lens_names(session, lambda: [hook.module_name]):
+    with explain_other_names(session, lambda: [hook.module_name]):
         return session.hooks.register(hook, kind)
 
 
@@ -116,8 +117,8 @@ def check_sink(given: object, kind: type[Dump] | type[Statistics], method: str) 
 
 
 @contextmanager
-def explain_lens_names(session: Session, patterns: Callable[[], Sequence[Pattern]]) -> Iterator[None]:
-    """Say of a name of TransformerLens which site it is here, where only names of sites are accepted.
+def explain_other_names(session: Session, patterns: Callable[[], Sequence[Pattern]]) -> Iterator[None]:
+    """Say what a name of TransformerLens or Hugging Face is here, where only names of sites are accepted.
 
     Args:
         session: the session of the model.
@@ -144,4 +145,20 @@ def explain_lens_names(session: Session, patterns: Callable[[], Sequence[Pattern
                     f"{suggest_nearest(pattern, names.aliases)}",
                     site=pattern,
                 ) from None
+            if here := _find_huggingface_module(session, pattern):
+                raise SiteError(
+                    f"{pattern!r} is a name of a Hugging Face model; in this model it is {here!r}",
+                    site=pattern,
+                ) from None
         raise
+
+
+def _find_huggingface_module(session: Session, pattern: str) -> str:
+    """The name here of what a Hugging Face model calls `pattern`; empty if this model has nothing of it."""
+    module, colon, point = pattern.partition(":")
+    for name in translate_module(module):
+        for translated in (f"{name}{colon}{point}", f"{NAMESPACE}{name}{colon}{point}"):
+            with suppress(SiteError):
+                session.sites.match(translated)
+                return translated
+    return ""

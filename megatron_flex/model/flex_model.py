@@ -16,7 +16,7 @@ from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
 from megatron_flex.layout import PackedSequences
-from megatron_flex.model.argument_checks import explain_lens_names, register_hook
+from megatron_flex.model.argument_checks import explain_other_names, register_hook
 from megatron_flex.model.hook_explanation import HookExplanation
 from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
@@ -172,7 +172,7 @@ class FlexModel(nn.Module):
             pattern: a name or glob of modules, with `:point` also of points in them, such as
                 `decoder.layers.*.mlp:output`; `*` matches within one part of the path, `**` across parts.
         """
-        with explain_lens_names(self.session, lambda: [pattern]):
+        with explain_other_names(self.session, lambda: [pattern]):
             return self.session.sites.match(pattern)
 
     def verify(self, steps: int = 1) -> None:

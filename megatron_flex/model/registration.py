@@ -20,7 +20,7 @@ from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.mesh import Mesh
-from megatron_flex.model.argument_checks import check_sink, explain_lens_names
+from megatron_flex.model.argument_checks import check_sink, explain_other_names
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
@@ -125,7 +125,7 @@ def register_dump(session: Session, dump: Dump, module: nn.Module) -> Handle:
     """
     session.check_open()
     check_sink(dump, Dump, "register_dump")
-    with explain_lens_names(session, lambda: dump.sites):
+    with explain_other_names(session, lambda: dump.sites):
         sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
     index, buffer_index = session.parameters.index, session.parameters.buffers
     buffers = select_buffers(buffer_index, dump.parameters)
@@ -154,7 +154,7 @@ def register_statistics(
     session.check_open()
     check_sink(statistics, Statistics, "register_statistics")
     mesh = session.mesh
-    with explain_lens_names(session, lambda: statistics.sites):
+    with explain_other_names(session, lambda: statistics.sites):
         values, exact = select_sink_sites(
             session, statistics.sites, STATISTICS_PURPOSE, partial(_explain_unmeasurable, mesh)
         )

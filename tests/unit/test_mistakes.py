@@ -16,7 +16,7 @@ import megatron_flex as mf
 from megatron_flex import Dump, FlexError, FlexModel, HookError, HookFunction, SiteError, Statistics
 from tests.support import dumps
 from tests.support.dumps import Given, random
-from tests.support.messages import assert_names, raises
+from tests.support.messages import any_names, assert_names, raises
 from tests.support.pool import run
 
 ROOT = Path(__file__).parents[2]
@@ -232,6 +232,39 @@ def test_patterns_of_every_kind_are_names() -> None:
 
 
 # -- names of TransformerLens, and tokens: a Megatron model ------------------------------------------------
+
+
+HUGGING_FACE = {
+    "model.layers.1.mlp.up_proj": "decoder.layers.1.mlp.linear_fc1",
+    "model.layers.*.self_attn.o_proj:output": "decoder.layers.*.self_attention.linear_proj:output",
+    "model.layers.0": "decoder.layers.0",
+    "layers.1.post_attention_layernorm": "decoder.layers.1.pre_mlp_layernorm",
+    "transformer.h.0.attn": "decoder.layers.0.self_attention",
+    "lm_head": "output_layer",
+}
+
+
+def huggingface_names() -> list[str]:
+    from tests.support import ranks
+    from tests.support.gpt import Case
+
+    (model,) = ranks.start(Case("one", layers=2))
+    with FlexModel(model) as flex:
+        said = []
+        for name in (*HUGGING_FACE, "model.layers.7.mlp.up_proj"):
+            try:
+                flex.register_forward_hook(HookFunction(name))
+            except FlexError as error:
+                said.append(str(error))
+        return said
+
+
+def test_names_of_hugging_face_are_translated() -> None:
+    pytest.importorskip("megatron.core")
+    *said, of_no_layer = run(1, huggingface_names)[0]
+    for message, (theirs, here) in zip(said, HUGGING_FACE.items(), strict=True):
+        assert_names(message, repr(theirs), repr(here))
+    assert not any_names([of_no_layer], "decoder.layers.7.mlp.linear_fc1")
 
 
 def lens_mistakes() -> list[tuple[str, str]]:

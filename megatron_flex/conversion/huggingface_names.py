@@ -1,0 +1,62 @@
+"""Which module of a Megatron model has the parameters of a module of Hugging Face, by the names of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from megatron_flex.conversion.architectures import ARCHITECTURES
+
+_FIELD = re.compile(r"\\{(layer|expert)\\}|\[\\{(expert)\\}\]")
+
+
+def translate_module(name: str) -> list[str]:
+    """The Megatron modules that a module of a Hugging Face architecture corresponds to; likely ones first.
+
+    Args:
+        name: the module's name, with or without the architecture's prefix, and with numbers or `*` for layers
+            and experts.
+
+    Examples:
+        >>> translate_module("model.layers.1.mlp.up_proj")
+        ['decoder.layers.1.mlp.linear_fc1']
+        >>> translate_module("model.layers.*.self_attn")
+        ['decoder.layers.*.self_attention']
+    """
+    found = (
+        ours.format_map({"layer": "*", "expert": "*"} | match.groupdict())
+        for theirs, ours in _list_modules()
+        if (match := theirs.fullmatch(name))
+    )
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _list_modules() -> list[tuple[re.Pattern[str], str]]:
+    """Patterns of names of Hugging Face, and Megatron's names; modules with parameters, then those around."""
+    levels: list[dict[tuple[str, str], None]] = []
+    for prefix, theirs, ours in _list_parameters():
+        depth = 0
+        while "." in theirs and "." in ours:
+            theirs, ours = theirs.rpartition(".")[0], ours.rpartition(".")[0]
+            if len(levels) == depth:
+                levels.append({})
+            optional = (
+                f"(?:{re.escape(prefix)})?{_FIELD.sub(_match_field, re.escape(theirs.removeprefix(prefix)))}"
+            )
+            levels[depth][optional, ours] = None
+            depth += 1
+    return [(re.compile(theirs), ours) for level in levels for theirs, ours in level]
+
+
+def _list_parameters() -> Iterator[tuple[str, str, str]]:
+    """The prefix of an architecture, and the names of a parameter of its own and of Megatron's."""
+    for architecture in ARCHITECTURES.values():
+        for rule in architecture.rules:
+            for theirs in rule.theirs:
+                yield architecture.prefix, theirs, rule.ours
+
+
+def _match_field(field: re.Match[str]) -> str:
+    return rf"(?P<{field[1] or field[2]}>\d+|\*)"
