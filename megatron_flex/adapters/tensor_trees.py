@@ -57,6 +57,18 @@ def with_tensor(tree: Any, position: int, new: Tensor) -> Any:
     raise IndexError(f"a {type(tree).__name__} has no tensor {position} more")
 
 
+def map_children(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A container of the same type with the results of `function` for its contents; anything else unchanged.
+
+    The given container is not modified.
+    """
+    for key, child in list(_children(tree)):
+        replacement = function(child)
+        if replacement is not child:
+            tree = _with_child(tree, key, replacement)
+    return tree
+
+
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
     if type(tree) in _registered_types:
         yield from enumerate(_registered_types[type(tree)](tree)[0])

@@ -1,7 +1,6 @@
 """FlexModel's own tests (2023), from a checkout that FLEX_FLEXMODEL names, with only the import aliased.
 
-`scripts/flexmodel PATH` runs this file. Those of its tests that reach into it are named in
-`tests/support/compat_calls.py`, each with our test of the same promise.
+`scripts/flexmodel PATH` runs this file. Those of its tests that reach into it are named in INTERNALS.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from megatron_flex.compat.gone import SUCCESSORS
 
 CHECKOUT = os.environ.get("FLEX_FLEXMODEL", "")
 if not CHECKOUT:
@@ -53,25 +54,6 @@ INTERNALS = {
         "expects the output's shape of the input's gradient, gathered as if it were sharded: an error here",
     ),
     "multi_gpu/distributed/test_initialize.py": "imports the private _global_state_is_initialized",
-}
-# Public names of its modules that the package leaves out, and why.
-LEFT_OUT = {
-    **dict.fromkeys(
-        (
-            "distributed.strategies.BaseRoutingStrategy",
-            "distributed.strategies.ParameterTensorParallelRoutingStrategy",
-            "distributed.strategies.ActivationTensorAllToAllRoutingStrategy",
-        ),
-        "how a hook gathers follows from the layout of its tensor",
-    ),
-    **dict.fromkeys(
-        (
-            "distributed.strategies.BaseFunctionStrategy",
-            "distributed.strategies.NonValidatedFunctionStrategy",
-        ),
-        "an editing function is called by the session",
-    ),
-    "package_info": "it describes the package flex-model",
 }
 
 
@@ -154,7 +136,11 @@ def public_names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", public_names())
-def test_a_public_name_is_here_or_left_out_with_a_reason(name: str) -> None:
+def test_a_public_name_is_here_or_names_its_successor(name: str) -> None:
     module, _, own = name.rpartition(".")
-    there = hasattr(importlib.import_module(f"megatron_flex.compat.{module}"), own)
-    assert there != (name in LEFT_OUT)
+    there = importlib.import_module(f"megatron_flex.compat.{module}")
+    if own in SUCCESSORS:
+        with pytest.raises(ImportError):
+            getattr(there, own)
+    else:
+        assert hasattr(there, own)

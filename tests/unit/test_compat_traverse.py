@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -161,17 +162,24 @@ def test_names_of_the_original_modules() -> None:
     tensor = torch.ones(2)
     assert compat.distributed.unity(tensor, compat.FlexModel(nn.Linear(2, 2), {}).fmps) is tensor
     tree, _ = ops.flatten([tensor, 1])
-    assert nodes.is_internal_node(tree)
-    assert nodes.is_leaf_node(tree.children[0])
-    assert nodes.is_internal_obj([tensor])
-    assert nodes.is_leaf_obj(tensor)
-    assert not nodes.is_leaf_obj(1)
-    assert nodes.get_internal_node([tensor]) is nodes.ListNode
-    assert nodes.get_leaf_node(tensor) is nodes.TensorNode
-    for find, obj in ((nodes.get_internal_node, tensor), (nodes.get_leaf_node, [tensor])):
-        with raises(FlexError, type(obj).__name__):
-            find(obj)
-    assert compat.traverse.ScalarNode is compat.traverse.ScalarObject is compat.traverse.LeafObject
+    assert tree == [nodes.LeafNode(tensor.shape), 1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "successor"),
+    [
+        ("traverse.nodes", "ListNode", "traverse.flatten"),
+        ("traverse.nodes", "is_leaf_node", "isinstance(node, traverse.LeafNode)"),
+        ("traverse", "ScalarNode", "typing.Any"),
+        ("distributed", "BaseRoutingStrategy", "expected_shape"),
+        ("distributed.strategies", "NonValidatedFunctionStrategy", "HookFunction(editing_function=...)"),
+    ],
+)
+def test_a_name_that_is_gone_names_its_successor(module: str, name: str, successor: str) -> None:
+    with raises(ImportError, name, successor):
+        exec(f"from megatron_flex.compat.{module} import {name}")
+    with pytest.raises(AttributeError):
+        _ = importlib.import_module(f"megatron_flex.compat.{module}").unknown
 
 
 def test_outputs_of_transformers_are_nodes() -> None:
@@ -181,3 +189,8 @@ def test_outputs_of_transformers_are_nodes() -> None:
     made = node.unflatten(node.flatten(given))
     assert type(made) is type(given)
     assert [float(t) for t in (made.last_hidden_state, *made.to_tuple()[1:])] == [0.0, 1.0, 2.0, 3.0]
+    treedef, leaves = flatten(given)
+    doubled = unflatten(treedef, [leaf * 2 for leaf in leaves])
+    assert type(doubled) is type(given)
+    assert [float(t) for t in doubled.to_tuple()] == [0.0, 2.0, 4.0, 6.0]
+    assert float(given.hidden_states) == 2.0

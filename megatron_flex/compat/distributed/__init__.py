@@ -19,6 +19,7 @@ from megatron_flex.compat.distributed.strategies import (
     GPUMemoryOffloadStrategy,
     NullMemoryOffloadStrategy,
 )
+from megatron_flex.compat.gone import refuse_gone
 
 __all__ = [
     "BaseOffloadStrategy",
@@ -38,3 +39,5 @@ __all__ = [
     "scatter_tensor_parallel",
     "unity",
 ]
+
+__getattr__ = refuse_gone(__name__)

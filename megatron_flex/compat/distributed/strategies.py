@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatron_flex.compat.gone import refuse_gone
+
 OutputDict = dict[str, list[Tensor]]
 
 
@@ -72,3 +74,6 @@ class GPUMemoryOffloadStrategy(BaseOffloadStrategy):
         """Create one."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(lambda t: output_ptr.setdefault(name, []).append(t.to(device)))
+
+
+__getattr__ = refuse_gone(__name__)

@@ -5,30 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_flex.compat.traverse.nodes import InternalNode, LeafNode, node_of
+from megatron_flex.adapters.tensor_trees import map_children
+from megatron_flex.compat.traverse.nodes import LeafNode, leaf_types
 from megatron_flex.errors import FlexError
 
 
 def flatten(root_obj: Any) -> tuple[Any, list[Any]]:
-    """Flatten an object.
-
-    Args:
-        root_obj: nested tuples, lists, mappings, named tuples, dataclasses and registered types.
+    """Flatten nested tuples, lists, mappings, named tuples, dataclasses and registered types.
 
     Returns:
-        The tree, with types, shapes and other objects; and the leaves, usually tensors, depth first.
+        The tree, which is the object with a LeafNode at the place of each leaf; and the leaves, usually
+        tensors, depth first.
     """
     leaves: list[Any] = []
 
     def walk(obj: Any) -> Any:
-        node = node_of(obj)
-        if isinstance(node, LeafNode):
-            leaves.append(obj)
-        elif isinstance(node, InternalNode):
-            node.children = [walk(child) for child in node.flatten(obj)]
-        else:
-            return obj
-        return node
+        for kind, node in leaf_types.items():
+            if isinstance(obj, kind):
+                leaves.append(obj)
+                return node(getattr(obj, "shape", None))
+        return map_children(obj, walk)
 
     return walk(root_obj), leaves
 
@@ -43,22 +39,18 @@ def unflatten(root_node: Any, leaves: Sequence[Any]) -> Any:
     Raises:
         FlexError: there are more leaves, or fewer.
     """
-    left = list(reversed(leaves))
+    remaining = list(reversed(leaves))
 
     def walk(node: Any) -> Any:
-        if isinstance(node, LeafNode):
-            if not left:
-                raise FlexError(
-                    f"{len(leaves)} leaves are too few for this tree; give all that flatten() gave"
-                )
-            return left.pop()
-        if isinstance(node, InternalNode):
-            return node.unflatten([walk(child) for child in node.children])
-        return node
+        if not isinstance(node, LeafNode):
+            return map_children(node, walk)
+        if not remaining:
+            raise FlexError(f"{len(leaves)} leaves are too few for this tree; give all that flatten() gave")
+        return remaining.pop()
 
-    made = walk(root_node)
-    if left:
+    rebuilt = walk(root_node)
+    if remaining:
         raise FlexError(
-            f"{len(leaves)} leaves are {len(left)} too many for this tree; give those of flatten()"
+            f"{len(leaves)} leaves are {len(remaining)} too many for this tree; give those of flatten()"
         )
-    return made
+    return rebuilt
