@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,10 +20,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
 from megatron_flex.runtime import HookFunction as NativeHook
 from megatron_flex.runtime.hook_groups import ALL_GROUPS, check_groups
-from megatron_flex.runtime.hooks import EditingFunction, HookType
-
-if TYPE_CHECKING:
-    from megatron_flex.compat.distributed.distributed_state import ParallelState
+from megatron_flex.runtime.hooks import EditingFunction
 
 
 def default_editing_function(
@@ -58,18 +54,9 @@ class SaveContext(Namespace):
         return value
 
 
-@dataclass(frozen=True)
-class SharedState:
-    """The state that all hooks of one FlexModel share.
+class SharedState(NamedTuple):
+    """What all hooks of one FlexModel share: the user's dict, `save_ctx`, and the trainable modules."""
 
-    Attributes:
-        fmps: ranks and groups.
-        output_ptr: the user's dict.
-        save_ctx: the state that editing functions keep between calls.
-        modules: the trainable modules.
-    """
-
-    fmps: ParallelState
     output_ptr: dict[str, list[Tensor]]
     save_ctx: SaveContext
     modules: nn.ModuleDict
@@ -113,17 +100,16 @@ class HookFunction:
             CPUPinnedMemoryOffloadStrategy
         )
         self._shared_state: SharedState | None = None
-        self._hook_type: HookType | None = None
+        self._native: NativeHook | None = None
+        self._groups: set[str] = set()  # until it is registered; the native hook's from then on
 
-    @property
-    def edits(self) -> bool:
-        """Whether the hook has an editing function of the user's."""
-        return self.editing_function is not default_editing_function
-
-    def keep(self, tensor: Tensor, output_ptr: dict[str, list[Tensor]]) -> None:
+    def keep(self, tensor: Tensor) -> None:
         """Pass one captured tensor to the offload strategy."""
         if isinstance(self.offload_strategy, type):
-            self.offload_strategy = self.offload_strategy.initialize(self.module_name, output_ptr)
+            assert self._shared_state is not None
+            self.offload_strategy = self.offload_strategy.initialize(
+                self.module_name, self._shared_state.output_ptr
+            )
         self.offload_strategy.execute(tensor)
 
 
@@ -134,31 +120,27 @@ class HookGroups:
     """The groups of hooks. A group without members does not exist.
 
     Attributes:
-        native: the native hook of each registered hook, in the order of registration.
+        registered: the registered hooks, in the order of registration.
     """
 
-    def __init__(self, flex: Native) -> None:
-        self._flex = flex
-        self.native: dict[HookFunction, NativeHook] = {}
-        self._waiting: dict[HookFunction, set[str]] = {}  # of hooks that are not registered yet
+    def __init__(self, flex: Native, state: SharedState) -> None:
+        self._flex, self._state = flex, state
+        self.registered: list[HookFunction] = []
+        self._waiting: dict[HookFunction, None] = {}  # in groups, and not registered yet
 
-    def registered(self, hook: HookFunction, native: NativeHook) -> None:
-        """Add a registered hook, with the groups that were assigned to it before."""
-        self.native[hook] = native
-        groups = self._waiting.pop(hook, set())
-        if groups:
-            self._flex.add_to_groups(native, *groups)
+    def add(self, hook: HookFunction) -> None:
+        """Add a registered hook."""
+        self._waiting.pop(hook, None)
+        self.registered.append(hook)
 
     def of(self, hook: HookFunction) -> set[str]:
         """The groups of a hook."""
-        if hook in self.native:
-            return {ALL_GROUPS, *self.native[hook].groups}
-        return set(self._waiting.get(hook, ()))
+        return set(hook._groups) if hook._native is None else {ALL_GROUPS, *hook._native.groups}
 
     @property
     def hook_fn_to_groups_map(self) -> dict[HookFunction, set[str]]:
         """The groups of each hook, in the order of registration."""
-        return {hook: self.of(hook) for hook in (*self.native, *self._waiting)}
+        return {hook: self.of(hook) for hook in (*self.registered, *self._waiting)}
 
     @property
     def groups(self) -> set[str]:
@@ -170,49 +152,41 @@ class HookGroups:
         return [hook for hook, groups in self.hook_fn_to_groups_map.items() if group in groups]
 
     def update(self, which: HookSelection, group: str) -> None:
-        """Add hooks to a group.
-
-        Raises:
-            HookError: the selection is empty, or the name of the group is invalid.
-        """
-        hooks = self._chosen(which)
+        """Add hooks to a group; errors as in `update_hook_groups`."""
+        hooks = self._select(which)
         groups = check_groups([group]) if group != ALL_GROUPS else set()
         for hook in hooks:
-            if hook in self.native:
-                self._flex.add_to_groups(self.native[hook], *groups)
+            if hook._native is not None:
+                self._flex.add_to_groups(hook._native, *groups)
             else:
-                self._waiting.setdefault(hook, set()).update(groups)
+                hook._groups |= groups
+                self._waiting[hook] = None
 
     def remove(self, which: HookSelection, group: str) -> None:
-        """Remove hooks from a group; none is removed if one of them is not in the group.
-
-        A text selects among the hooks of the group.
-
-        Raises:
-            HookError: the selection is empty, a hook is not in the group, or the group is `all`.
-        """
-        hooks = self._chosen(which)
+        """Remove hooks from a group; errors as in `remove_hook_groups`."""
+        hooks = self._select(which)
         check_groups([group])
-        outside = [h.module_name for h in hooks if group not in self.of(h)]
+        outside = [h for h in hooks if group not in self.of(h)]
         if isinstance(which, str) and len(outside) < len(hooks):
-            hooks, outside = [h for h in hooks if group in self.of(h)], []
+            hooks, outside = [h for h in hooks if h not in outside], []
         if outside:
+            names, members = (", ".join(h.module_name for h in hs) for hs in (outside, self.members(group)))
             raise HookError(
-                f"{', '.join(outside)}: not in the group {group!r}, nothing is removed; its hooks are on "
-                f"{', '.join(h.module_name for h in self.members(group)) or 'nothing'}"
+                f"{names}: not in the group {group!r}, nothing is removed; its hooks are on "
+                f"{members or 'nothing'}"
             )
         for hook in hooks:
-            if hook in self.native:
-                self._flex.remove_from_groups(self.native[hook], group)
+            if hook._native is not None:
+                self._flex.remove_from_groups(hook._native, group)
             else:
-                self._waiting[hook].discard(group)
+                hook._groups.discard(group)
 
-    def _chosen(self, which: HookSelection) -> list[HookFunction]:
+    def _select(self, which: HookSelection) -> list[HookFunction]:
         if isinstance(which, str):
-            found = [h for h in self.native if which in h.module_name]
-            if not found:
+            hooks = [h for h in self.registered if which in h.module_name]
+            if not hooks:
                 raise HookError(f"no registered hook has {which!r} in its module_name; register hooks first")
-            return found
+            return hooks
         hooks = list(which) if isinstance(which, Iterable) else [which]
         for hook in hooks:
             if not isinstance(hook, HookFunction):
@@ -220,7 +194,7 @@ class HookGroups:
                     f"{type(hook).__name__} cannot be in a group; give HookFunctions, one or a list, or a "
                     "text that is in their module_names"
                 )
-            if hook._shared_state is not None and hook not in self.native:
+            if hook._shared_state is not None and hook._shared_state is not self._state:
                 raise HookError(
                     f"the hook on {hook.module_name!r} belongs to another FlexModel; use that one"
                 )

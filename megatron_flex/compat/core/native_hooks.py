@@ -11,8 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -63,8 +62,7 @@ class SaveContextReplay:
             yield
             return
         live = vars(self.context).copy()
-        found = {n: self._now(v) for n, v in _copy_containers(self._before[key]).items()}
-        self._set(found)
+        self._set({n: self._now(v) for n, v in _copy_containers(self._before[key]).items()})
         try:
             yield
             for name, old in self._wrote.get(key, {}).items():
@@ -168,64 +166,37 @@ HOOK_TYPE_ORDER: tuple[HookType, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureRecipient:
-    """The recipient of a capture.
+class CaptureRecipient(NamedTuple):
+    """The recipient of captures: a hook, and its number, as hooks at one hook point run in that order.
 
-    Attributes:
-        hook: the user's hook.
-        native: the native hook.
-        place: the index of its kind of registration in HOOK_TYPE_ORDER.
-        number: of the hook, by its registration: hooks at one hook point run in that order.
-        divisor: gradients are divided by this; 1 where they are divided already.
+    Gradients that are not divided yet are divided by `divisor`.
     """
 
     hook: HookFunction
     native: NativeHook
-    place: int
     number: int
     divisor: int
 
+    def order(self, key: Key) -> tuple[bool, int, int, int, int]:
+        """The place of a capture in the output."""
+        kind = self.native.hook_type
+        return self.native.backward, key.microbatch, key.call, HOOK_TYPE_ORDER.index(kind), self.number
+
 
 class CaptureDelivery:
-    """Moves native captures to `output_ptr` whenever captures have arrived.
+    """Moves native captures to the hooks' offload strategies whenever captures have arrived.
 
-    Args:
-        session: the native session.
-        output_ptr: the user's dict.
-        everywhere: deliver captures to every rank instead of the leader only.
+    Attributes:
+        recipients: by the name of a capture.
     """
 
-    def __init__(self, session: Session, output_ptr: dict[str, list[Tensor]], everywhere: bool) -> None:
-        self.session, self.output_ptr, self.everywhere = session, output_ptr, everywhere
-        self._recipients: dict[str, list[CaptureRecipient]] = {}
+    def __init__(self, session: Session, everywhere: bool) -> None:
+        self.session, self.everywhere = session, everywhere
+        self.recipients: dict[str, list[CaptureRecipient]] = {}
         session.delivered = self.deliver
 
-    def add(
-        self,
-        name: str,
-        hook: HookFunction,
-        native: NativeHook,
-        kind: HookType,
-        number: int,
-        divisor: int = 1,
-    ) -> None:
-        """Append the captures of a name to the output of a hook.
-
-        Args:
-            name: the name of a site or parameter, or the label of an editing function's captures.
-            hook: the user's hook.
-            native: the native hook.
-            kind: the kind of its registration.
-            number: the number of hooks registered before it.
-            divisor: the divisor of gradients that are not divided yet.
-        """
-        self._recipients.setdefault(name, []).append(
-            CaptureRecipient(hook, native, HOOK_TYPE_ORDER.index(kind), number, divisor)
-        )
-
     def deliver(self) -> None:
-        """Move the captures that have arrived. Collective over the mesh if `everywhere`."""
+        """Move the captures that have arrived. Collective over the mesh if they go to every rank."""
         captures = self.session.captures
         mine = self.session.is_leader
         items = [(k, t) for n in captures if mine for k, t in zip(captures[n].keys, captures[n], strict=True)]
@@ -233,20 +204,15 @@ class CaptureDelivery:
         if self.everywhere:
             items = broadcast_items(items, self.session.mesh)
         active = {entry.hook for entry in self.session.registry.active}
-        found = [(r, k, t) for k, t in items for r in self._recipients.get(k.site, ()) if r.native in active]
-        uses = Counter(id(t) for _, _, t in found)
-        for reader, _, tensor in sorted(found, key=lambda item: _delivery_order(item[0], item[1])):
+        arrived = [(r, k, t) for k, t in items for r in self.recipients.get(k.site, ()) if r.native in active]
+        uses = Counter(id(t) for _, _, t in arrived)
+        for reader, _, tensor in sorted(arrived, key=lambda item: item[0].order(item[1])):
             divided = tensor if reader.divisor == 1 else tensor / reader.divisor
             own = divided.clone() if divided is tensor and uses[id(tensor)] > 1 else divided
             logger.debug("%s: a tensor of shape %s", reader.hook.module_name, tuple(own.shape))
-            reader.hook.keep(own, self.output_ptr)
+            reader.hook.keep(own)
 
 
 def capture_name(name: str, kind: HookType) -> str:
     """The name of a native hook's captures at a site or parameter."""
     return name + GRADIENT_SUFFIX if kind in GRADIENT_HOOK_TYPES else name
-
-
-def _delivery_order(reader: CaptureRecipient, key: Key) -> tuple[bool, int, int, int, int]:
-    backward = HOOK_TYPE_ORDER[reader.place] in GRADIENT_HOOK_TYPES
-    return backward, key.microbatch, key.call, reader.place, reader.number

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -20,10 +20,12 @@ from megatron_flex.compat.core.hook_function import (
     HookSelection,
     SaveContext,
     SharedState,
+    default_editing_function,
 )
 from megatron_flex.compat.core.native_hooks import (
     GRADIENT_HOOK_TYPES,
     CaptureDelivery,
+    CaptureRecipient,
     SaveContextReplay,
     capture_name,
     wrap_editing_function,
@@ -65,16 +67,12 @@ class ModuleNames:
     def resolve(self, name: str) -> str:
         """The global name for the user's `name`; `name` without prefixes if no such module exists."""
         bare = ".".join(p for p in name.split(".") if p not in WRAPPER_ATTRIBUTES)
-        for candidate in (
-            name,
-            name.removeprefix(self._prefix),
-            *_strip_module_prefixes(name),
-            bare,
-            *_strip_module_prefixes(bare),
-        ):
-            if candidate in self._known:
-                return candidate
-        return (_strip_module_prefixes(bare) or [bare])[-1]
+        candidates = [name, name.removeprefix(self._prefix)]
+        for spelling in (name, bare):
+            candidates.append(spelling)
+            while candidates[-1].startswith("module."):
+                candidates.append(candidates[-1].removeprefix("module."))
+        return next((c for c in candidates if c in self._known), candidates[-1])
 
     def matching(self, text: str, kind: HookType, edits: bool) -> list[str]:
         """The modules (for `tensor` the parameters) with a text in their names that can have such a hook.
@@ -83,14 +81,11 @@ class ModuleNames:
             HookError: one of them is read-only, and the hook edits.
         """
         if kind == "tensor":
-            names: Iterable[str] = (
-                n
-                for n, parameter in self._session.parameters.index.first_copies().items()
-                if not parameter.hidden
-            )
+            copies = self._session.parameters.index.first_copies()
+            names = [name for name, parameter in copies.items() if not parameter.hidden]
         else:
             sites = [s for s in self._session.sites if s.point == POINT_OF_TYPE[kind] and not s.hidden]
-            names = dict.fromkeys(s.module for s in sites)
+            names = list(dict.fromkeys(s.module for s in sites))
             fixed = next((s for s in sites if s.read_only_reason and text in self._outside(s.module)), None)
             if fixed is not None and (edits or kind.startswith("full_backward")):
                 raise HookError(
@@ -98,112 +93,6 @@ class ModuleNames:
                     f"{fixed.read_only_reason}"
                 )
         return [outside for n in names if text in (outside := self._outside(n))]
-
-
-def _strip_module_prefixes(name: str) -> list[str]:
-    """The name with one leading `module.` removed, with two removed, and so on."""
-    out = []
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-        out.append(name)
-    return out
-
-
-class HookRegistrationMethods:
-    """FlexModel's registration of hooks; each HookFunction is registered once."""
-
-    _flex: Native
-    _names: ModuleNames
-    _shared_state: SharedState
-    _hook_fn_group_manager: HookGroups
-    _delivery: CaptureDelivery
-    _rewind: SaveContextReplay
-    _divisor: int
-
-    def register_forward_hook(self, hook_function: HookFunction) -> None:
-        """Capture, and optionally edit, a module's output."""
-        self._register(hook_function, "forward")
-
-    def register_forward_pre_hook(self, hook_function: HookFunction) -> None:
-        """Capture, and optionally edit, a module's input."""
-        self._register(hook_function, "forward_pre")
-
-    def register_full_backward_hook(self, hook_function: HookFunction) -> None:
-        """Capture, and optionally edit, the gradient of a module's input."""
-        self._register(hook_function, "full_backward")
-
-    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> None:
-        """Capture, and optionally edit, the gradient of a module's output."""
-        self._register(hook_function, "full_backward_pre")
-
-    def register_hook(self, hook_function: HookFunction) -> None:
-        """Capture, and optionally edit, the gradient of the parameter named by `module_name`.
-
-        The edit applies to each data parallel replica's own gradient; the first replica's is captured.
-        """
-        self._register(hook_function, "tensor")
-
-    def _check_kind(self, kind: str) -> None:
-        if kind not in POINT_OF_TYPE:
-            raise HookError(f"hook_type {kind!r} is not one of {', '.join(POINT_OF_TYPE)}")
-
-    def _register(self, hook: HookFunction, kind: HookType) -> None:
-        if not isinstance(hook, HookFunction):
-            raise HookError(f"a {type(hook).__name__} cannot be registered; make a compat HookFunction")
-        if hook._shared_state is not None:
-            raise HookError(f"the hook on {hook.module_name!r} is registered already; make another one")
-        session = self._flex.session
-        session.check_open()
-        divisor = self._divisor if kind in GRADIENT_HOOK_TYPES and kind != "tensor" else 1
-        name, places = self._places(hook, kind)
-        expected = self._expected(hook, kind, places)
-        check_signature(hook.editing_function)
-        native = NativeHook(name, expected_shape=expected, unpack_idx=hook.unpack_idx, hook_type=kind)
-        number = len(self._hook_fn_group_manager.native)
-        label = f"hook {number}: {hook.module_name}"
-        alone = not hook.edits and not any(self._edited(n, kind) for n in places)
-        if not alone:
-            native.save, native.records = False, True
-            native.editing_function = wrap_editing_function(
-                hook, kind, self._shared_state, session, self._rewind, label, divisor
-            )
-        session.hooks.add(native)
-        for place in session.registry.entries[-1].names if alone else (label,):
-            captured = capture_name(place, kind) if alone else place
-            self._delivery.add(captured, hook, native, kind, number, divisor if alone else 1)
-        hook._shared_state, hook._hook_type = self._shared_state, kind
-        self._hook_fn_group_manager.registered(hook, native)
-
-    def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
-        """The global name of a hook's module or parameter, and the names of its sites."""
-        name, session = self._names.resolve(hook.module_name), self._flex.session
-        if kind == "tensor" and name in session.parameters.index.sites:
-            return name, [name]
-        return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
-
-    def _edited(self, name: str, kind: HookType) -> bool:
-        """Whether an earlier hook edits there, so that this hook's input differs from the native capture."""
-        backward, registry = kind in GRADIENT_HOOK_TYPES, self._flex.session.registry
-        return any(
-            name in e.names and e.hook.backward == backward and e.hook.editing_function is not None
-            for e in registry.entries
-        )
-
-    def _expected(
-        self, hook: HookFunction, kind: HookType, places: Sequence[str]
-    ) -> tuple[int | None, ...] | None:
-        """The full tensor's shape, in the validated dims: users give the batch size of one replica."""
-        want = hook.expected_shape
-        if want is None or all(n is None for n in want):
-            return None
-        session = self._flex.session
-        if session.mesh["dp"].size == 1:
-            return want
-        layouts = [session.sites[n].layout for n in places if n in session.sites]
-        batches = {i for layout in layouts for i, d in enumerate(layout.dims) if d.name == "b"}
-        if kind != "tensor" and any(session.sites[n].inferred for n in places):
-            batches = {0}
-        return tuple(None if i in batches else n for i, n in enumerate(want))
 
 
 def _close_session(session: Session) -> None:
@@ -227,7 +116,7 @@ def _close_session(session: Session) -> None:
     session.delivered = finish
 
 
-class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
+class FlexModel(nn.Module):
     """A module whose full tensors are captured and edited.
 
     Every rank creates one and registers the same hooks in the same order. Samples of data parallel ranks are
@@ -253,15 +142,13 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         save_ctx: the state that editing functions keep between calls; each rank has its own.
         trainable_modules: the modules registered by `register_trainable_module`.
         fmps: ranks and groups.
-        tp_size: the given tensor parallel size.
-        pp_size: the given pipeline parallel size.
-        dp_size: the given data parallel size.
-        process_group: the given process group.
+        tp_size, pp_size, dp_size, process_group: as given.
 
     Raises:
         FlexError: the sizes differ from the model's.
     """
 
+    _flex: Native
     _given: nn.Module | Sequence[nn.Module]
 
     def __init__(
@@ -292,19 +179,16 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         session = native.session
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(module)
         self.output_ptr = output_ptr
-        self.tp_size, self.pp_size, self.dp_size = (
-            tensor_parallel_size,
-            pipeline_parallel_size,
-            data_parallel_size,
-        )
+        self.tp_size, self.pp_size = tensor_parallel_size, pipeline_parallel_size
+        self.dp_size = data_parallel_size
         self.process_group = process_group
         self.save_ctx = SaveContext()
         self.trainable_modules = native.trainable_modules
         self.fmps = build_parallel_state(session.mesh, process_group)
         self._names = ModuleNames(session)
-        self._shared_state = SharedState(self.fmps, output_ptr, self.save_ctx, self.trainable_modules)
-        self._hook_fn_group_manager = HookGroups(native)
-        self._delivery = CaptureDelivery(session, output_ptr, everywhere)
+        self._shared_state = SharedState(output_ptr, self.save_ctx, self.trainable_modules)
+        self._hook_fn_group_manager = HookGroups(native, self._shared_state)
+        self._delivery = CaptureDelivery(session, everywhere)
         self._rewind = SaveContextReplay(self.save_ctx)
         weakref.finalize(self, _close_session, session).atexit = False
         self._divisor = self.fmps.get_data_parallel_world_size() if divide_gradients_by_dp else 1
@@ -344,6 +228,97 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
             return self._flex.hooks(ALL_GROUPS, complement=not complement)
         return self._flex.hooks(*groups, complement=complement)
 
+    # -- registration of hooks: each HookFunction is registered once -------------------------------------
+
+    def register_forward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+        """Capture, and optionally edit, a module's output."""
+        self._register(hook_function, "forward")
+
+    def register_forward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+        """Capture, and optionally edit, a module's input."""
+        self._register(hook_function, "forward_pre")
+
+    def register_full_backward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+        """Capture, and optionally edit, the gradient of a module's input."""
+        self._register(hook_function, "full_backward")
+
+    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+        """Capture, and optionally edit, the gradient of a module's output."""
+        self._register(hook_function, "full_backward_pre")
+
+    def register_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, the gradient of the parameter named by `module_name`.
+
+        The edit applies to each data parallel replica's own gradient; the first replica's is captured.
+        """
+        self._register(hook_function, "tensor")
+
+    def _register(self, hook: HookFunction, kind: HookType) -> None:
+        if not isinstance(hook, HookFunction):
+            raise HookError(f"a {type(hook).__name__} cannot be registered; make a compat HookFunction")
+        if hook._shared_state is not None:
+            raise HookError(f"the hook on {hook.module_name!r} is registered already; make another one")
+        session = self._flex.session
+        session.check_open()
+        check_signature(hook.editing_function)
+        divisor = self._divisor if kind in GRADIENT_HOOK_TYPES and kind != "tensor" else 1
+        name, places = self._places(hook, kind)
+        number = len(self._hook_fn_group_manager.registered)
+        native = NativeHook(
+            name,
+            expected_shape=self._expected(hook, kind, places),
+            unpack_idx=hook.unpack_idx,
+            hook_type=kind,
+            groups=hook._groups,
+        )
+        edits = hook.editing_function is not default_editing_function
+        # The native hook captures the tensor before all edits, the wrapped function what it receives.
+        captures_input = edits or any(self._edited(n, kind) for n in places)
+        label = f"hook {number}: {hook.module_name}"
+        if captures_input:
+            native.save, native.records = False, True
+            native.editing_function = wrap_editing_function(
+                hook, kind, self._shared_state, session, self._rewind, label, divisor
+            )
+        session.hooks.add(native)
+        recipient = CaptureRecipient(hook, native, number, 1 if captures_input else divisor)
+        names = {capture_name(n, kind) for n in session.registry.entries[-1].names}
+        for captured in {label} if captures_input else names:
+            self._delivery.recipients.setdefault(captured, []).append(recipient)
+        hook._shared_state, hook._native = self._shared_state, native
+        self._hook_fn_group_manager.add(hook)
+
+    def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
+        """The global name of a hook's module or parameter, and the names of its sites."""
+        name, session = self._names.resolve(hook.module_name), self._flex.session
+        if kind == "tensor" and name in session.parameters.index.sites:
+            return name, [name]
+        return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
+
+    def _edited(self, name: str, kind: HookType) -> bool:
+        """Whether an earlier hook edits there, so that this hook's input differs from the native capture."""
+        backward, registry = kind in GRADIENT_HOOK_TYPES, self._flex.session.registry
+        return any(
+            name in e.names and e.hook.backward == backward and e.hook.editing_function is not None
+            for e in registry.entries
+        )
+
+    def _expected(
+        self, hook: HookFunction, kind: HookType, places: Sequence[str]
+    ) -> tuple[int | None, ...] | None:
+        """The full tensor's shape, in the validated dims: users give the batch size of one replica."""
+        want = hook.expected_shape
+        if want is None or all(n is None for n in want):
+            return None
+        session = self._flex.session
+        if session.mesh["dp"].size == 1:
+            return want
+        layouts = [session.sites[n].layout for n in places if n in session.sites]
+        batches = {i for layout in layouts for i, d in enumerate(layout.dims) if d.name == "b"}
+        if kind != "tensor" and any(session.sites[n].inferred for n in places):
+            batches = {0}
+        return tuple(None if i in batches else n for i, n in enumerate(want))
+
     # -- groups ----------------------------------------------------------------------------------------
 
     def create_hook_group(
@@ -370,7 +345,8 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
             HookError: no name contains the text, the hook type is unknown, or a hook point is read-only.
         """
         self._flex.session.check_open()
-        self._check_kind(hook_type)
+        if hook_type not in POINT_OF_TYPE:
+            raise HookError(f"hook_type {hook_type!r} is not one of {', '.join(POINT_OF_TYPE)}")
         edits = editing_function is not None
         names = self._names.matching(group_constructor, hook_type, edits)
         if not names:

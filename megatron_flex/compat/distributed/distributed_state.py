@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,17 @@ from megatron_flex.adapters.pytorch import make_mesh
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.notebook_html import count_words
+
+
+def _getters(
+    axis: str,
+) -> tuple[Callable[[ParallelState], int], Callable[[ParallelState], int], Callable[[ParallelState], Any]]:
+    """This rank's coordinate on an axis, the size of the axis, and its process group, as methods."""
+    return (
+        lambda state: state.mesh[axis].coord,
+        lambda state: state.mesh[axis].size,
+        lambda state: state.mesh[axis].group,
+    )
 
 
 class ParallelState:
@@ -50,41 +61,9 @@ class ParallelState:
         """The process group of the model's ranks."""
         return self.group if self.group is not None or not _is_distributed() else dist.group.WORLD
 
-    def get_tensor_parallel_rank(self) -> int:
-        """This rank's tensor parallel coordinate."""
-        return self.mesh["tp"].coord
-
-    def get_tensor_parallel_world_size(self) -> int:
-        """The tensor parallel size."""
-        return self.mesh["tp"].size
-
-    def get_tensor_parallel_group(self) -> Any:
-        """The tensor parallel process group."""
-        return self.mesh["tp"].group
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """This rank's pipeline stage."""
-        return self.mesh["pp"].coord
-
-    def get_pipeline_parallel_world_size(self) -> int:
-        """The number of pipeline stages."""
-        return self.mesh["pp"].size
-
-    def get_pipeline_parallel_group(self) -> Any:
-        """The process group along the stages."""
-        return self.mesh["pp"].group
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's model replica."""
-        return self.mesh["dp"].coord
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of replicas."""
-        return self.mesh["dp"].size
-
-    def get_data_parallel_group(self) -> Any:
-        """The process group over the replicas."""
-        return self.mesh["dp"].group
+    get_tensor_parallel_rank, get_tensor_parallel_world_size, get_tensor_parallel_group = _getters("tp")
+    get_pipeline_parallel_rank, get_pipeline_parallel_world_size, get_pipeline_parallel_group = _getters("pp")
+    get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _getters("dp")
 
 
 def start_torch_distributed() -> None:
