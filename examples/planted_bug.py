@@ -35,7 +35,7 @@ def main():
         with mf.open_dump(dump.path) as opened:
             loss = opened["loss"].torch().mean().item()
         expected = tiny.of_one_process(loss)
-        print(f"loss: {loss:.4f} on {tiny.processes()}, {expected:.4f} on one process")
+        print(f"loss: {loss:.4f} on {tiny.processes()}, expected {expected:.4f}")
         if dist.get_world_size() > 1:
             found = compare(tiny.OUT / "one-process", dump.path)
             print(f"{found.verdict}, first at {found.first.name}")

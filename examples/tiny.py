@@ -54,7 +54,6 @@ def start() -> tuple[int, int]:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    OUT.mkdir(parents=True, exist_ok=True)
     return LAYOUTS[dist.get_world_size()]
 
 
@@ -145,6 +144,7 @@ def empty_folder() -> Path:
 
 def save(figure: Any, name: str = "") -> None:
     """Write a picture of this example."""
+    OUT.mkdir(parents=True, exist_ok=True)
     file = OUT / f"{name or SCRIPT.stem}.png"
     figure.savefig(file, dpi=100)
     print(f"wrote {file}")
@@ -159,7 +159,7 @@ def compare_with_one_process(name: str, figure: float, tolerance: float = 1e-4) 
         tolerance: the greatest relative difference.
     """
     expected = of_one_process(figure)
-    print(f"{name}: {figure:.4f} on {processes()}, {expected:.4f} on one process")
+    print(f"{name}: {figure:.4f} on {processes()}, expected {expected:.4f}")
     assert abs(figure - expected) <= tolerance * abs(expected), f"{figure} differs from {expected}"
 
 
@@ -167,6 +167,7 @@ def of_one_process(figure: float) -> float:
     """Return the figure of the same script on one process: run it there, unless that has been done."""
     file = OUT / "one_process.json"
     if dist.get_world_size() == 1:
+        OUT.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(figure), encoding="utf-8")
     elif not file.exists() or file.stat().st_mtime < SCRIPT.stat().st_mtime:
         torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")

@@ -153,6 +153,8 @@ def _serve() -> None:
         with contextlib.suppress(ImportError):
             # It loads transformers, for seconds in each rank that would do so after the fork.
             importlib.import_module("megatron.core.tokenizers.text.libraries")
+        with contextlib.suppress(ImportError):
+            importlib.import_module("matplotlib.pyplot")  # likewise, of the examples' first rank
 
         import megatron_flex.launch.preview
         import megatron_flex.launch.script_runner  # noqa: F401
