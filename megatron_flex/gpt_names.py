@@ -154,7 +154,7 @@ class GptNames:
         return _replace_start(name, GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 
     def check(self, name: str) -> None:
-        """Raise if the model's layers are no pairs of attention and MLP.
+        """Raise if the model's layers are not pairs of attention and MLP.
 
         Raises:
             SiteError: likewise; the message has `name`.
@@ -163,7 +163,7 @@ class GptNames:
             raise _no_pairs(name, self.why)
 
     def _why_no_prediction(self) -> str:
-        """Why the layers of prediction are no pair; empty if they are one."""
+        """Why the layers of prediction are not a pair; empty if they are."""
         wanted = ATTENTION + MLP
         wrong = f"its layers of prediction would have to be {wanted}, and are {self._prediction}"
         return "" if self._prediction == wanted else wrong
@@ -192,7 +192,7 @@ def _name_in_pair(layers: str, first: int, part: str | None, point: str | None, 
 def _no_pairs(name: str, why: str) -> SiteError:
     return SiteError(
         f"{NAMESPACE}{name.removeprefix(NAMESPACE)}: a GPTModel's layers are pairs of attention and "
-        f"MLP, and this model has others: {why}; use its own name, without {NAMESPACE!r}"
+        f"MLP, but this model's are not: {why}; use its own name, without {NAMESPACE!r}"
     )
 
 
@@ -212,7 +212,7 @@ def own_name(name: str, names: Iterable[str]) -> str:
 
 
 def _why_not_pairs(pattern: str) -> str:
-    """Why the layers are no pairs of attention and MLP; empty if they are."""
+    """Why the layers are not pairs of attention and MLP; empty if they are."""
     if not pattern:
         return NO_STACK
     for number, kind in enumerate(pattern):

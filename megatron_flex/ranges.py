@@ -54,8 +54,8 @@ def parse_numbers(text: str, flag: str, from_end: bool = False) -> slice | list[
         numbers = _expand_closed_range(span)
         if numbers is None:
             raise FlexError(
-                f"{flag} {format_value(text)}: beside others a range needs a start and an end on one side of "
-                "0, such as 0:1000:100"
+                f"{flag} {format_value(text)}: in a list, a range needs a start and an end on the same side "
+                "of 0, such as 0:1000:100"
             )
         if len(out) + len(numbers) > MAX_LISTED:
             raise FlexError(

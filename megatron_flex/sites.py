@@ -530,7 +530,7 @@ def strip_numbers(name: str) -> str:
 def fold_numbers(names: Sequence[str]) -> str:
     """One text for names that differ in the numbers of layers and experts.
 
-    Where they differ, it has `*` for all numbers from 0 on, and else the numbers: `{4-7}`, `{1,9}`.
+    Where they differ, it has `*` for all numbers from 0 on, otherwise the numbers: `{4-7}`, `{1,9}`.
 
     Examples:
         >>> from megatron_flex.sites import fold_numbers

@@ -22,7 +22,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         description="Look into a small GPT that runs in four processes (tensor and pipeline parallel): "
         "induction heads, the logit lens, the tuned lens, by megatron_flex's caches and trainable modules.",
     )
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="what scripts/quickstart --keep DIR left")
+    parser.add_argument(
+        "--weights", type=Path, metavar="DIR", help="the folder of scripts/quickstart --folder DIR"
+    )
     parser.add_argument("--iterations", type=int, default=40, help="of training (default %(default)s)")
     parser.add_argument(
         "--tuning", type=int, default=40, help="steps of the tuned lens (default %(default)s)"
@@ -33,7 +35,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--iterations and --tuning must be at least 1")
     if args.weights is not None and not (args.weights / "weights").is_file():
         parser.error(
-            f"no file 'weights' in {args.weights}; make one with scripts/quickstart --keep {args.weights}"
+            f"no file 'weights' in {args.weights}; make one with scripts/quickstart --folder {args.weights}"
         )
     return args
 
@@ -62,7 +64,7 @@ def main() -> int:
         end = time.monotonic()
         from analyses_report import report  # imports torch, which nobody should wait for at the start
 
-        print(f"training {middle - began:.0f} s, analyses {end - middle:.0f} s; what Megatron said: {log}\n")
+        print(f"training {middle - began:.0f} s, analyses {end - middle:.0f} s; Megatron's log: {log}\n")
         report(folder / "analyses")
     return 0
 

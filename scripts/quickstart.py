@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -14,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MARK = "quickstart: "  # what a launch prints behind it is for the screen
+DUMP_EVERY = 10  # iterations
 # The same model as a GPTModel, and as a HybridModel of attention and MLP layers, over so many stages.
 KINDS = {
     "gpt": ("GPTModel of 4 layers", lambda stages: "--num-layers 4"),
@@ -62,7 +63,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         default="gpt",
         help="Megatron's GPTModel, which it deprecates, or its HybridModel (default %(default)s)",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep weights, tensors and log there")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="write the dump, the weights, the page and the log there (default: a new temporary folder)",
+    )
     args = parser.parse_args(words)
     if args.iterations < 1:
         parser.error(f"--iterations {args.iterations}: must be at least 1")
@@ -111,7 +117,7 @@ def launch(command: list[str], log: Path) -> None:
             process.terminate()
     if status:
         print("\n".join(complaint(log.read_text(encoding="utf-8").splitlines())), file=sys.stderr)
-        sys.exit(f"error: a launch ended with status {status}; all that it said is in {log}")
+        sys.exit(f"error: a launch ended with status {status}; its log is {log}")
 
 
 def complaint(lines: list[str]) -> list[str]:
@@ -144,8 +150,10 @@ def repeat(model: str, folder: Path, log: Path) -> None:
     launch([str(HERE / "quickstart_single.py"), *flags], log)
 
 
-def run(model: str, iterations: int, folder: Path, log: Path, page: Path) -> int:
-    """Everything; the exit status. The page is left where `page` says."""
+def run(model: str, iterations: int, folder: Path) -> int:
+    """Train, repeat in one process, compare; the exit status. The files stay in `folder`."""
+    log = folder / "log"
+    log.unlink(missing_ok=True)
     began = time.monotonic()
     train(model, iterations, folder, log)
     middle = time.monotonic()
@@ -153,28 +161,32 @@ def run(model: str, iterations: int, folder: Path, log: Path, page: Path) -> int
     end = time.monotonic()
     from quickstart_compare import main as compare  # imports torch, which nobody should wait for at the start
 
-    print(f"training {middle - began:.0f} s, 1 process {end - middle:.0f} s; what Megatron said: {log}\n")
+    print(f"training {middle - began:.0f} s, 1 process {end - middle:.0f} s; Megatron's log: {log}\n")
     status = compare(folder)
-    if folder != page.parent:
-        shutil.move(folder / "page.html", page)
-    print(f"to look at, in a browser: {page}")
+    print("\n".join(["", "Try on the dump:", *commands(iterations, folder / "dump")]))
+    print(f"Open in a browser: {folder / 'page.html'}")
     return status
 
 
+def commands(iterations: int, dump: Path) -> list[str]:
+    """Three commands that read the dump, each ready to be pasted."""
+    program = Path(sys.executable).with_name("megatron-flex")
+    last = (iterations - 1) // DUMP_EVERY * DUMP_EVERY
+    arguments = (
+        ["dump", "ls", str(dump)],
+        ["dump", "show", str(dump), "decoder.layers.0", "-i", str(last)],
+        ["dump", "verify", str(dump)],
+    )
+    return [f"  {shlex.join([str(program), *words])}" for words in arguments]
+
+
 def main() -> int:
-    """Run in the folder to keep, or in one that goes away; the log and the page stay."""
+    """Run in the given folder, or in a new one."""
     args = arguments()
-    if args.keep:
-        args.keep.mkdir(parents=True, exist_ok=True)
-        log = args.keep.resolve() / "log"
-        log.unlink(missing_ok=True)
-        keep = args.keep.resolve()
-        return run(args.model, args.iterations, keep, log, keep / "page.html")
-    handle, log = tempfile.mkstemp(prefix="quickstart-", suffix=".log")
-    os.close(handle)
-    with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
-        page = Path(log).with_suffix(".html")
-        return run(args.model, args.iterations, Path(folder), Path(log), page)
+    if args.folder is None:
+        return run(args.model, args.iterations, Path(tempfile.mkdtemp(prefix="quickstart-")))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    return run(args.model, args.iterations, args.folder.resolve())
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def report(rows: list[Row]) -> bool:
     bad = [r.name for r in rows if not r.good]
     print()
     if bad:
-        print(f"{len(bad)} of {len(rows)} differ by more than {TOLERANCE:.0e} relative: {', '.join(bad)}")
+        print(f"{len(bad)} of {len(rows)} differ by more than {TOLERANCE:.0e} (relative): {', '.join(bad)}")
     else:
         print(f"all {len(sites)} sites and {len(losses)} losses agree to {TOLERANCE:.0e} relative")
     return not bad

@@ -25,6 +25,7 @@ from megatron.training.argument_utils import (  # noqa: E402
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from quickstart import DUMP_EVERY  # noqa: E402
 from quickstart_data import EDITS, Source, add_folder, held_out_batch, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -52,32 +53,34 @@ class Watch:
         """Megatron calls this with the finished model: on each rank its own part of it."""
         self.chunks = chunks
         args = get_args()
-        # On disk too: every tenth iteration, 8 samples of it and the parameters, each rank its own shards.
+        # On disk too: every tenth iteration, its first microbatch and the parameters; each rank its shards.
         self.dump = Dump(
             args.folder / "dump",
             DUMPED,
-            every=10,
-            samples=slice(8),
+            every=DUMP_EVERY,
+            samples=slice(args.micro_batch_size),
             parameters="**",
             gradients=True,
             dtype="bf16",
         )
         self.flex = attach(chunks, [HookFunction(place) for place in PLACES], dumps=self.dump)
+        samples = f"the first {args.micro_batch_size} samples"
+        say(f"Iterations are counted from 0, as in the dump. RMS over {samples}, which are dumped too.")
         say("iteration   loss    RMS of the residual stream after    RMS of fc1's output in")
         say("                    layer 0      1      2      3        layer 0      1      2      3")
         return chunks
 
     def tell(self) -> None:
-        """Say what the last iteration was like, and forget it. Only the first rank has anything to say."""
+        """Print a row for the last iteration, and forget it. Only the first rank has captures."""
         read, args = self.flex.output_dict, get_args()
         if not read:
             return
-        iteration = read[LOSS].keys[0].iteration + 1
-        if iteration % max(1, args.train_iters // 8) == 0 or iteration == 1:
+        iteration = read[LOSS].keys[0].iteration
+        if iteration % max(1, args.train_iters // 8) == 0 or iteration == args.train_iters - 1:
             count = len(self.flex.sites(f"{LAYERS}:output"))
             layers = [LAYERS.replace("*", str(n)) for n in range(count)]
-            stream = "".join(f"{rms(read[layer]):7.3f}" for layer in layers)
-            fc1 = "".join(f"{rms(read[f'{layer}.mlp.linear_fc1']):7.3f}" for layer in layers)
+            stream = "".join(f"{rms(read[layer][0]):7.3f}" for layer in layers)
+            fc1 = "".join(f"{rms(read[f'{layer}.mlp.linear_fc1'][0]):7.3f}" for layer in layers)
             say(f"{iteration:9}{mean(read[LOSS]):7.3f}    {stream}        {fc1}")
         read.clear()
 
@@ -87,9 +90,9 @@ def mean(tensors: Readings) -> float:
     return torch.stack([t.mean() for t in tensors]).mean().item()
 
 
-def rms(tensors: Readings) -> float:
-    """Over all microbatches."""
-    return torch.stack([t.square().mean() for t in tensors]).mean().sqrt().item()
+def rms(tensor: Tensor) -> float:
+    """The root of the mean square."""
+    return tensor.square().mean().sqrt().item()
 
 
 def say(line: str) -> None:
@@ -130,11 +133,11 @@ def dumped(watch: Watch) -> None:
     watch.flex.remove_dump(watch.dump)
     if torch.distributed.get_rank() == 0:
         with open_dump(watch.dump.path) as dump:
-            layer = dump[PLACES[0].replace("*", "0")]
+            layer = dump["decoder.layers.0"]
             when = ", ".join(map(str, dump.iterations))
-            say(f"dumped {len(dump.sites)} tensors of each of these iterations: {when}")
+            say(f"dumped {len(dump.sites)} tensors at iterations {when}")
             dims = ", ".join(f"{dim} {size}" for dim, size in zip(layer.dims, layer.shape, strict=True))
-            say(f"{layer.name} in the dump: [{dims}], {str(layer.dtype).removeprefix('torch.')}")
+            say(f"e.g. {layer.name}: [{dims}], {str(layer.dtype).removeprefix('torch.')}")
 
 
 def held_out(watch: Watch) -> float:

@@ -112,8 +112,8 @@ def apex_mesh() -> Mesh:
 
     if not parallel_state.model_parallel_is_initialized():
         raise FlexError(
-            "the model has apex's parallel layers, but apex's groups are not there; call "
-            "apex.transformer.parallel_state.initialize_model_parallel before"
+            "the model has apex's parallel layers, but apex's groups are not initialized; call "
+            "apex.transformer.parallel_state.initialize_model_parallel first"
         )
     return Mesh(
         tuple(make_axis(name, getattr(parallel_state, getter)()) for name, getter in GROUP_GETTERS.items())

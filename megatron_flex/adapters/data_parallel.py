@@ -316,7 +316,7 @@ class FSDPParameters(ModuleParameters):
         with self._with_gradients(place.unit, write=True) as gradient_of, torch.no_grad():
             found = gradient_of(place)
             if found is None:
-                raise FlexError("there is no gradient to be set in a flat one; run a backward pass first")
+                raise FlexError("the flat parameter has no gradient yet; run a backward pass first")
             found.copy_(value)
 
     @contextmanager

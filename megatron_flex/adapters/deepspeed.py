@@ -80,12 +80,12 @@ def check_engine(engine: Any) -> None:
     """Refuse what no rule covers. The configuration is the same on all ranks, and so is the error."""
     if (kind := type(engine).__name__) in (INFERENCE_ENGINE, "DeepSpeedHybridEngine"):
         raise FlexError(
-            f"a {kind} puts kernels in place of modules, for which there is no rule; hook the model without"
+            f"a {kind} replaces modules by kernels, which is not supported; hook the model before you wrap it"
         )
     for question, (least, what) in WITHOUT_A_RULE.items():
         answer = getattr(engine, question, None)
         if int((answer() if callable(answer) else answer) or 0) > least:
-            raise FlexError(f"{what} is on, for which there is no rule; turn it off to hook this model")
+            raise FlexError(f"{what} is on, which is not supported; turn it off to hook this model")
     if is_deepspeed(engine, PIPELINE_ENGINE):
         _check_tied_layers(engine.module)
 
@@ -99,7 +99,7 @@ def _check_tied_layers(model: Any) -> None:
                 stages.setdefault(spec.key, set()).add(stage)
     if apart := {key: sorted(found) for key, found in stages.items() if len(found) > 1}:
         raise FlexError(
-            f"tied layers are on several pipeline stages, {apart}, for which there is no rule; give each "
+            f"tied layers are on several pipeline stages, {apart}, which is not supported; give each "
             "stage a layer of its own, or partition so that one stage has both"
         )
 

@@ -169,7 +169,7 @@ UNSUPPORTED = {
     ),
     "MOELayer": UnsupportedClass(
         "fairscale",
-        "whose experts are others on each rank, and no rule describes how they are sharded there",
+        "whose experts differ between ranks, and no rule describes how they are sharded",
         "give the part of the model without it",
     ),
     "SlowMoDistributedDataParallel": UnsupportedClass(

@@ -142,8 +142,8 @@ def fairscale_mesh() -> Mesh:
 
     if not initialize.model_parallel_is_initialized():
         raise FlexError(
-            "the model has fairscale's parallel layers, but fairscale's groups are not there; call "
-            "fairscale.nn.model_parallel.initialize_model_parallel before"
+            "the model has fairscale's parallel layers, but fairscale's groups are not initialized; call "
+            "fairscale.nn.model_parallel.initialize_model_parallel first"
         )
     return Mesh(
         tuple(make_axis(name, getattr(initialize, getter)()) for name, getter in GROUP_GETTERS.items())

@@ -169,7 +169,7 @@ def axes_of_device_mesh(device_mesh: Any, mesh: Mesh) -> list[str]:
             found = "dp"  # one of several dims of data parallel ranks
         if size > 1 and not found:
             raise FlexError(
-                f"ranks {list(line)} of dim {dim} of {device_mesh} are no axis of the model's mesh "
+                f"ranks {list(line)} of dim {dim} of {device_mesh} are not an axis of the model's mesh "
                 f"({mesh.describe()}); give all its modules slices of one mesh"
             )
         out.append(found if size > 1 else "")

@@ -86,9 +86,7 @@ def other_frequencies(e: Evidence) -> str:
                     "Hugging Face)"
                 )
             return f"the rotary base is {value:g} in Megatron and {wanted:g} in Hugging Face"
-    return (
-        "Megatron rotates q and k by other angles than Hugging Face: compare the rotary base and its scaling"
-    )
+    return "Megatron and Hugging Face rotate q and k differently: compare the rotary base and its scaling"
 
 
 def _angles(here: Tensor, before: Tensor, count: int) -> Tensor:

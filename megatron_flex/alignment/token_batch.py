@@ -19,7 +19,7 @@ class TokenBatch:
 
     Attributes:
         tokens: `[batch, sequence]`, padding at the end.
-        real: `[batch, sequence]`, which entries are no padding.
+        real: `[batch, sequence]`, which entries are not padding.
         notes: what was changed, in words.
     """
 

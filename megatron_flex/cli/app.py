@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from typing import Any
 
 import typer
+import typer.core
 
 from megatron_flex.cli.command_group import CommandGroup
 from megatron_flex.cli.launch_command import RUNNER_MODULE, torchrun_command
@@ -55,20 +56,7 @@ def two_layouts(context: typer.Context) -> None:
     The command runs a training script three times. The first run saves a torch_dist checkpoint. The other two
     load the checkpoint with --finetune, each in its own layout, and write dumps. Then the dumps are compared.
 
-    Options, which may be anywhere in the command:
-
-    \b
-    --against 'FLAGS'   flags of the second layout
-    --without 'FLAGS'   flags that only the first layout has
-    --out DIR           the folder of checkpoint, dumps and logs
-    --iterations N      the number of iterations to dump
-    --sites 'PATTERNS'  the hook points to dump
-    --processes 4,2     the number of ranks of each run
-    --checkpoint DIR    a checkpoint to load instead of saving one
-    --no-parameters     do not dump parameters
-    --dry               print the commands only
-
-    The exit status is that of compare.
+    The options may be anywhere in the command. The exit status is that of compare.
 
     For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
     --against '--tensor-model-parallel-size 1'
@@ -84,13 +72,7 @@ def two_layouts(context: typer.Context) -> None:
 def patch(context: typer.Context) -> None:
     """Write hook points and flags into the source of Megatron or fairscale.
 
-    PATH is a checkout's root, an installed package's folder, or a file. One of:
-
-    \b
-    --check    say which files are patched; status 0: all, 1: not all, 2: a file cannot be patched
-    --diff     show what --apply would change, as git apply takes it
-    --apply    write the lines; a second time changes nothing
-    --revert   remove the lines, byte for byte
+    PATH is a checkout's root, an installed package's folder, or a file.
 
     For example: megatron-flex patch --apply Megatron-LM
     """
@@ -99,6 +81,52 @@ def patch(context: typer.Context) -> None:
     status = main(context.args, "megatron-flex patch")
     if status:
         raise typer.Exit(status)
+
+
+class ForwardedCommand(typer.core.TyperCommand):
+    """A command that parses its words itself; its help lists `rows` among the options.
+
+    Attributes:
+        rows: each option, and what it does.
+    """
+
+    rows: tuple[tuple[str, str], ...] = ()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options."""
+        with formatter.section("Options"):
+            formatter.write_dl([*self.rows, ("--help", "Show this message and exit.")])
+
+
+class TwoLayoutsCommand(ForwardedCommand):
+    """`two-layouts`."""
+
+    rows = (
+        ("--against 'FLAGS'", "Flags of the second layout."),
+        ("--without 'FLAGS'", "Flags that only the first layout has."),
+        ("--out DIR", "The folder of the checkpoint, the dumps and the logs.  [default: two-layouts]"),
+        ("--iterations N", "The number of iterations to dump.  [default: 2]"),
+        ("--sites 'PATTERNS'", "The hook points to dump."),
+        ("--processes 4,2", "The number of ranks of each run."),
+        ("--checkpoint DIR", "A checkpoint to load instead of saving one."),
+        ("--no-parameters", "Do not dump parameters."),
+        ("--html FILE", "Also write an HTML page of the two dumps."),
+        ("--dry", "Print the commands only."),
+    )
+
+
+class PatchCommand(ForwardedCommand):
+    """`patch`."""
+
+    rows = (
+        (
+            "--check",
+            "List which files are patched. Exit status 0: all, 1: not all, 2: a file cannot be patched.",
+        ),
+        ("--diff", "Print the patch as a diff for git apply, and write nothing."),
+        ("--apply", "Apply the patch. Files that are patched already stay as they are."),
+        ("--revert", "Remove the patch. The original files are restored byte for byte."),
+    )
 
 
 app = typer.Typer(
@@ -110,13 +138,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for name, command, usage in (
-    ("run", launch, "[--dry] [TORCHRUN OPTIONS] SCRIPT [FLAGS]"),
-    ("two-layouts", two_layouts, "[OPTIONS] -- SCRIPT [FLAGS]"),
-    ("patch", patch, "--check | --diff | --apply | --revert PATH..."),
+for name, command, kind, usage in (
+    ("run", launch, typer.core.TyperCommand, "[--dry] [TORCHRUN OPTIONS] SCRIPT [FLAGS]"),
+    ("two-layouts", two_layouts, TwoLayoutsCommand, "[OPTIONS] -- SCRIPT [FLAGS]"),
+    ("patch", patch, PatchCommand, "--check | --diff | --apply | --revert PATH..."),
 ):
     app.command(
         name,
+        cls=kind,
         options_metavar=usage,
         context_settings={
             "allow_extra_args": True,

@@ -120,10 +120,11 @@ def show(
             print_statistics_rows(make_console(), found)
             return
         shape, kind = format_shape(arrays[first].dims, arrays[first].shape), arrays[first].dtype
+        numbers = arrays[first].iterations
         what = [
             f"{shape}, {str(kind).removeprefix('torch.')}, {format_bytes(arrays[first].nbytes)}",
-            f"iterations {format_series(arrays[first].iterations)}; ranks held "
-            f"{_describe_layouts(dump, arrays[first])}",
+            f"{'iteration' if len(numbers) == 1 else 'iterations'} {format_series(numbers)}; "
+            f"each rank held {_describe_layouts(dump, arrays[first])}",
         ]
         part = "".join(f"@{word}" for word in site.split("@")[1:] if word != "gradient")
         columns = dict(zip(titles.values(), found.values(), strict=True))
@@ -187,7 +188,7 @@ def select_entries(array: DumpArray, wanted: CaptureSelection) -> DumpArray:
             continue
         at = next((dims.index(axis) for axis in axes if axis in dims), None)
         if at is None:
-            raise FlexError(f"@{what}: {array.name} has the axes {', '.join(dims)}, and none of {what}")
+            raise FlexError(f"@{what}: {array.name} has the axes {', '.join(dims)}, not {what}")
         key[at] = [entries] if isinstance(entries, int) else entries
     return array[tuple(key)]
 

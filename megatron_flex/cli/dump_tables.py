@@ -40,8 +40,9 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
     )
     out.print()
     rows = make_table(">run", "framework", "mesh", ">ranks", "complete", "incomplete", ">size")
+    experts = any("experts" in re.split(r"[.:]", t.name) for t in found.tensors)
     for run in found.runs:
-        rows.add_row(*_run_cells(run))
+        rows.add_row(*_run_cells(run, experts))
     out.print(rows)
     for run in found.runs:
         if run.damage:
@@ -54,15 +55,17 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
         mine = [t for t in found.tensors if t.kind == kind]
         if mine:
             out.print()
-            _tensor_table(_fold_layers(_pair_gradients(mine), every), kind, found.iterations).print(out)
+            paired = _pair_gradients(mine)
+            _tensor_table(paired if every else _fold_numbers(paired), kind, found.iterations).print(out)
     for tensor in found.tensors:
         if tensor.problem:
             out.print(tensor.problem, style="bold red", soft_wrap=True)
 
 
-def _run_cells(run: RunRow) -> list[str]:
-    experts = any(run.mesh.get(axis, 1) > 1 for axis in ("ep", "etp"))
-    axes = {a: n for a, n in run.mesh.items() if n > 1 and (experts or a != "edp")}
+def _run_cells(run: RunRow, experts: bool) -> list[str]:
+    """The cells of a run; the axes of experts (etp is tp by default) are left out for a model without."""
+    experts = experts or run.mesh.get("ep", 1) > 1
+    axes = {a: n for a, n in run.mesh.items() if n > 1 and (experts or a not in ("etp", "edp"))}
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "one rank"
     damaged = "(no manifest)" if run.damage else ""
     complete, incomplete = format_series(run.whole), format_series(run.incomplete)
@@ -82,13 +85,13 @@ class _TensorGroup(NamedTuple):
     """Tensors that are alike, and their gradients.
 
     Attributes:
-        names: of the tensors.
+        title: their name, such as `decoder.layers.{0–31}.mlp.linear_fc1`.
         tensor: one of them.
         nbytes: of all.
         gradients: bytes of all gradients; None without.
     """
 
-    names: tuple[str, ...]
+    title: str
     tensor: TensorRow
     nbytes: int
     gradients: int | None
@@ -111,33 +114,45 @@ def _pair_gradients(tensors: Sequence[TensorRow]) -> list[_TensorGroup]:
         gradient = by_name.get(t.name + GRADIENT_SUFFIX)
         same = gradient is not None and _tensor_form(gradient) == _tensor_form(t)
         out.append(
-            _TensorGroup((t.name,), t, t.nbytes, gradient.nbytes if same and gradient is not None else None)
+            _TensorGroup(t.name, t, t.nbytes, gradient.nbytes if same and gradient is not None else None)
         )
     return out
 
 
-def _fold_layers(rows: Sequence[_TensorGroup], every: bool) -> list[_TensorGroup]:
-    """Rows whose names differ in their first number only are one, where the first of them was."""
-    out: dict[tuple[object, ...], _TensorGroup] = {}
-    for n, row in enumerate(rows):
-        name = NAME_NUMBER.sub(".#", row.names[0], count=1)
-        key = (n,) if every else (name, _tensor_form(row.tensor), row.gradients is None, row.tensor.problem)
-        had = out.get(key)
-        if had is not None:
-            gradients = None if row.gradients is None else row.gradients + (had.gradients or 0)
-            row = _TensorGroup(had.names + row.names, had.tensor, had.nbytes + row.nbytes, gradients)
-        out[key] = row
-    return list(out.values())
+def _fold_numbers(rows: Sequence[_TensorGroup]) -> list[_TensorGroup]:
+    """Rows that differ in one number of their names become one: first the experts of a layer, then layers."""
+    return _fold_number(_fold_number(rows, -1), 0)
 
 
-def _range_title(names: Sequence[str]) -> str:
-    """`decoder.layers.{0 … 31}.mlp.linear_fc1`."""
-    if len(names) == 1:
-        return names[0]
-    numbers = [int(found[0][1:]) for name in names if (found := NAME_NUMBER.search(name))]
-    steps = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    span = f"{numbers[0]}–{numbers[-1]}" if steps else ",".join(map(str, numbers))
-    return NAME_NUMBER.sub(f".{{{span}}}", names[0], count=1)
+def _fold_number(rows: Sequence[_TensorGroup], which: int) -> list[_TensorGroup]:
+    """Fold rows over one of the numbers in their names; a folded row is where its first tensor was."""
+    groups: dict[tuple[object, ...], list[tuple[int, _TensorGroup]]] = {}
+    for row in rows:
+        numbers = list(NAME_NUMBER.finditer(row.title))
+        head, number, tail = row.title, -1, ""
+        if numbers:
+            start, end = numbers[which].span()
+            head, number, tail = row.title[:start], int(row.title[start + 1 : end]), row.title[end:]
+        key = (head, number < 0, tail, _tensor_form(row.tensor), row.gradients is None, row.tensor.problem)
+        groups.setdefault(key, []).append((number, row))
+    return [_join_rows(str(key[0]), str(key[2]), members) for key, members in groups.items()]
+
+
+def _join_rows(head: str, tail: str, members: Sequence[tuple[int, _TensorGroup]]) -> _TensorGroup:
+    """One row for tensors whose names are `head`, a number and `tail`."""
+    (first, row), *others = members
+    if not others:
+        return row
+    numbers = [number for number, _ in members]
+    steps = numbers == list(range(first, first + len(numbers)))
+    span = f"{first}–{numbers[-1]}" if steps else ",".join(map(str, numbers))
+    sizes = [member.gradients for _, member in members if member.gradients is not None]
+    return _TensorGroup(
+        f"{head}.{{{span}}}{tail}",
+        row.tensor,
+        sum(member.nbytes for _, member in members),
+        sum(sizes) if sizes else None,
+    )
 
 
 def _tensor_table(found: Sequence[_TensorGroup], title: str, complete: Sequence[int]) -> NameTable:
@@ -156,7 +171,7 @@ def _tensor_table(found: Sequence[_TensorGroup], title: str, complete: Sequence[
         times = [format_series(t.iterations)] if differ else []
         own = ["–" if row.gradients is None else format_bytes(row.gradients)] if gradients else []
         rows.add_row(
-            _range_title(row.names),
+            row.title,
             format_shape(t.dims, t.shape),
             t.dtype,
             *times,
@@ -176,7 +191,7 @@ def print_statistics(
     out.print()
     rows = make_table("", *(f">{title}" for title in columns))
     found = list(columns.values())
-    for title in ("mean", "std", "rms", "absmax", "least", "most"):
+    for title in ("mean", "std", "rms", "absmax", "min", "max"):
         rows.add_row(title, *(format_number(getattr(s, title)) for s in found))
     rows.add_row("zeros", *(_format_share(s.zeros, s.count) for s in found))
     for title in ("nan", "infinite"):

@@ -228,7 +228,7 @@ def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
     """The sizes of the mesh axes that the options give.
 
     Raises:
-        FlexError: it is no AXIS=N.
+        FlexError: it is not AXIS=N.
     """
     out = {}
     for word in (w for words in assignments or () for w in words.split(",")):

@@ -64,7 +64,7 @@ def run_two_layouts(words: Sequence[str]) -> int:
         return 0
     for folder in plan.dumps:
         if folder.exists():
-            raise FlexError(f"{folder} is there already: name another folder with --out, or remove it")
+            raise FlexError(f"{folder} already exists: name another folder with --out, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(plan.runs):
         sys.stderr.write(f"megatron-flex: {number + 1} of {len(plan.runs)}: {run.title}\n  {run.shell()}\n")

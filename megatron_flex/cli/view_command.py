@@ -116,7 +116,7 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
             measured.append(path)
         else:
             raise FlexError(
-                f"{path}: no configuration ({', '.join(CONFIG_SUFFIXES)}), dump or folder of statistics "
-                "is there"
+                f"{path} is not a configuration ({', '.join(CONFIG_SUFFIXES)}), a dump or a folder of "
+                "statistics"
             )
     return configs, dumps, measured

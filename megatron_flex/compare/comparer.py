@@ -429,7 +429,7 @@ class _Comparer:
         return row
 
     def ties(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
-        """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
+        """The tokens that were routed otherwise; None for tensors that are not a choice of experts."""
         logits = get_logits_item(pairs[0].item)
         if both.sums.equal or both.sums.broken:
             return None

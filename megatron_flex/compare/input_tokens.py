@@ -46,8 +46,8 @@ def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: Compa
         return ""
     numbers = ", ".join(str(pair.numbers[0][at]) for at in other[:4])
     return (
-        f"the tokens of {len(other)} of {samples} samples are others (sample {numbers}): give both runs the "
-        "same data"
+        f"{len(other)} of {samples} samples have different tokens in the two runs (sample {numbers}): give "
+        "both runs the same data"
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers that are no evidence: not finite in both runs, or at the end of fp16's range.
+"""Numbers that are not evidence: not finite in both runs, or at the end of fp16's range.
 
 A loss scale that is too large overflows gradients in fp16, and Megatron skips such a step. Which entries
 overflow depends on the order of summation: one run has an infinity where the other has 65504.

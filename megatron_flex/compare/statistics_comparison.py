@@ -237,7 +237,7 @@ class StatisticsTester:
         return worst, bound
 
     def count_not_finite(self, a: TensorStatistics, b: TensorStatistics) -> int:
-        """The entries that are no evidence; all of them in gradients that overflowed in both runs in fp16."""
+        """The entries that are not evidence; all entries of gradients that overflowed in both runs."""
         broken = a.nans + a.infinities, b.nans + b.infinities
         overflowed = self.half and a.kind in GRADIENT_KINDS and all(broken)
         return a.count if overflowed else min(max(broken), a.count) if all(broken) else 0
@@ -305,7 +305,7 @@ def compare_statistics(
     chosen = both if only is None else select_present(only, both, f"both {a.describe()} and {b.describe()}")
     known = [s.precision() for s in (a, b)]
     if any(dtype is None for dtype, _ in known):
-        notes.append("the dtype of a run is not recorded; that of bf16 is assumed for its round-off")
+        notes.append("the dtype of a run is not recorded; bf16 is assumed for its round-off")
     unit = max(
         get_unit_roundoff(dtype or ASSUMED_DTYPE) + FP32_ROUNDOFF * math.sqrt(width or 4096)
         for dtype, width in known

@@ -22,7 +22,7 @@ from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
 FACTOR_DEVIATIONS = 8.0  # standard errors; 200,000 tests of correct pairs reach 5
 GRADIENT_DEVIATIONS = 12.0  # of gradients of parameters, of which a few tokens are most; they reach 6.3
 FEWEST_CLUSTERS = 16  # entries of the longest dim, fewer of which give no standard error
-FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is no wrong factor
+FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is not a wrong factor
 BLOCK_CONTRAST, SMALL_BLOCK_CONTRAST = 4.0, 6.0  # amplitude of a block's difference over that of the rest
 POSITION_CONTRAST = 8.0  # of token positions, which attend to more tokens the later they are
 LATE_CONTRAST = 30.0  # once parameters differ: a few tokens may be most of a gradient; they reach 14
@@ -33,7 +33,7 @@ ENTRY_CONTRAST = 10.0  # of one sample, token or head
 OFFSET_SHARE = 0.75  # of the difference's energy, in one vector that all rows share
 OFFSET_ROWS = 32
 ROW_SHARE = 0.5  # of the difference's energy, in a factor of each token; correct pairs reach 0.27
-ROW_UNITS = 1.5  # unit roundoffs: a norm's scale that was rounded once more is no wrong factor
+ROW_UNITS = 1.5  # unit roundoffs: a norm's scale that was rounded once more is not a wrong factor
 ROW_COUNT = 6.0  # tokens, fewer of which have most of it: single ones that round-off moved, as in fp8
 UNRELATED_SIZE, UNRELATED_SHARE = 0.5, 0.9  # half of the difference of unrelated rows is along each of them
 ROW_WIDTH = 8  # features, fewer of which have much of any difference along themselves

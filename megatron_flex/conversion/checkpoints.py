@@ -177,7 +177,7 @@ def check_empty(folder: Path) -> None:
         FlexError: it has.
     """
     if found := next(folder.glob("*.safetensors*"), None):
-        raise FlexError(f"{found} is there already; give a folder without weights")
+        raise FlexError(f"{found} already exists; name a folder without weights")
 
 
 def open_weights(source: Any) -> FolderWeights | ModelWeights:

@@ -59,7 +59,7 @@ def choice_from_json(record: Any, packed: Tensor) -> ExpertChoice:
     """The decision that `choice_to_json` and `pack_choice` wrote.
 
     Raises:
-        DumpError: the record is no decision.
+        DumpError: the record is not a decision.
     """
     try:
         found = RouterRecord(**record)
@@ -119,7 +119,7 @@ class ExpertRouting:
         self.choices = {get_expert_coords(coords): (coords, choice) for coords, choice in choices}
         every = [c for _, c in self.choices.values()]
         if not every:
-            raise DumpError("no router's decision is there; parts of the dump are missing")
+            raise DumpError("the dump has no router's decision; parts of it are missing")
         some = every[0]
         self.experts = some.chosen.shape[1]
         if self.experts % sizes.get("ep", 1) or any(

@@ -411,7 +411,7 @@ def export_arrays(
     if per_iteration and to == "datasets":
         raise DumpError("datasets have a column for the iteration; leave out --per-iteration")
     if rows not in EXPORT_ROWS:
-        raise FlexError(f"rows {rows!r} is none of {', '.join(EXPORT_ROWS)}")
+        raise FlexError(f"rows {rows!r} is not one of {', '.join(EXPORT_ROWS)}")
     chosen = [one for c in columns for one in (c.by_iteration() if per_iteration else [c])]
     if not per_iteration:
         for column in chosen:

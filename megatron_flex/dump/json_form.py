@@ -232,7 +232,9 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
         wanted, needed = _split_keys(form)
         if not needed <= value.keys() <= wanted.keys():
             missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - wanted.keys())
-            raise ValueError(f"{_name_place(at)} lacks {missing} or has too much: {str(unknown)[:80]}")
+            raise ValueError(
+                f"{_name_place(at)} has wrong keys: missing {missing}, unknown {str(unknown)[:80]}"
+            )
         for key, one in value.items():
             check_form(one, wanted[key], key)
 
@@ -261,11 +263,11 @@ _KEY_CACHE: dict[int, tuple[dict[str, Form], dict[str, Form], frozenset[str]]] =
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError("a key that is there twice")
+        raise ValueError("a key occurs twice")
     return out

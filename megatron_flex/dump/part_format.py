@@ -123,7 +123,7 @@ def format_part_name(rank: int, part: int, parts: int = 0) -> str:
 
 
 def parse_part_name(name: str) -> tuple[int, int, int] | None:
-    """Rank, part and parts (0 in all but the last) by the name of a file; None if it is no part's."""
+    """Rank, part and parts (0 in all but the last) by the name of a file; None for other files."""
     found = PART_NAME.fullmatch(name)
     if found is None:
         return None
@@ -224,7 +224,7 @@ def read_part(path: Path) -> StoredPart:
     """Read the header of a part.
 
     Raises:
-        DumpError: it is no part of a dump, or a damaged one.
+        DumpError: it is not a part of a dump, or it is damaged.
     """
     try:
         size = path.stat().st_size
@@ -244,7 +244,7 @@ def read_part(path: Path) -> StoredPart:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DumpError(
-            f"{path}: its header is not that of a dump: {str(error)[:200]}; it is damaged", path=path
+            f"{path}: its header is not a dump's: {str(error)[:200]}; it is damaged", path=path
         ) from error
 
 

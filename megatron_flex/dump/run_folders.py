@@ -30,7 +30,7 @@ class IterationFolder:
         run_of: the run of the schedule in the iteration, from 0.
         files: the parts' files by rank and number, with their sizes in bytes.
         closed: for each rank whose last part exists, the number of its parts.
-        strays: files that are no parts: temporary files, and files of other origin.
+        strays: files that are not parts: temporary files, and files of other origin.
     """
 
     path: Path
@@ -101,7 +101,7 @@ def list_run_folders(path: Path) -> list[RunFolder]:
         inside = RUN_NUMBER.fullmatch(path.resolve().name)
         fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
         fix = "".join(f"; {one.text}" for one in renamed_runs(path)) or fix
-        raise DumpError(f"{path} is no dump: no run-0000 is in it{fix}", path=path)
+        raise DumpError(f"{path} is not a dump: it has no run-0000{fix}", path=path)
     return [_list_run_folder(number, folder) for number, folder in found]
 
 
@@ -155,10 +155,10 @@ def renamed_runs(path: Path) -> list[Renamed]:
             number = Manifest.read(folder).run
         except DumpError as error:
             if folder.name.startswith("run-"):
-                out.append(Renamed(folder, f"{folder.name} is no name of a run, and {error}", True))
+                out.append(Renamed(folder, f"{folder.name} is not the name of a run, and {error}", True))
             continue  # else somebody else's folder
         lost = number not in numbers
-        fix = f"name it {format_run_folder(number)}" if lost else f"{format_run_folder(number)} is there, too"
+        fix = f"name it {format_run_folder(number)}" if lost else f"{format_run_folder(number)} exists, too"
         text = f"{folder.name} is run {number} under another name, and is not read: {fix}"
         out.append(Renamed(folder, text, lost))
     return out

@@ -221,7 +221,7 @@ def _check_ranks(manifest: Manifest) -> None:
     """Check that every rank has coordinates on the mesh, and that the mesh has no further coordinates."""
     ranks, sizes = manifest.ranks, manifest.sizes
     if len({rank for rank, _ in ranks}) != len(ranks) or any(rank < 0 for rank, _ in ranks) or not ranks:
-        raise ValueError("a rank that is there twice, or none at all")
+        raise ValueError("a rank occurs twice, or there are no ranks")
     for axes in (manifest.axes, manifest.experts):
         if min(axes.values(), default=1) < 1 or prod(axes.values()) > len(ranks):
             raise ValueError(f"axes {dict(axes)} of {len(ranks)} ranks")
@@ -459,6 +459,6 @@ def _check_dim(dim: Dim) -> None:
         if len(cut.segments) > MOST_SEQUENCES or min(cut.segments, default=0) < 1:
             raise ValueError(f"a cut in segments {cut.segments!s:.100}, which must have a length each")
         if cut.order not in ("contiguous", "zigzag"):
-            raise ValueError(f"order {cut.order!r} is none of contiguous, zigzag")
+            raise ValueError(f"order {cut.order!r} is not contiguous or zigzag")
         if cut.copies < 1:
             raise ValueError(f"{cut.copies} copies")

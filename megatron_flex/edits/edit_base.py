@@ -236,8 +236,8 @@ class Edit(Preset):
             declared, kind = self.declare(), type(self)
             if declared.unsharded_dims is None:
                 raise HookError(
-                    f"{kind.__name__}.declare() gives no unsharded_dims; give () if every entry is "
-                    "edited by itself, '*' if it needs the full tensor"
+                    f"{kind.__name__}.declare() returns no unsharded_dims; return () if each entry is "
+                    "edited on its own, '*' if the edit needs the full tensor"
                 )
             ours = kind.__module__.startswith("megatron_flex.")
             context, modules = declared.uses_context, declared.uses_modules
@@ -355,8 +355,8 @@ class Edit(Preset):
             raise HookError(self._describe_unknown("*", self.dims or ("?",), site))
         if not found:
             raise HookError(
-                f"heads of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], none of heads; "
-                "take the points q, k, v, scores or probs, or core_attention:output"
+                f"heads of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], no dim of heads; "
+                "use the points q, k, v, scores or probs, or core_attention:output"
             )
         return found[0]
 

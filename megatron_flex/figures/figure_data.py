@@ -40,7 +40,7 @@ def as_array(values: Tensor) -> Array:
         return values.detach().cpu().numpy()
     except RuntimeError as error:  # torch's error without numpy
         raise FigureError(
-            f"figures are arrays of numpy, which is not there: pip install numpy ({error})"
+            f"figures are numpy arrays, and numpy is not installed: pip install numpy ({error})"
         ) from error
 
 

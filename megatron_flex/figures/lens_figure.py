@@ -133,7 +133,7 @@ def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]
     if isinstance(positions, slice):
         positions = range(there)[positions]
     if not positions:
-        raise FigureError(f"positions={given} chooses none of {there} tokens; leave positions out for all")
+        raise FigureError(f"positions={given} selects none of {there} tokens; leave positions out for all")
     wrong = next((t for t in positions if not -there <= t < there), None)
     if wrong is not None:
         raise FigureError(f"positions={given} has {wrong}, and there are {there} tokens, 0 to {there - 1}")

@@ -296,9 +296,7 @@ def attention(source: Source, layer: int, iteration: int | None = None, sample: 
     with open_tensor_source(source, "an attention pattern") as found:
         there = _pattern_names(found)
         if layer not in there:
-            raise FigureError(
-                f"{found.where} has {_describe_layers(list(there))}; it has none of layer {layer}"
-            )
+            raise FigureError(f"{found.where} has {_describe_layers(list(there))}, but not layer {layer}")
         name = there[layer]
         number = last_iteration(found, name, iteration)
         rows = found.rows(name, number, sample)

@@ -341,7 +341,7 @@ def _value_of_flag(flag: Flag, value: Any) -> Any:
     if flag.takes == "once":
         if len(set(words)) > 1:
             raise FlexError(
-                f"{flag.option} is given twice, {words[0]} and {words[1]}; --flex-config can have several"
+                f"{flag.option} occurs twice, with {words[0]} and {words[1]}; use --flex-config for several"
             )
         return words[0]
     return value
@@ -386,15 +386,10 @@ def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str
         out = merge_values(out, read_settings_file(path))
     dump = found.pop("dump", None)
     if dump is not None and "path" not in dump:
-        raise FlexError(
-            f"{_first_given_option('dump', dump)} says how to dump, and --flex-dump DIR is not there"
-        )
+        raise FlexError(f"{_first_given_option('dump', dump)} needs --flex-dump DIR")
     statistics = found.get("statistics")
     if statistics is not None and "path" not in statistics and not out.get("statistics"):
-        raise FlexError(
-            f"{_first_given_option('statistics', statistics)} says how to measure, and --flex-stats is "
-            "not there"
-        )
+        raise FlexError(f"{_first_given_option('statistics', statistics)} needs --flex-stats")
     settings = validate_settings(
         merge_values(out, found if dump is None else {**found, "dumps": [dump]}), _option_of_field
     )

@@ -67,7 +67,7 @@ class Control:
             now = read_control_file(self._path) if self._first else None
             (content,) = broadcast_object((now,), self._mesh)
             if content is None:
-                self._print(f"{self._path} is not there; until it is all hooks are as they were asked for")
+                self._print(f"{self._path} does not exist yet; until it does, all hooks stay as configured")
             else:
                 self._switches = self._read(content)
                 self._switch("at the start")

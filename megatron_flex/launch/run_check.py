@@ -38,7 +38,7 @@ def check_run(words: Sequence[str]) -> list[str]:
         check_pattern(pattern)
         _check_layer(pattern, rest)
     if settings.idle:
-        return [*lines, "flags: none of megatron_flex; the script would run without hooks"]
+        return [*lines, "flags: no flag of megatron_flex; the script would run without hooks"]
     return [*lines, *_describe_settings(settings, resolve_settings(settings))]
 
 
@@ -92,8 +92,7 @@ def _describe_settings(settings: Settings, found: ResolvedSettings) -> Iterator[
         yield f"edit: {hook.describe()}"
     for dump in found.dumps:
         runs = len(list(list_begun_runs(Path(dump.path)))) if Path(dump.path).is_dir() else 0
-        more = f"; {count_words(runs, 'run')} is there, and this one continues it" if runs == 1 else ""
-        more = f"; {count_words(runs, 'run')} are there, and this one continues them" if runs > 1 else more
+        more = f"; continues the {count_words(runs, 'run')} in it" if runs else ""
         yield f"dump: {count_words(len(dump.sites), 'pattern')} to {dump.path}{more}"
     for one in found.statistics:
         yield f"statistics: {count_words(len(one.sites), 'pattern')} to {one.path}"

@@ -107,7 +107,7 @@ class _NodeReader:
                 raise self.wrong(key, at, "a key must be a name")
             here = (*at, key.value)
             if key.value in out:
-                raise self.wrong(key, here, f"is there twice, first on line {self.lines[here]}")
+                raise self.wrong(key, here, f"occurs twice, first on line {self.lines[here]}")
             self.lines[here] = _line_number(key)
             out[key.value] = self.value(value, here)
         return out
@@ -162,7 +162,7 @@ def _describe_validation_error(error: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"{shown} is not one of {error['ctx']['expected']}"
     words = {
-        "missing": "is needed, and not there",
+        "missing": "is required",
         "greater_than_equal": f"{shown} is less than {error.get('ctx', {}).get('ge')}",
         "int_type": f"{shown} is not a whole number",
         "int_parsing": f"{shown} is not a whole number",

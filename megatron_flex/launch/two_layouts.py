@@ -181,7 +181,7 @@ def plan_two_layouts(
 def _check_second_layout(flags: Sequence[str], processes: Sequence[int]) -> None:
     if not flags and len(set(processes)) < 2:
         raise FlexError(
-            "--against names no flags: give those of the second layout, in quotes (or --processes 4,2 if "
+            "--against has no flags: give the flags of the second layout, in quotes (or --processes 4,2 if "
             "only the number of data parallel replicas differs)"
         )
     if len(processes) not in (0, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -16,6 +17,7 @@ WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: size of the tensor, and m
 LETTER, LINE = 7, 14  # pixels: width of a letter, height of a text line
 LINE_LETTERS = 70  # characters of a text line
 RankCoords = tuple[tuple[str, int], ...]
+UNNAMED_DIM = re.compile(r"d\d+")
 ASSUMED_SIZE = 2  # ranks of each axis where the mesh is not given
 
 
@@ -176,6 +178,9 @@ Layout.draw = draw_layout
 
 
 def format_shape(dims: Sequence[str], shape: Sequence[int | str]) -> str:
-    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where only the data tell."""
-    pairs = zip(dims, shape, strict=False)
-    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in pairs) + "]"
+    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where the data determine a length.
+
+    A dim without a name, which a dump numbers as `d0`, is its length only: `[512]`.
+    """
+    named = (("" if UNNAMED_DIM.fullmatch(d) else d, n) for d, n in zip(dims, shape, strict=False))
+    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in named) + "]"

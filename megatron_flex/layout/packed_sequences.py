@@ -62,7 +62,7 @@ class PackedSequences:
             The description; the same object for equal arguments, as long as it is remembered.
 
         Raises:
-            LayoutError: the numbers describe no pack.
+            LayoutError: the numbers do not describe a pack.
 
         Examples:
             >>> from megatron_flex import PackedSequences

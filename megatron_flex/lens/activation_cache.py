@@ -68,7 +68,7 @@ class NamedTensors(Mapping[str, Tensor]):
             return points[0] if len(points) == 1 else expand_shorthand(key)
         name, layer, kind = (*key, None, None)[:3]
         if not isinstance(name, str) or isinstance(layer, str) or isinstance(kind, int):
-            raise SiteError(f"{key!r} is no (name, layer, kind of part); write it in that order")
+            raise SiteError(f"{key!r} is not (name, layer, kind of part); write it in that order")
         return expand_shorthand(name, layer if layer is None or layer >= 0 else layer + self._layers, kind)
 
     def __contains__(self, key: object) -> bool:
@@ -614,7 +614,7 @@ class ActivationCache(NamedTensors):
         recompute_ln: bool = False,
     ) -> Tensor | LabelledStack:
         if not names:
-            raise FlexError("no component is asked for; take embeddings, or a layer above 0")
+            raise FlexError("no component is selected; take embeddings, or a layer above 0")
         stack = torch.stack([slice_dim(self[key], pos_slice, -2) for _, key in names])
         if apply_ln:
             stack = self.apply_ln_to_stack(

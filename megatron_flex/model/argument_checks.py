@@ -33,7 +33,7 @@ def check_hook(hook: object, method: str) -> HookFunction:
         method: that it was given to.
 
     Raises:
-        HookError: it is no HookFunction.
+        HookError: it is not a HookFunction.
     """
     if isinstance(hook, HookFunction):
         return hook

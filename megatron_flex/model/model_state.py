@@ -46,5 +46,5 @@ class ModelState:
             missing += [head + n for n in found.missing_keys] if found else []
             over += [head + n for n in found.unexpected_keys] if found else []
         if strict and left:
-            raise RuntimeError(f"{next(iter(left))!r} is of none of the chunks; names begin with model0.")
+            raise RuntimeError(f"{next(iter(left))!r} belongs to no chunk; names begin with model0.")
         return _IncompatibleKeys(missing, [*over, *left])

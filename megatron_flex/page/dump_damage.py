@@ -51,7 +51,7 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
             opened = opened or open_damaged_dump(path, check="blocks" if large else "first")
         except DumpError as error:
             return ReadableDump(
-                None, _first_notes([f"{shorten_paths(str(error), path)}: nothing of it can be shown", *found])
+                None, _first_notes([f"{shorten_paths(str(error), path)}: it cannot be shown", *found])
             )
         opened.damage = found
     between = gaps_in_words(gaps((run.manifest, [n for n, _ in run.folders]) for run in opened.runs))

@@ -46,8 +46,7 @@ def fill_page(
     if len(dumps) + len(statistics) > MAX_SOURCES:
         raise FlexError(
             f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} "
-            "sources "
-            "beside each other; make another page for the others"
+            "sources side by side; make another page for the others"
         )
     read = [open_readable(one) for one in dumps]
     notes = [(n["kind"], n["text"]) for _, found in read for n in found if n["kind"] == "damage"]
@@ -81,7 +80,7 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatist
     if not pages:
         pages = [_page_of_statistics(measured, title) for measured in statistics]
     if not pages:
-        note = ("damage", "nothing of it can be read: there are no sites to be shown")
+        note = ("damage", "none of the data can be read, so there are no hook points to show")
         return Page(title, grid_of_sizes({}), (), notes=(note,))
     first, *others = pages
     known = {s.name: s for page in reversed(pages) for s in page.sites}
@@ -89,7 +88,7 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatist
     estimates = {name: estimate for page in reversed(pages) for name, estimate in page.estimates.items()}
     if any(page.mesh.sizes != first.mesh.sizes for page in others):
         known |= {s.name: s for s in first.sites}
-        notes = (*first.notes, ("info", "the mesh and the layouts are those of A; B was run on another mesh"))
+        notes = (*first.notes, ("info", "mesh and layouts are A's; B ran on a different mesh"))
         return replace(first, sites=[known[n] for n in order], estimates=first.estimates, notes=notes)
     return replace(first, sites=[known[n] for n in order], estimates=estimates)
 

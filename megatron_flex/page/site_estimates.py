@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from megatron_flex.dump.size_estimate import EstimatedTensor, compute_local_shape
@@ -15,6 +14,8 @@ from megatron_flex.page.rank_grid import RankGrid
 from megatron_flex.sites import Site
 
 Json = dict[str, Any]
+# In words that hold on a GPU and on a CPU. Traffic.shared counts the bytes of `pcie` again.
+LINK_LABELS = {"nvlink": "within the node", "network": "between nodes", "pcie": "to host memory"}
 PLANNED_HOOKS = {"read": HookSpec("**"), "edit": HookSpec("**", "general")}
 
 
@@ -107,7 +108,7 @@ def _estimate_json(
 
 
 def _pass_json(found: PassEstimate) -> Json:
-    moved = {link: round(n) for link, n in asdict(found.leader).items() if n}
+    moved = {label: round(n) for link, label in LINK_LABELS.items() if (n := getattr(found.leader, link))}
     return {
         "way": found.action,
         "sent": [[s.op, s.axis, s.ranks, s.nbytes, int(s.backward)] for s in found.collectives],

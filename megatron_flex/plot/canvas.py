@@ -143,7 +143,7 @@ def show_token(text: str | bytes, most: int = 9) -> str:
     if isinstance(text, str) and (byte := BYTE_TOKEN.fullmatch(text)) is not None:
         text = bytes([int(byte[1], 16)])
     if isinstance(text, bytes):
-        text = text.decode("utf-8", errors="surrogateescape")  # bytes that are no text become surrogates
+        text = text.decode("utf-8", errors="surrogateescape")  # bytes that are not text become surrogates
     signs = VISIBLE_LETTERS | TOKEN_LETTERS
     visible = "".join(signs.get(c, c if c.isprintable() else _escape(c)) for c in text)
     return visible if len(visible) <= most else visible[: most - 1] + "…"

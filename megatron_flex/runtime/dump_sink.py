@@ -366,7 +366,7 @@ class DumpSink:
         )
         if unnamed and (self.settings.tokens is not None or self.settings.reduce is not None):
             self.cycle.warn_once(
-                "tokens", f"nothing says which dim of {name} is that of tokens: all are written"
+                "tokens", f"cannot select tokens of {name}: its layout names no token dim; all are written"
             )
         entry = ShardEntry(name, kind, key.microbatch, key.call, 0, (), "", route=report, turn=turn)
         try:

@@ -176,9 +176,7 @@ class HookFunction:
             if on_error not in ("raise", "skip"):
                 raise HookError(f"on_error {on_error!r} is not one of raise, skip")
             if on_error == "skip" and editing_function is None:
-                raise HookError(
-                    "on_error='skip' leaves an edit out, and there is none; give an editing_function"
-                )
+                raise HookError("on_error='skip' skips an edit, but there is no editing_function; pass one")
             if not isinstance(unpack_idx, int):
                 raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
             if not save and editing_function is None:
@@ -386,7 +384,7 @@ def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> N
         HookError: an argument is invalid.
     """
     if select is not None and not isinstance(select, Select):
-        raise HookError(f"select={select!r} is no Select; give one, as Select(positions=-1)")
+        raise HookError(f"select={select!r} is not a Select; pass one, such as Select(positions=-1)")
     if reduce is not None and not isinstance(reduce, Reduction):
         raise HookError(
             f"reduce={reduce!r} is not one of reduce.mean, sum, norm, topk, dot; give one of them"

@@ -495,7 +495,7 @@ def _find_problems(
                 due, why = (usual[0][0] if usual else due), f"is {name} at most sites"
             if isinstance(due, int) and got is not None and got != due:
                 reports = seen.layout.describe(mesh.sizes)
-                yield f"local shape {seen.shape} in {reports} makes {full}, but for {got}, {due} {why}"
+                yield f"local shape {seen.shape} in {reports} makes {full}; instead of {got}, {due} {why}"
     yield from _find_unequal(at, mesh)
 
 

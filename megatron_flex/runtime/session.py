@@ -55,7 +55,7 @@ from megatron_flex.sites import Site, SiteTable, model_order
 
 CALLED_OUTSIDE_STEP = (
     "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
-    "would have stages wait for each other for ever: on every rank, put all calls of a batch, and their "
+    "would make stages wait for each other indefinitely: on every rank, put all calls of a batch, and their "
     "backward passes, into one `with flex.step():`, or remove the hooks"
 )
 LATE_GRADIENT = (
@@ -81,7 +81,7 @@ class Session:
         over_data: whether captures concatenate the samples of all data parallel ranks.
         delivered: called on every rank after new captures have arrived in the leader's `captures`.
         probing: the number of the step's microbatches that count while the model runs only to be captured;
-            hooks that are not called in such a run are no error. None otherwise.
+            hooks that are not called in such a run are not an error. None otherwise.
     """
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
@@ -195,9 +195,7 @@ class Session:
             HookError: the model has been restored.
         """
         if not self.open:
-            raise HookError(
-                "the model was restored, and this FlexModel does nothing to it any more; attach it again"
-            )
+            raise HookError("this FlexModel is closed and its model restored; call attach() again")
 
     def register_trainable(self, name: str, module: nn.Module) -> Handle:
         """Register a trainable module; the handle removes it. Every rank makes the same call."""

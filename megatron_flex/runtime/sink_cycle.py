@@ -81,8 +81,8 @@ class SinkCycle:
             return True
         self.warn_once(
             "late",
-            f"gradients of step {key.step} came when it was over, and are not {self._purpose.done}; take "
-            "calls whose backward passes come later, or twice, together in `with flex.step():`",
+            f"gradients of step {key.step} arrived after the step and are not {self._purpose.done}; put "
+            "calls whose backward passes come later, or twice, into one `with flex.step():`",
         )
         return False
 

@@ -242,8 +242,8 @@ class StatisticsSink:
         if start.called and start.mesh["dp"].size != self.mesh["dp"].size:
             self.cycle.warn_once(
                 "called",
-                "calls of the model by themselves are not measured where there are several data parallel "
-                "ranks, which need not call it equally often; make them in `with flex.step():`",
+                "calls outside a step are not measured with several data parallel ranks, which may call the "
+                "model a different number of times; make the calls in `with flex.step():`",
             )
             return False
         if start.called and self.wanted.parameters is not None:

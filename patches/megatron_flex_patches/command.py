@@ -17,7 +17,7 @@ from megatron_flex_patches.finding import find
 
 ABOUT = (
     "Write megatron_flex's hook points into Megatron's or fairscale's parallel layers, and its flags into "
-    "launchers, or take them out again. Needs LibCST; neither torch nor what is patched has to be there."
+    "launchers, or remove them again. Needs LibCST; neither torch nor the patched package is imported."
 )
 PATCHED, NOT_PATCHED, CANNOT = 0, 1, 2
 
@@ -35,10 +35,22 @@ def main(arguments: Sequence[str] | None = None, program: str = "patch_upstream"
     """
     parser = argparse.ArgumentParser(prog=program, description=ABOUT, allow_abbrev=False)
     doing = parser.add_mutually_exclusive_group(required=True)
-    doing.add_argument("--check", action="store_true", help="say which files are patched; status 0, 1 or 2")
-    doing.add_argument("--diff", action="store_true", help="show what --apply would do, and do nothing")
-    doing.add_argument("--apply", action="store_true", help="write the lines; twice is once")
-    doing.add_argument("--revert", action="store_true", help="take the lines out, byte for byte")
+    doing.add_argument(
+        "--check",
+        action="store_true",
+        help="list which files are patched; exit status 0 if all are, 1 if not, 2 on an error",
+    )
+    doing.add_argument("--diff", action="store_true", help="print the patch as a diff, and write nothing")
+    doing.add_argument(
+        "--apply",
+        action="store_true",
+        help="apply the patch; files that are patched already stay as they are",
+    )
+    doing.add_argument(
+        "--revert",
+        action="store_true",
+        help="remove the patch; the original files are restored byte for byte",
+    )
     parser.add_argument(
         "paths",
         metavar="PATH",

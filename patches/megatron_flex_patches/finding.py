@@ -41,7 +41,7 @@ class Target:
         """The lines to insert.
 
         Raises:
-            PatchError: it is no Python, or an anchor is not there.
+            PatchError: it is not valid Python, or an anchor is missing.
         """
         from megatron_flex_patches import fairscale, launcher, megatron
         from megatron_flex_patches.tree import Tree
@@ -133,7 +133,7 @@ def _kind(path: Path) -> str:
     if CALL in content:
         return "launcher"
     raise PatchError(
-        f"{path}: is neither a file of parallel layers (there is no class ColumnParallelLinear) nor a "
+        f"{path}: is neither a file of parallel layers (it has no class ColumnParallelLinear) nor a "
         "launcher (it does not call pretrain())"
     )
 

@@ -33,7 +33,7 @@ def insertions(tree: Tree) -> list[Insertion]:
     """
     found = [c for c in tree.all(cst.Call) if is_call(c, PRETRAIN)]
     if not found:
-        raise PatchError("does not call pretrain(), so it is no launcher")
+        raise PatchError("does not call pretrain(), so it is not a launcher")
     for one in tree.module.body:
         if isinstance(one, cst.If) and in_a_line(one.test) in (MAIN, SWAPPED):
             return [_first_in(tree, one.body, "its block of __main__")]

@@ -59,7 +59,7 @@ def output(tree: Tree, forward: cst.FunctionDef, where: str, said: str = "") -> 
             value = value.elements[0].value
         if not isinstance(value, cst.Name):
             code = tree.module.code_for_node(node).strip()
-            raise PatchError(f"has `{code:.80}` in {where}, whose first value is no plain name")
+            raise PatchError(f"has `{code:.80}` in {where}, whose first value is not a plain name")
         out.append(
             tree.before(tree.statement(node, f"a return of {where}"), point("output", value.value, said))
         )

@@ -24,7 +24,7 @@ class Tree:
         content: the file.
 
     Raises:
-        PatchError: it is no Python.
+        PatchError: it is not valid Python.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -32,7 +32,7 @@ class Tree:
         try:
             wrapper = MetadataWrapper(cst.parse_module(content.removeprefix(BOM)), unsafe_skip_copy=True)
         except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
-            raise PatchError(f"is no Python that can be read: {str(error).splitlines()[0]}") from error
+            raise PatchError(f"is not valid Python: {str(error).splitlines()[0]}") from error
         self.module = wrapper.module
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)

@@ -40,4 +40,4 @@ def test_flags_are_checked() -> None:
     command = [sys.executable, str(SCRIPTS / "analyses.py"), "--weights", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert_names(done.stderr, "'weights'", "/nowhere", "scripts/quickstart --keep /nowhere")
+    assert_names(done.stderr, "'weights'", "/nowhere", "scripts/quickstart --folder /nowhere")

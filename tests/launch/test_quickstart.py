@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     (apart / "scripts").mkdir()
     for script in SCRIPTS.glob("quickstart*.py"):  # they put the folder above theirs first on the path
         shutil.copy(script, apart / "scripts")
-    command = [python, apart / "scripts" / "quickstart.py", "--iterations", "3", "--keep", folder]
+    command = [python, apart / "scripts" / "quickstart.py", "--iterations", "3", "--folder", folder]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(command, cwd=apart, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,6 +68,31 @@ def test_training_is_dumped(run: tuple[str, Path]) -> None:
         assert loss.shape == (1, 8, 128)
         assert 4 < loss.mean() < 7  # of 256 bytes, untrained: their logarithm is 5.5
         assert dump["decoder.layers.3:output.grad"].torch().abs().sum() > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_row_and_the_dump_agree_on_an_iteration(run: tuple[str, Path]) -> None:
+    output, folder = run
+    (row,) = [line.split() for line in output.splitlines() if line.split()[:1] == ["0"]]
+    with open_dump(folder / "dump") as dump:
+        for layer in range(4):
+            value = dump[f"decoder.layers.{layer}"].sel(iteration=0).torch().double()
+            assert float(row[2 + layer]) == pytest.approx(value.square().mean().sqrt().item(), abs=2e-3)
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_to_try_read_the_dump(run: tuple[str, Path]) -> None:
+    output, folder = run
+    commands = [
+        line.strip()
+        for line in output.splitlines()
+        if line.endswith(str(folder / "dump")) or "-i" in line.split()
+    ]
+    assert len(commands) == 3
+    for command in commands:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_names(commands[1], "-i 0")
 
 
 @pytest.mark.timeout(600)
@@ -130,7 +156,7 @@ def test_a_hybrid_model_is_trained_and_compared_likewise(
 ) -> None:
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
-    flags = ["--model", "hybrid", "--iterations", "1", "--keep", str(tmp_path)]
+    flags = ["--model", "hybrid", "--iterations", "1", "--folder", str(tmp_path)]
     monkeypatch.syspath_prepend(str(SCRIPTS))
     quickstart = importlib.import_module("quickstart")
     monkeypatch.setattr(quickstart, "launch", launch_forked(server, tmp_path, quickstart.MARK))
@@ -150,7 +176,7 @@ def test_a_hybrid_model_is_trained_and_compared_likewise(
 @pytest.mark.timeout(600)
 def test_loss_falls_and_edits_change_it(run: tuple[str, Path], comparison: ModuleType) -> None:
     output, folder = run
-    losses = [float(line.split()[1]) for line in output.splitlines() if line.split()[:1] in (["1"], ["3"])]
+    losses = [float(line.split()[1]) for line in output.splitlines() if line.split()[:1] in (["0"], ["2"])]
     assert len(losses) == 2
     assert losses[1] < losses[0]
     results = comparison.load(folder / "parallel")

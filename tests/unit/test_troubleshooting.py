@@ -99,7 +99,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "the editing function returned": lambda: step(mf.HookFunction("layers.0", edit)),
     "not the expected": lambda: step(mf.HookFunction("layers.0", expected_shape=(None, 5))),
     "nothing was captured at": read_another_capture,
-    "the model was restored": lambda: step().register_forward_hook(mf.HookFunction("layers.0")),
+    "this FlexModel is closed": lambda: step().register_forward_hook(mf.HookFunction("layers.0")),
     "has no run of a dump in it": lambda: mf.open_dump(Path(__file__).parent),
 }
 

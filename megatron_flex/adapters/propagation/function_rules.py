@@ -218,5 +218,5 @@ def _apply_rule(call: FunctionCall, outs: Sequence[Tensor]) -> Spread:
         call.name not in USES_ALL_OPERANDS
         or (call.name in TYPE_OR_SHAPE_OPERAND and not call.cuts(operands[0]))
     ):
-        raise LayoutUnknown(f"{call.name} has a sharded argument beside its operand")
+        raise LayoutUnknown(f"{call.name} has a sharded argument in addition to its operand")
     return rule(call)

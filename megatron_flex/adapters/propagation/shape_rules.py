@@ -84,7 +84,7 @@ def target_dim(
         free: the dim that was given as -1.
 
     Returns:
-        The dim of the result; None if the shards are no contiguous parts of it.
+        The dim of the result; None if the shards are not contiguous parts of it.
 
     Raises:
         LayoutUnknown: several positions are possible.

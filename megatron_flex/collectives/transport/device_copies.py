@@ -80,7 +80,7 @@ class DeviceCopies:
         self._staged.clear()
 
     def keep(self, segments: Iterable[Segment]) -> None:
-        """Release memory that is not among `segments` any more."""
+        """Release memory that is no longer among `segments`."""
         addresses = {s.address for s in segments}
         for known in (self._registered, self._refused):
             for address in [a for a in known if a not in addresses]:

@@ -476,7 +476,7 @@ class ParameterSource:
                 if has_all_shards(layout, shards, written.run.sizes):
                     break
         if not found:
-            raise DumpError(f"{where}: it is not there; .at(...) chooses iterations that have it")
+            raise DumpError(f"{where}: was not dumped; .at(...) selects iterations that have it")
         if not has_all_shards(layout, shards, written.run.sizes):
             raise DumpError(f"{where}: ranks wrote only some of its shards")
         return AssembledTensor(self.dump.files, layout, written.run.sizes, shards, where)

@@ -65,7 +65,7 @@ def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
     if hasattr(key, "tolist"):
         key = key.tolist()
     if isinstance(key, bool):
-        raise DumpError(f"{key!r} is no index of {dim!r}; a mask has one entry for each of {length}")
+        raise DumpError(f"{key!r} cannot index {dim!r}; a mask needs one entry for each of {length}")
     if isinstance(key, range):
         key = list(key)
     if isinstance(key, (list, tuple)):
@@ -77,7 +77,7 @@ def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
 
 def _make_index_error(key: Any, dim: str) -> DumpError:
     return DumpError(
-        f"{format_value(key)} is no index of {dim!r}: integers, slices, lists of integers and masks are"
+        f"{format_value(key)} cannot index {dim!r}: give an integer, a slice, a list of integers or a mask"
     )
 
 

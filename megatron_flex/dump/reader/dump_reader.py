@@ -235,7 +235,7 @@ class OpenDump:
             have = self.iterations
             available = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
             raise DumpError(
-                f"{self.path}: iteration {which} is not there, or incomplete; there are {available}",
+                f"{self.path}: iteration {which} is missing or incomplete; complete iterations: {available}",
                 path=self.path,
             )
         return found

@@ -33,7 +33,7 @@ def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationK
     """
     known = {run.folder.name for run in runs}
     others = [folder.name for _, folder in run_paths(path) if folder.name not in known]
-    out = [f"{name} has no manifest: nothing of it can be read" for name in others]
+    out = [f"{name} has no manifest and cannot be read" for name in others]
     out += [one.text for one in renamed_runs(path)]
     for run in runs:
         for which in run.folders:
@@ -119,7 +119,7 @@ def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
 
     They were dropped, could not be written, were pruned, or somebody removed them: no file says which. Which
     iterations there should be is known by the settings, by what later runs left out as earlier ones had it,
-    and else by the steps in which those that are there follow one another.
+    or else by the steps between the existing ones.
 
     Args:
         runs: the manifest of each, and the numbers of the iterations that have a folder in it; in the order
@@ -169,7 +169,4 @@ def gaps_in_words(numbers: Sequence[int], most: int = 8) -> str:
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     listed = ", ".join(map(str, numbers[:most])) + more
     word = ("iteration", "is") if len(numbers) == 1 else ("iterations", "are")
-    return (
-        f"{word[0]} {listed} {word[1]} not there, between others that are: dropped, not written, pruned, or "
-        "removed by somebody"
-    )
+    return f"{word[0]} {listed} {word[1]} missing between others (skipped, pruned or deleted)"

@@ -229,7 +229,7 @@ class IndexedPart:
                     cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
         except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DumpError(
-                f"{path}: its index is no dump's: {error}; the file is damaged", path=path
+                f"{path}: its index is not a dump's: {error}; the file is damaged", path=path
             ) from error
 
 
@@ -257,7 +257,7 @@ class PartFiles:
         self, check: ChecksumPolicy = "blocks", most_open: int = MOST_OPEN_FILES, most_entries: int = 1 << 18
     ) -> None:
         if check not in CHECKSUM_POLICIES:
-            raise DumpError(f"check={check!r} is none of {', '.join(CHECKSUM_POLICIES)}")
+            raise DumpError(f"check={check!r} is not one of {', '.join(CHECKSUM_POLICIES)}")
         self.check: ChecksumPolicy = check
         self.integrity = ChecksumRecord()
         self.bytes_read = self.opened = 0
@@ -297,7 +297,7 @@ class PartFiles:
             DumpError: the file is gone or has shrunk, or the checksum of a block is wrong.
         """
         if entry.kind == REPLICA:
-            raise DumpError(f"{part.path}: {entry.site} is there as a checksum only", path=part.path)
+            raise DumpError(f"{part.path}: {entry.site} was stored as a checksum only", path=part.path)
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
             return take_entries(torch.empty(shape, dtype=dtype), where)

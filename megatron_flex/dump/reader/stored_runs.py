@@ -136,7 +136,7 @@ def read_runs(path: Path) -> list[DumpRun]:
     """The runs of a dump, in order. A folder of a run without a manifest and without a part is left out.
 
     Raises:
-        DumpError: the folder is no dump; a manifest is damaged or gone; the folder of a run was renamed.
+        DumpError: the folder is not a dump; a manifest is damaged or missing; a run's folder was renamed.
     """
     found = run_paths(path)
     for one in renamed_runs(path):
@@ -155,8 +155,7 @@ def read_runs(path: Path) -> list[DumpRun]:
             runs.append(run)
         elif has_parts(folder):
             raise DumpError(
-                f"{folder / MANIFEST_NAME}: it is gone, and iterations of the run are there: put it back, "
-                "or move "
+                f"{folder / MANIFEST_NAME} is missing, but the run has iterations: restore it, or move "
                 f"{folder.name} out of the dump; megatron_flex.dump.reader.open_damaged_dump reads the "
                 "other runs",
                 path=folder / MANIFEST_NAME,

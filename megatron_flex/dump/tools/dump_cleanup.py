@@ -58,7 +58,7 @@ def list_removals(
 
     Raises:
         DumpError: there is no dump.
-        FlexError: `keep_every` is no number of at least 1.
+        FlexError: `keep_every` is less than 1.
     """
     if keep_every is not None and keep_every < 1:
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")

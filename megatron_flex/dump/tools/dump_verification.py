@@ -191,8 +191,8 @@ class Verification:
         if errors:
             return read, f"{count_words(errors, 'error')}{noted}"
         if not self.complete:
-            return read, f"no iteration is complete: there is nothing to read{noted}"
-        return read, f"all is as it was written{noted}"
+            return read, f"no iteration is complete, so none can be read{noted}"
+        return read, f"OK: all checksums match{noted}"
 
     def __str__(self) -> str:
         """The findings, a line each, the counts of files and tensors, and the verdict."""
@@ -227,8 +227,8 @@ def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
             ranks = [str(f.rank) for f in (first, *others)]
             more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
             sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
-            lost = f"; lost: of {count_words(len(sites), 'site')} what they wrote" if sites else ""
-            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are not there{lost}"
+            lost = f"; lost: what they wrote of {count_words(len(sites), 'site')}" if sites else ""
+            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are missing{lost}"
             elsewhere = "" if first.error else "; another run has it complete"
             first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
         joined.append(first)

@@ -37,7 +37,7 @@ class ValueSummary:
         nan: of these NaN.
         infinite: of these infinite.
         zeros: of these exactly zero. mean, std, rms: in fp64; `std` is over all values, not an estimate for a
-        sample of them. absmax, least, most: of the finite values; None if there is none.
+        sample of them. absmax, min, max: of the finite values; None if there are none.
         quantiles: for q the value at floor(q (n - 1)) in ascending order. Values of int64 are integers.
         edges: of the histogram's bins, one more than there are bins.
         counts: of each bin, from its left edge on, without its right one; the last has that too. below,
@@ -52,8 +52,8 @@ class ValueSummary:
     std: float | None = None
     rms: float | None = None
     absmax: float | None = None
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
     quantiles: dict[float, float] = field(default_factory=dict)
     edges: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class ValueSummary:
 
     def __str__(self) -> str:
         """A line for each statistic and quantile."""
-        names = ("count", "nan", "infinite", "zeros", "mean", "std", "rms", "absmax", "least", "most")
+        names = ("count", "nan", "infinite", "zeros", "mean", "std", "rms", "absmax", "min", "max")
         rows = [(name, "-" if (value := getattr(self, name)) is None else f"{value:.6g}") for name in names]
         rows += [(f"p{100 * q:g}", f"{value:.6g}") for q, value in self.quantiles.items()]
         return "\n".join(format_table(rows))
@@ -92,15 +92,15 @@ def summarize_values(
     """
     out, order, counts = _run_first_pass(blocks())
     finite = int(counts.sum())
-    if not finite or order is None or out.least is None or out.most is None:
+    if not finite or order is None or out.min is None or out.max is None:
         return out
     prefixes = {q: _KeyPrefix(0, 0, math.floor(q * (finite - 1))).extend(counts) for q in quantiles}
-    moments = _Moments(max(abs(out.least), abs(out.most)))
+    moments = _Moments(max(abs(out.min), abs(out.max)))
     histogram: _Histogram | None = None
     for level in range(1, order.digits):
         if order.digits == 2:  # the first 16 bits of fp32 are near enough for the ends of the histogram
             ends = [order.value(p.bits << DIGIT_BITS) for p in prefixes.values()]
-            histogram = _Histogram(ends or [out.least, out.most], bins)
+            histogram = _Histogram(ends or [out.min, out.max], bins)
         following = {p.bits: torch.zeros(BUCKETS, dtype=torch.int64) for p in prefixes.values()}
         for block in blocks():
             values = _select_finite(block)
@@ -112,11 +112,11 @@ def summarize_values(
         prefixes = {q: p.extend(following[p.bits]) for q, p in prefixes.items()}
     out.quantiles = {q: order.value(p.bits) for q, p in prefixes.items()}
     if histogram is None:
-        histogram = _Histogram(list(out.quantiles.values()) or [out.least, out.most], bins)
+        histogram = _Histogram(list(out.quantiles.values()) or [out.min, out.max], bins)
         for block in blocks():
             histogram.add(_select_finite(block))
     out.edges, (out.below, *out.counts, out.above) = histogram.edges, histogram.counts.tolist()
-    out.mean, out.std, out.rms = moments.results(out.least, out.most)
+    out.mean, out.std, out.rms = moments.results(out.min, out.max)
     return out
 
 
@@ -136,10 +136,10 @@ def _run_first_pass(blocks: Iterable[Tensor]) -> tuple[ValueSummary, _KeyOrder |
         order.count_digits(values, 0, {0: counts})
         out.zeros += int((values == 0).sum())
         least, most = order.extremes(values)
-        out.least = least if out.least is None else min(out.least, least)
-        out.most = most if out.most is None else max(out.most, most)
-    if out.least is not None and out.most is not None:
-        out.absmax = max(abs(out.least), abs(out.most))
+        out.min = least if out.min is None else min(out.min, least)
+        out.max = most if out.max is None else max(out.max, most)
+    if out.min is not None and out.max is not None:
+        out.absmax = max(abs(out.min), abs(out.max))
     return out, order, counts
 
 
@@ -165,7 +165,7 @@ class _KeyOrder:
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype.is_complex:
-            raise FlexError(f"{dtype} has no order, so that there are no statistics of it; export the tensor")
+            raise FlexError(f"{dtype} has no order, so there are no statistics of it; export the tensor")
         self.narrow, self.unsigned = dtype in NARROW_DTYPES, dtype == torch.uint64
         self.integers = self.unsigned or dtype == torch.int64
         self.digits = 2 if self.narrow else 4

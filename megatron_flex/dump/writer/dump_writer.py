@@ -149,7 +149,7 @@ class DumpWriter:
         began = time.monotonic()
         if not self._back.close():
             lost = DumpError(
-                f"{self.folder}: {_make_stall_error()}; what it has not is lost", path=self.folder
+                f"{self.folder}: {_make_stall_error()}; unwritten data is lost", path=self.folder
             )
             self._back.failures.append(("stalled", lost))
         self.tally.waited += time.monotonic() - began
@@ -166,7 +166,7 @@ class DumpWriter:
         running, nbytes = part.running, tensor.nbytes
         entry = replace(entry, dtype=DTYPE_NAMES[tensor.dtype])
         if entry.tensor in running.names:
-            raise DumpError(f"{entry.tensor} passed twice")
+            raise DumpError(f"{entry.tensor} was recorded twice")
         running.names.add(entry.tensor)
         most = compute_part_limit(part.index.part, self.dump.part_bytes)
         if part.nbytes and part.nbytes + nbytes > most:

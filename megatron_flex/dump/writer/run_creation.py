@@ -52,7 +52,7 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
         ]
         if foreign and not earlier:
             raise DumpError(
-                f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder", path=path
+                f"{path} is not a dump, and not empty ({min(foreign)!r}); name another folder", path=path
             )
         for folder in earlier:
             check_same_dump(path, Manifest.read(folder), manifest)

@@ -228,7 +228,7 @@ flexPage.pane('mesh', {
       }, el('td', null, el('code', { text: op })), el('td', { text: `${axis} × ${ranks}` }), el('td', { class: 'n', text: fmt.bytes(nbytes) }), el('td', { class: 'quiet', text: backward ? 'backward' : 'forward' })));
       const links = Object.entries(told_.leader || {}).map(([link, n]) => `${link} ${fmt.bytes(n)}`).join(', ');
       return el('div', null, el('h3', { text: words }),
-        rows.length ? el('table', { 'aria-label': `What ${words.toLowerCase()} sends` }, el('tbody', null, rows)) : el('p', { text: 'no collective' }),
+        rows.length ? el('table', { 'aria-label': `What ${words.toLowerCase()} sends` }, el('tbody', null, rows)) : el('p', { text: 'No collective communication.' }),
         el('p', { class: 'quiet', text: `full tensor ${fmt.bytes(told_.whole)}, shard ${fmt.bytes(told_.part)}${links ? `; through the busiest rank: ${links}` : ''}` }));
     }
     function lead(axis) { along = axis; paint(); }

@@ -30,7 +30,7 @@ class _SharedNamespace(Namespace):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        object.__getattribute__(self, "_scopes")  # a copy that was made without it would recurse for ever
+        object.__getattribute__(self, "_scopes")  # a copy made without it would recurse endlessly
         for values in self._mappings():
             if name in values:
                 return values[name]

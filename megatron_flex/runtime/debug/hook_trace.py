@@ -84,7 +84,7 @@ class Tracer:
         firing.trace(self)
 
     def stop(self) -> None:
-        """Print nothing any more."""
+        """Stop printing."""
         self.close()
         self.firing.trace(None)
 

@@ -274,7 +274,7 @@ def _find_entries(entries: slice | tuple[int, ...], count: int, what: str, where
             raise HookError(f"{what}: {wrong[0]} is beyond {where}; name some from {-count} to {count - 1}")
         found = [i % count for i in entries]
     if not found:
-        raise HookError(f"{what}: {format_entries(entries)} chooses none of {count}; name some")
+        raise HookError(f"{what}: {format_entries(entries)} selects none of {count}; name some")
     return found
 
 
@@ -306,7 +306,7 @@ def _find_head_dim(names: Sequence[str], site: str) -> int:
         raise HookError(f"heads: {describe_missing_dim('n*d', names, site)}")
     if not found:
         raise HookError(
-            f"heads: {site} has dims [{', '.join(names)}], none of heads; take the points q, k, v, scores or "
-            "probs, or core_attention:output"
+            f"heads: {site} has dims [{', '.join(names)}], no dim of heads; use the points q, k, v, "
+            "scores or probs, or core_attention:output"
         )
     return found[0]

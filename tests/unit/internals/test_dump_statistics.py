@@ -23,7 +23,7 @@ def test_they_are_those_of_all_values(dtype, size):
     assert found.mean == pytest.approx(float(exact.mean()))
     assert found.std == pytest.approx(float(exact.std(correction=0)))
     assert found.rms == pytest.approx(float(exact.square().mean().sqrt()))
-    assert (found.least, found.most) == (float(exact.min()), float(exact.max()))
+    assert (found.min, found.max) == (float(exact.min()), float(exact.max()))
     assert found.quantiles == {q: float(order[math.floor(q * 2002)]) for q in QUANTILES}
     edges = torch.tensor(found.edges, dtype=torch.float64)
     assert found.counts == torch.histogram(exact, edges).hist.int().tolist()
@@ -57,7 +57,7 @@ def test_values_of_fp64_have_exact_quantiles_and_no_moment_overflows(numbers, si
     assert list(found.quantiles.values()) == [
         float(order[math.floor(q * (len(order) - 1))]) for q in found.quantiles
     ]
-    assert (found.least, found.most) == (order[0], order[-1])
+    assert (found.min, found.max) == (order[0], order[-1])
     assert sum(found.counts) + found.below + found.above == len(values)
     largest = max(map(abs, numbers))
     scaled = [n / largest if largest > 1e-300 else n * 1e300 for n in numbers]
@@ -65,7 +65,7 @@ def test_values_of_fp64_have_exact_quantiles_and_no_moment_overflows(numbers, si
     assert found.rms == pytest.approx(
         math.sqrt(math.fsum(n * n for n in scaled) / len(numbers)) * unit, rel=1e-6
     )
-    assert found.least <= found.mean <= found.most
+    assert found.min <= found.mean <= found.max
     assert 0 <= found.std <= found.absmax
 
 
@@ -77,7 +77,7 @@ def test_integers_have_exact_quantiles(dtype):
     found = summarize_values(lambda: values.split(2), (0.0, 0.5, 1.0))
     order = sorted(numbers)
     assert list(found.quantiles.values()) == [order[0], order[(len(order) - 1) // 2], order[-1]]
-    assert (found.least, found.most) == (order[0], order[-1])
+    assert (found.min, found.max) == (order[0], order[-1])
     assert sum(found.counts) + found.below + found.above == len(numbers)
 
 
