@@ -170,14 +170,15 @@ def run(model: str, iterations: int, folder: Path) -> int:
 
 def commands(iterations: int, dump: Path) -> list[str]:
     """Three commands that read the dump, each ready to be pasted."""
-    program = Path(sys.executable).with_name("megatron-flex")
+    script = Path(sys.executable).with_name("megatron-flex")
+    program = [str(script)] if script.exists() else [sys.executable, "-m", "megatron_flex.cli"]
     last = (iterations - 1) // DUMP_EVERY * DUMP_EVERY
     arguments = (
         ["dump", "ls", str(dump)],
         ["dump", "show", str(dump), "decoder.layers.0", "-i", str(last)],
         ["dump", "verify", str(dump)],
     )
-    return [f"  {shlex.join([str(program), *words])}" for words in arguments]
+    return [f"  {shlex.join([*program, *words])}" for words in arguments]
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.dump.size_estimate import DUMP_COLUMNS
 from megatron_flex.errors import FlexError
-from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS
+from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS, format_duration
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.ranges import check_positive, parse_count
 from megatron_flex.settings import Setting, list_settings
@@ -274,7 +274,7 @@ def print_run_estimate(out: Console, found: RunEstimate) -> None:
     if found.flags:
         out.print(f"and {found.flags} collectives of a few bytes, which compare flags at the end of a step")
     slowest = found.slowest
-    out.print(f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms")
+    out.print(f"slowest: {slowest.role}, {format_duration(slowest.seconds)}")
     for name, why in {strip_numbers(n): w for n, w in found.uncounted.items()}.items():
         out.print(f"not counted: {name}: {why}")
     out.print()

@@ -72,7 +72,7 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     out.print()
     rows = make_table(">start", "created", "framework", "mesh", ">every")
     for n, header in enumerate(found.headers):
-        mesh = " ".join(f"{a}{size}" for a, size in header.axes.items() if size > 1) or "one rank"
+        mesh = " x ".join(f"{a}={size}" for a, size in header.axes.items() if size > 1) or "one rank"
         every = str(header.settings.get("every", "–"))
         rows.add_row(str(n), header.created, header.framework, mesh, every)
     out.print(rows)

@@ -515,7 +515,7 @@ class Comparison(ComparedResult):
     def _left_out(self) -> list[str]:
         """A line about missing tensors, if they are not allowed."""
         fix = "--allow-missing (allow_missing=True) accepts this"
-        return [f"incomplete: only one of the dumps has some of what was written, see below; {fix}"] * (
+        return [f"incomplete: some iterations or hook points are in one dump only (listed below); {fix}"] * (
             self.incomplete
         )
 

@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
         f"sizes are estimated with numpy ({error}): pip install numpy, which megatron-flex[cli] has"
     ) from error
 
-DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">of a rank", ">in all")  # of `DumpEstimate.rows()`
+DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">per rank", ">total")  # of `DumpEstimate.rows()`
 RankArray = NDArray[np.int64]  # one entry for each rank of a pipeline stage
 ReplicaSlots = tuple[RankArray, int]  # which of the replicas a rank is, and how many there are
 MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is treated as typical
@@ -333,16 +333,14 @@ class DumpEstimate:
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the last lines of the table: names and values, as strings."""
+        mesh = " x ".join(f"{a}={n}" for a, n in self.mesh.items() if n > 1)
         out = [
-            (
-                "ranks",
-                f"{self.ranks} ({' x '.join(f'{a}={n}' for a, n in self.mesh.items() if n > 1) or 'one'})",
-            ),
+            ("ranks", f"{self.ranks} ({mesh})" if mesh else str(self.ranks)),
             ("tensors", str(len(self.sites))),
             ("bytes in an iteration", format_bytes(self.bytes)),
-            ("of a rank", f"{format_bytes(self.mean)} on average"),
-            ("least", _format_rank(self.least)),
-            ("most", _format_rank(self.most)),
+            ("mean of a rank", format_bytes(self.mean)),
+            ("smallest rank", _format_rank(self.least)),
+            ("largest rank", _format_rank(self.most)),
             ("files in an iteration", str(self.files)),
         ]
         if self.seconds is not None:

@@ -38,7 +38,7 @@ TENSOR_COLUMNS = (
     ">disk",
     ">device",
 )  # the titles of `RunEstimate.rows()`; `>` is a column of numbers
-RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">of links", ">device", ">host")
+RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">link time", ">device", ">host")
 FLAG_BYTES = EXCHANGE_BYTES  # bytes of the flags that ranks compare along every axis after a step with hooks
 
 
@@ -165,7 +165,7 @@ class RunEstimate:
             *format_table(self.rows(), TENSOR_COLUMNS),
             "",
             *format_table(self.summary(), RANK_COLUMNS),
-            f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms",
+            f"slowest: {slowest.role}, {format_duration(slowest.seconds)}",
             *(f"not counted: {name}: {why}" for name, why in uncounted.items()),
         ]
         return "\n".join(lines)
@@ -177,12 +177,17 @@ class RunEstimate:
                 r.role,
                 str(r.collectives),
                 *(format_bytes(getattr(r.moved, n)) for n in ("nvlink", "network", "pcie", "shared", "disk")),
-                f"{r.seconds * 1e3:.3f} ms",
+                format_duration(r.seconds),
                 format_bytes(r.device),
                 format_bytes(r.host),
             )
             for r in self.roles
         ]
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds, or milliseconds of less than one."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _name_row(alike: Sequence[HookEstimate], alone: bool) -> str:

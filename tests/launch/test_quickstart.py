@@ -76,7 +76,7 @@ def test_a_row_and_the_dump_agree_on_an_iteration(run: tuple[str, Path]) -> None
     (row,) = [line.split() for line in output.splitlines() if line.split()[:1] == ["0"]]
     with open_dump(folder / "dump") as dump:
         for layer in range(4):
-            value = dump[f"decoder.layers.{layer}"].sel(iteration=0).torch().double()
+            value = dump[f"decoder.layers.{layer}"].at(0).torch().double()
             assert float(row[2 + layer]) == pytest.approx(value.square().mean().sqrt().item(), abs=2e-3)
 
 

@@ -16,6 +16,7 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.cli import main
+from megatron_flex.cli.two_layouts_command import OPTIONS, SWITCHES
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "megatron_flex.cli"]
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 TOKENS, SAMPLES = 8, 4
+UNNAMED = Layout((Dim(),))
 HEADS = Layout((Dim("s"), Dim("b"), Dim("n", (Cut("tp"),)), Dim("d")))
 
 
@@ -90,6 +92,31 @@ def test_ls_and_show_fit_the_terminal(command, dump, width):
         assert (done.status, done.err) == (0, "")
         assert max(map(len, done.out.splitlines())) <= width
         assert [value for value in values if value not in done.out] == []
+
+
+def test_ls_folds_experts_and_layers_and_leaves_out_names_that_a_dim_lacks(command, tmp_path):
+    names = [f"decoder.layers.{n}.mlp.experts.local_experts.{e}.fc1.weight" for n in (1, 3) for e in range(4)]
+    parameters = {name: Given(random(1, 8, 4), WEIGHT) for name in names}
+    parameters["decoder.layers.3.mlp.experts.local_experts.4.fc1.weight"] = Given(random(1, 8, 4), WEIGHT)
+    parameters["decoder.final_layernorm.weight"] = Given(random(1, 4), UNNAMED)
+    dumps.write(tmp_path / "dump", {}, mesh=MESH, parameters=parameters, microbatches=1, iterations=[0])
+    command.width(140)
+    out = command("dump", "ls", tmp_path / "dump").out
+    rows = [line.split()[0] for line in out.splitlines() if "local_experts" in line]
+    path = "mlp.experts.local_experts"
+    assert rows == [
+        f"decoder.layers.1.{path}.{{0–3}}.fc1.weight",
+        f"decoder.layers.3.{path}.{{0–4}}.fc1.weight",
+    ]
+    (norm,) = [line for line in out.splitlines() if line.startswith("decoder.final_layernorm")]
+    assert "[4]" in norm
+
+
+@pytest.mark.parametrize("name", ["two-layouts", "patch"])
+def test_help_has_every_option_of_commands_that_parse_their_own_words(command, name):
+    options = {"patch": ["--check", "--diff", "--apply", "--revert"]}.get(name, [*OPTIONS, *SWITCHES])
+    listed = command(name, "--help").out.partition("Options:")[2]
+    assert [o for o in options if f"  {o} " not in listed] == []
 
 
 def test_no_line_of_help_ends_within_a_name(command):

@@ -4,7 +4,7 @@
   const { el } = flexPage;
   const tools = flexPage.dataTools;
   const { number, sentence, head } = tools;
-  const MEASURES = [['rms', 'rms'], ['absmax', 'greatest magnitude'], ['mean', 'mean'], ['std', 'std'],
+  const MEASURES = [['rms', 'rms'], ['absmax', 'max |x|'], ['mean', 'mean'], ['std', 'std'],
     ['zeros', 'part of exact zeros']];
 
   const family = (name) => name.replace(/\.\d+(?=[.:]|$)/, '.*');

@@ -5,7 +5,7 @@ const flexStrip = (() => {
   const { page, state, STATES, el, svg, matching, inLayer, layerOf } = flexPage;
   const { sites } = page;
   const tree = flexTree, { TALL } = tree;
-  const BY = [['rms', 'RMS'], ['absmax', 'greatest magnitude'], ['odd', 'NaN or infinite'], ['stage', 'stage']];
+  const BY = [['rms', 'RMS'], ['absmax', 'max |x|'], ['odd', 'NaN or infinite'], ['stage', 'stage']];
   const NONFINITE = 4 | 8; // the bits of a tensor's state
   const WIDE = 60; // ratio of greatest to least from which colours go by powers of ten
 

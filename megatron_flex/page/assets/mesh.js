@@ -218,7 +218,7 @@ flexPage.pane('mesh', {
     function estimates() {
       const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
       if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can be registered here.' : 'What a hook here would send is not known.' });
-      return el('div', { class: 'estimates' }, [['read', 'A capture'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
+      return el('div', { class: 'estimates' }, [['read', 'Cost of a capture here'], ['edit', 'Cost of an edit of the full tensor']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
       if (!told_) return null;
@@ -226,10 +226,10 @@ flexPage.pane('mesh', {
       const rows = told_.sent.map(([op, axis, ranks, nbytes, backward]) => el('tr', {
         tabindex: '0', onpointerenter: () => lead(axis), onpointerleave: () => lead(null), onfocus: () => lead(axis), onblur: () => lead(null),
       }, el('td', null, el('code', { text: op })), el('td', { text: `${axis} × ${ranks}` }), el('td', { class: 'n', text: fmt.bytes(nbytes) }), el('td', { class: 'quiet', text: backward ? 'backward' : 'forward' })));
-      const links = Object.entries(told_.leader || {}).map(([link, n]) => `${link} ${fmt.bytes(n)}`).join(', ');
+      const links = Object.entries(told_.leader || {}).map(([link, n]) => `${fmt.bytes(n)} ${link}`).join(', ');
       return el('div', null, el('h3', { text: words }),
-        rows.length ? el('table', { 'aria-label': `What ${words.toLowerCase()} sends` }, el('tbody', null, rows)) : el('p', { text: 'No collective communication.' }),
-        el('p', { class: 'quiet', text: `full tensor ${fmt.bytes(told_.whole)}, shard ${fmt.bytes(told_.part)}${links ? `; through the busiest rank: ${links}` : ''}` }));
+        rows.length ? el('table', { 'aria-label': words }, el('tbody', null, rows)) : el('p', { text: 'No collective communication.' }),
+        el('p', { class: 'quiet', text: `full tensor ${fmt.bytes(told_.whole)}, shard ${fmt.bytes(told_.part)}${links ? `; first rank of the stage: ${links}` : ''}` }));
     }
     function lead(axis) { along = axis; paint(); }
 
