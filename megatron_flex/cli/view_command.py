@@ -85,7 +85,9 @@ def view(
     found = None
     if compared and len(sources) == 2 and len(dumps) + len(measured) == 2:
         found = compare(sources[0], sources[1])
-    title = " and ".join(p.resolve().name for p in paths)
+    full = [p.resolve() for p in paths]
+    same = len({p.name for p in full}) < len(full)  # out-1/dump and out-2/dump
+    title = " and ".join(f"{p.parent.name}/{p.name}" if same else p.name for p in full)
     made = write(fill_page(page, dumps, statistics, found, title), out, most_bytes=most_bytes)
     make_console().print(f"{made}: {made.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_flex.dump.reader import OpenDump
@@ -363,8 +364,9 @@ def _site_name(name: str) -> str:
 
 
 def _folder_name(dump: OpenDump | str | PathLike[str]) -> str:
-    path = dump.path if isinstance(dump, OpenDump) else dump
-    return str(path).rstrip("/").rpartition("/")[2] or str(path)
+    """The name of a dump's folder and of the one it is in: many dumps are called `dump`."""
+    path = Path(dump.path if isinstance(dump, OpenDump) else dump)
+    return "/".join(path.parts[-2:]).lstrip("/") or str(path)
 
 
 def _source_json(

@@ -165,6 +165,12 @@ def test_states_are_named_as_what_they_are(show: Open, made: Make) -> None:
     assert window.text(".legend") == "available hooked recorded hidden read only"
 
 
+def test_the_ring_of_a_divergence_is_in_the_legend(show: Open, made: Make) -> None:
+    window = show(made("diverged").page)
+    assert window.page.locator("#canvas .differs").count() > 0
+    assert window.text(".legend").endswith("read only diverges")
+
+
 def colours(window: Opened) -> dict[str, list[int]]:
     """The colour of each layer's cell."""
     script = """(cells) => cells.map((c) => [c.dataset.layer,

@@ -53,6 +53,15 @@ def test_a_dump(command: Command) -> None:
     assert told["divergence"] is None
 
 
+def test_two_dumps_of_one_name_are_told_apart_by_their_parents(command: Command) -> None:
+    for run, dump in (("run-1", "one"), ("run-2", "two")):
+        (command.folder / run).mkdir()
+        (command.folder / run / "dump").symlink_to(command.folder / dump)
+    assert command("view", "run-1/dump", "run-2/dump").status == 0
+    told = read(command.folder / "page.html")
+    assert [d["words"].partition(" ")[0] for d in told["data"]] == ["run-1/dump", "run-2/dump"]
+
+
 def test_two_dumps_are_compared(command: Command) -> None:
     assert command("view", "one", "two").status == 0
     told = read(command.folder / "page.html")

@@ -144,8 +144,10 @@
     [3, 'no hook can be registered: choose it to read why'], [4, 'can be read, not edited'],
   ];
   const mark = (kind) => flexPage.svg('svg', { width: 18, height: 18, viewBox: '-9 -9 18 18', 'aria-hidden': 'true' }, flexPage.dot(kind));
+  const ring = () => flexPage.svg('svg', { width: 18, height: 18, viewBox: '-9 -9 18 18', 'aria-hidden': 'true' }, flexPage.svg('circle', { class: 'differs', r: 7 }));
   flexPage.legend = () => el('ul', { class: 'legend', 'aria-label': 'Legend' },
-    DOTS.map(([kind, words]) => el('li', { title: words }, mark(kind), STATES[kind])));
+    DOTS.map(([kind, words]) => el('li', { title: words }, mark(kind), STATES[kind])),
+    page.divergence && el('li', { title: 'A and B diverge here' }, ring(), 'diverges'));
   help.append(
     el('h2', { text: 'What this shows' }),
     el('p', { text: 'The model with every hook point; the ranks, and which part of the chosen site each of them holds; and what dumps or statistics recorded. Choose a site, a rank or a layer anywhere, and all panes follow.' }),
