@@ -93,7 +93,7 @@ def sites(
     root = build_tree(shown, sizes)
     axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
     hidden = sum(bool(s.hidden) for s in found)
-    head = f"{axes}: {count_words(len(found), 'site')}, {hidden} of them hidden"
+    head = f"{axes}: {count_words(len(found), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
     print_tree(root if every else fold_layers(root), head, sys.stdout)
 
 

@@ -311,7 +311,7 @@ def _estimate_ranks(
             led[estimate.stage].moved += hop
             arrivals.moved += hop
             arrivals.host += each.sent_to_first_stage * n
-    out: dict[tuple[Any, ...], RankEstimate] = {}
+    alike: dict[tuple[Any, ...], list[RankEstimate]] = {}
     alone = mesh["tp"].size * mesh["cp"].size == 1
     for stage in range(stages):
         for role, one in (("leader", led[stage]), ("any other rank", others[stage])):
@@ -320,10 +320,18 @@ def _estimate_ranks(
             moved, host = one.moved, one.host
             if role == "leader" and stage == 0:
                 moved, host = moved + arrivals.moved, host + arrivals.host
-            where = f"{role} of stage {stage}" if stages > 1 else role
             key = (role, moved, one.collectives, one.device, host)
-            out.setdefault(
-                key,
-                RankEstimate(where, stage, moved, moved.seconds(links), one.collectives, one.device, host),
+            alike.setdefault(key, []).append(
+                RankEstimate(role, stage, moved, moved.seconds(links), one.collectives, one.device, host)
             )
-    return tuple(out.values())
+    return tuple(_name_role(ranks, stages) for ranks in alike.values())
+
+
+def _name_role(ranks: Sequence[RankEstimate], stages: int) -> RankEstimate:
+    """One estimate for the ranks of several stages that have the same: `leader of stages 1-14`."""
+    first, last = ranks[0], ranks[-1]
+    numbers = ", ".join(str(rank.stage) for rank in ranks)
+    if len(ranks) > 2 and last.stage - first.stage == len(ranks) - 1:
+        numbers = f"{first.stage}-{last.stage}"
+    word = "stage" if len(ranks) == 1 else "stages"
+    return replace(first, role=f"{first.role} of {word} {numbers}") if stages > 1 else first

@@ -38,7 +38,7 @@ def stats(tmp_path):
 def test_ls_and_show_fit_the_terminal(command, stats, width):
     command.width(width)
     for words, values in (
-        (["ls", "stats"], [*SITES, "dp2 tp2", "59"]),
+        (["ls", "stats"], [*SITES, "dp=2 x tp=2", "59"]),
         (["show", "stats"], [*SITES, "0.3073", "1.229", "█"]),
         (
             ["show", "stats", "-s", "*fc1*", "--of", "kurtosis", "-i", "0:20:5"],

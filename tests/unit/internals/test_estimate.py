@@ -382,6 +382,9 @@ def test_memory_of_a_rank_depends_on_no_number_of_replicas_or_stages() -> None:
         c.name: (c.each.device, c.each.host, c.each.leader_host) for c in many.hooks
     }
     assert {r.device for r in few.roles} == {r.device for r in many.roles}
+    assert [r.role.partition("stage")[2] for r in many.roles] == [" 0", "s 0-15", "s 1-15"], (
+        "alike in one row"
+    )
     wide = hook_estimate(config, mesh={"tp": 8, "pp": 2, "dp": 8}, microbatches=1, read=["decoder.layers.*"])
     read = [c for c in few.hooks if c.each.action == "read"]
     assert read[0].each.device == 2 * wide.hooks[0].each.device == 32 * 2 * 64 * 2 / 4
