@@ -52,7 +52,7 @@ TESTED_RANGES = {
     "megatron": TestedRange("megatron-core", "megatron.core", "0.12.3", "0.20"),
     "fairscale": TestedRange("fairscale", "fairscale", "0.4.13", "0.5"),
     "apex": TestedRange("apex", "apex", "0.1", "0.2"),
-    "torch": TestedRange("torch", "torch", "2.13", "2.14"),
+    "torch": TestedRange("torch", "torch", "2.13", "2.15"),
     "deepspeed": TestedRange("deepspeed", "deepspeed", "0.19", "0.20"),
     "transformers": TestedRange("transformers", "transformers", "5.23", "5.24"),
     "accelerate": TestedRange("accelerate", "accelerate", "1.15", "1.16"),

@@ -110,9 +110,13 @@ class Rank:
     """What a rank remembers from one function to the next."""
 
     def __init__(self) -> None:
+        import torch
         import torch.distributed as dist
 
         from megatron_flex.runtime.session import Session
+
+        if not torch.__version__.startswith("2.13"):
+            import torch._dynamo  # wraps torch.manual_seed from torch 2.14 on, which no test does
 
         self._group = dist.group.WORLD
         self._backend, self._store = dist.distributed_c10d._world.pg_map[self._group]
