@@ -181,7 +181,9 @@ def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None
         axes.plot(xs, ys, **how)
     if len(series) > MAX_SERIES:
         axes.plot([], [], color="0.75", linewidth=0.7, label=f"{len(series) - MAX_SERIES} other kinds")
-    axes.plot(*_greatest_tolerances(places, tolerances), "--", color=GREY, linewidth=1, label="tolerance")
+    axes.plot(
+        *_greatest_tolerances(places, tolerances), "--", color=GREY, linewidth=1, label="greatest tolerance"
+    )
     over = [n for n in range(len(errors)) if errors[n] > tolerances[n]]
     axes.plot(
         [places[n] for n in over],
@@ -190,7 +192,7 @@ def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None
         color=RED,
         markersize=8,
         fillstyle="none",
-        label="above tolerance" if over else None,
+        label="above its own tolerance" if over else None,
         zorder=4,
     )
     axes.set(yscale="log", ylabel="error", ylim=(floor / 3, ceiling * 3), xlim=(-0.6, len(ticks) - 0.4))

@@ -296,7 +296,7 @@ def test_the_first_divergence_is_marked() -> None:
     made = apart()
     axes = mf.plot.divergence(made).axes[0]
     assert f"first: {made.sites[15]}" in [t.get_text() for t in axes.texts]
-    (over,) = [line for line in axes.get_lines() if line.get_label() == "above tolerance"]
+    (over,) = [line for line in axes.get_lines() if line.get_label() == "above its own tolerance"]
     assert list(over.get_xdata()) == [n // 3 for n in range(15, 30)]
     earlier = mf.plot.divergence(made, iteration=0).axes[0]
     assert not [t for t in earlier.texts if t.get_text().startswith("first")]
