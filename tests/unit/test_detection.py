@@ -234,7 +234,8 @@ def test_importing_looks_for_no_entry_points(tmp_path: Path, monkeypatch: pytest
         ("fairscale", "0.4.12", False),
         ("torch", "2.13.0+cu130", True),
         ("torch", "2.3.1", False),
-        ("torch", "2.14.0", False),
+        ("torch", "2.14.1+cu130", True),
+        ("torch", "2.15.0", False),
     ],
 )
 def test_the_tested_range(package: str, text: str, inside: bool | None):
@@ -274,7 +275,7 @@ def test_a_version_outside_the_range_is_an_error_that_names_it(monkeypatch: pyte
 def _refused(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     (version,) = mf.detect(sharded).versions
     assert version.inside
-    assert_names(version, f"torch {torch.__version__}", 2.13, 2.14)
+    assert_names(version, f"torch {torch.__version__}", 2.13, 2.15)
     monkeypatch.setattr(torch, "__version__", "2.3.1")
     with raises(FlexError, "torch 2.3.1", 2.13, "FLEX_UNTESTED=1"):
         mf.FlexModel(sharded)
