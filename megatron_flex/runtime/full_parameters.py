@@ -397,7 +397,7 @@ def gather_all_parameters(
         warnings.warn(
             f"{len(unknown)} parameters of modules without a known layout are left out: {some}{more}; "
             "parameters_without_layout() has all",
-            stacklevel=2,
+            stacklevel=3,
         )
     want = parameter_index.prepare(want)
     for name, note in parameter_index.notes(list(parameter_index.sites), want).items():

@@ -290,6 +290,33 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         assert told["listed"] == "False"
 
 
+def set_in_a_loop(everywhere: bool) -> tuple[int, list[str], bool]:
+    """How many parameters the loop had, what was refused in it, and whether a parameter is read after it."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(Case("tp2", tp=2, layers=1))
+    with mf.FlexModel(chunks) as flex:
+        count, refused = 0, []
+        for name, full in flex.named_full_parameters(everywhere=everywhere):
+            count += 1
+            try:
+                flex.set_module_parameter(name, full)
+            except mf.HookError as error:
+                refused.append(str(error))
+        read = flex.get_module_parameter("output_layer.weight", everywhere=True)
+    return count, refused, read is not None
+
+
+def test_a_loop_that_is_empty_elsewhere_sets_nothing_and_hangs_nobody() -> None:
+    (count, refused, read), other = run(2, set_in_a_loop, False)
+    assert len(refused) == count > 5
+    assert_names(refused[0], "embedding.word_embeddings.weight", "everywhere=True")
+    assert read
+    assert other == (0, [], True)
+    everywhere = run(2, set_in_a_loop, True)
+    assert everywhere == [(count, [], True)] * 2
+
+
 def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]:
     """What is said when somebody says the wrong thing of gradients."""
     import megatron_flex as mf
