@@ -5,6 +5,8 @@ The model is a Llama of four layers and 40,000 parameters, which continues `5 +3
 Hugging Face, and the script that trained them.
 """
 
+# ruff: noqa: E402  # the environment and the CPU runtime are set before Megatron is imported
+
 from __future__ import annotations
 
 import json
@@ -21,21 +23,21 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the examples run on a CPU
 for category in (UserWarning, FutureWarning):  # that Apex is not installed; that torch has a newer name
     warnings.filterwarnings("ignore", category=category, module="megatron|torch")
 
-from megatron_flex import cpu  # noqa: E402
+from megatron_flex import cpu
 
 cpu.enable()  # before Megatron is imported; leave it out on GPUs
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-import megatron_flex as mf  # noqa: E402
+import megatron_flex as mf
 
 ADDING = Path(__file__).parent / "adding"
 NUMBERS, STEPS = 32, 8

@@ -178,7 +178,7 @@ def format_help() -> str:
         "",
         *wrap(
             "Hooks for a training script as it is. These flags are removed from the command line; the script "
-            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {FLAG_PREFIX}NAME. "
+            f"receives the others as they are. {LONG_PREFIX}NAME is the same as {FLAG_PREFIX}NAME. "
             f"{FLAGS_VARIABLE} may hold flags, too.",
             HELP_WIDTH,
         ),
