@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from megatron_flex.cli.console_output import NameTable
-from megatron_flex.compare.compared_result import TableRow, Tone, get_tone
+from megatron_flex.compare.compared_result import TableRow, Tone, describe_marks, get_tone
 
 STYLES: dict[Tone | None, str] = {"good": "green", "bad": "bold red", "open": "bold yellow"}
 
@@ -32,3 +32,5 @@ def print_result(
     for row in rows:
         table.add_row(*row.marked[: len(heads) + 1], style=row.style)
     table.print(out)
+    if marks := describe_marks(rows):
+        out.print(marks, style="dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from megatron_flex.text_table import format_table
 if TYPE_CHECKING:
     from rich.table import Table
 
+MARKS = {"→": "differs first", "!": "differs"}
 MOST_SHOWN = 20  # rows of a shortened table
 Tone = Literal["good", "bad", "open"]
 
@@ -39,6 +41,13 @@ class TableRow:
     def marked(self) -> tuple[str, ...]:
         """The cells after a mark: an arrow where the two differ first, `!` where they differ."""
         return ("→" if self.is_first else "!" if self.differs else "", *self.cells)
+
+
+def describe_marks(rows: Sequence[TableRow]) -> str:
+    """What the marks of these rows mean; empty if none is marked."""
+    marked = {row.marked[0] for row in rows}
+    meanings = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marked]
+    return f"marks: {', '.join(meanings)}" if meanings else ""
 
 
 class ComparedResult(ABC):
@@ -105,7 +114,7 @@ class ComparedResult(ABC):
     def __str__(self) -> str:
         rows = self.table_rows() if self.exit_status == 1 else []
         table = ["", *format_table([row.marked for row in rows], ("", *self.HEADS))] if rows else []
-        return "\n".join([*self.summary(), *table])
+        return "\n".join([*self.summary(), *table, *filter(None, [describe_marks(rows)])])
 
 
 TONES: dict[str, Tone] = {  # of the first word of a line of a summary

@@ -57,6 +57,7 @@ def test_the_first_that_diverges_is_named(command, three, width):
     table = done.out.rpartition("\n\n")[2]
     assert max(map(len, table.splitlines())) <= width
     assert [line.split()[1] for line in table.splitlines() if line.startswith("→")] == ["decoder.layers.2"]
+    assert any(line.startswith("marks: →") for line in table.splitlines())
 
 
 @pytest.mark.parametrize(

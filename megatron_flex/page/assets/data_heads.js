@@ -75,7 +75,7 @@
       return;
     }
     root.append(head('Logit lens', el('span', { class: 'data-dim' }, ` ${found.caption}`)), el('p', { class: 'data-dim' },
-      'The likeliest next token, by its number in the vocabulary, if the model ended after each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
+      'The likeliest next token, by its number in the vocabulary, if the model ended after each layer; the shade is its probability. Move with the arrow keys; hover over a cell for its details.'));
     const top = tools.most(found.shares.flat(1).map((k) => k[0] ?? 0)) || 1;
     const colours = tools.ramp('share'), said = el('output', { class: 'data-said', 'aria-live': 'polite' });
     const table = el('table', { class: 'data-lens', 'aria-label': 'logit lens: likeliest token by layer and position' });

@@ -105,7 +105,7 @@
     const log = measure !== 'zeros' && positive.length === good.length && tools.most(good) > 60 * tools.least(good);
     if (several.length > 1) {
       root.append(head(`${MEASURES.find(([m]) => m === measure)[1]} by layer`, el('span', { class: 'data-dim' },
-        source.iterations.length > 1 ? ` iteration ${source.iterations[source.at]} is the strong line` : '')),
+        source.iterations.length > 1 ? ` strong line: iteration ${source.iterations[source.at]}; thin lines: the other iterations of the dump` : '')),
       lines(ctx, source, several, measure, log));
     } else {
       root.append(head(`${key}: ${MEASURES.find(([m]) => m === measure)[1]} by iteration`), tools.chart({
