@@ -414,14 +414,16 @@ class Session:
     ) -> None:
         """Begin a call of the model outside a schedule: a step of its own, or a microbatch of `step()`."""
         if self._in_schedule:
-            self._check_transform()
+            if self.registry.active and running_transform() is not None:
+                self._check_transform()
             self.clock.scale(gradient_factor)
             self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
         self.check_call()
         met = self._compare(apart=True)
-        self._check_transform()
+        if self.registry.active and running_transform() is not None:
+            self._check_transform()
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
             self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
@@ -434,9 +436,8 @@ class Session:
         self._in_call = True
 
     def _check_transform(self) -> None:
-        if self.registry.active and running_transform() is not None:
-            active = (entry.hook for entry in self.registry.active)
-            check_transform(active, self.mesh, bool(self.trainable.modules))
+        active = (entry.hook for entry in self.registry.active)
+        check_transform(active, self.mesh, bool(self.trainable.modules))
 
     def call_ends(self, failed: bool) -> None:
         """End a call of the model outside a schedule; its backward pass may follow."""
