@@ -16,7 +16,6 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.cli import main
-from megatron_flex.cli.two_layouts_command import OPTIONS, SWITCHES
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -114,6 +113,9 @@ def test_ls_folds_experts_and_layers_and_leaves_out_names_that_a_dim_lacks(comma
 
 @pytest.mark.parametrize("name", ["two-layouts", "patch"])
 def test_help_has_every_option_of_commands_that_parse_their_own_words(command, name):
+    pytest.importorskip("typer")
+    from megatron_flex.cli.two_layouts_command import OPTIONS, SWITCHES
+
     options = {"patch": ["--check", "--diff", "--apply", "--revert"]}.get(name, [*OPTIONS, *SWITCHES])
     listed = command(name, "--help").out.partition("Options:")[2]
     assert [o for o in options if f"  {o} " not in listed] == []
