@@ -19,6 +19,7 @@ def translate_module(name: str) -> list[str]:
             and experts.
 
     Examples:
+        >>> from megatron_flex.conversion.huggingface_names import translate_module
         >>> translate_module("model.layers.1.mlp.up_proj")
         ['decoder.layers.1.mlp.linear_fc1']
         >>> translate_module("model.layers.*.self_attn")
