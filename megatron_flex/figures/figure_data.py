@@ -26,7 +26,7 @@ class FigureError(FlexError):
         ...     figures.attention("dumps/run", layer=9)
         ... except figures.FigureError as error:
         ...     print(error)
-        dumps/run has the attention patterns of layers 0 to 3; it has none of layer 9
+        dumps/run has the attention patterns of layers 0 to 3, but not layer 9
     """
 
 
