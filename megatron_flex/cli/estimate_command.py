@@ -124,7 +124,7 @@ def _with_dump_settings(command: Callable[..., None]) -> Callable[..., None]:
         chosen = {name: values.pop(name) for name in settings}
         command(**values, **{s.name: _setting_value(s, chosen[name]) for name, s in settings.items()})
 
-    run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # for typer
+    run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in shown}
     return run
 

@@ -230,19 +230,19 @@ class FlexModel(nn.Module):
 
     # -- registration of hooks: each HookFunction is registered once -------------------------------------
 
-    def register_forward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+    def register_forward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # nn.Module takes a callable
         """Capture, and optionally edit, a module's output."""
         self._register(hook_function, "forward")
 
-    def register_forward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+    def register_forward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # nn.Module takes a callable
         """Capture, and optionally edit, a module's input."""
         self._register(hook_function, "forward_pre")
 
-    def register_full_backward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+    def register_full_backward_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # nn.Module takes a callable
         """Capture, and optionally edit, the gradient of a module's input."""
         self._register(hook_function, "full_backward")
 
-    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # no callable
+    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> None:  # type: ignore[override]  # nn.Module takes a callable
         """Capture, and optionally edit, the gradient of a module's output."""
         self._register(hook_function, "full_backward_pre")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -12,7 +13,7 @@ from megatron_flex.runtime.context.context_scopes import ContextScopes
 OWN_NAMES = ("run", "keep", "kept")
 
 
-class _SharedNamespace(Namespace):
+class _SharedNamespace(Namespace, ABC):
     """Attributes that are the values of mappings: read from the first that has the name, set in the first.
 
     Args:
@@ -22,12 +23,13 @@ class _SharedNamespace(Namespace):
     def __init__(self, scopes: ContextScopes) -> None:
         object.__setattr__(self, "_scopes", scopes)
 
+    @abstractmethod
     def _mappings(self) -> list[MutableMapping[str, Any]]:
-        raise NotImplementedError
+        """The mappings, in the order in which they are read."""
 
+    @abstractmethod
     def _missing(self, name: str) -> str:
         """The message of the AttributeError for a name without a value."""
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         object.__getattribute__(self, "_scopes")  # a copy made without it would recurse endlessly
