@@ -103,8 +103,8 @@ def _deepspeed(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: An
 
 
 def _pytorch(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
-    found = pytorch.inspect_wrappers(chunks, axis_sizes, process_group)
-    return None if found is None else FrameworkMatch("pytorch", *found, around=True)
+    evidence = pytorch.inspect_wrappers(chunks, axis_sizes, process_group)
+    return None if evidence is None else FrameworkMatch("pytorch", *evidence, around=True)
 
 
 # By the package that must be imported for the finder to run, in the order of calls.
@@ -155,8 +155,8 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
 
 
 def _framework_name(finder: Any) -> str:
-    own = getattr(finder, "name", None) or getattr(finder, "__name__", type(finder).__name__)
-    return str(own).strip("_").replace("_", "-")
+    name = getattr(finder, "name", None) or getattr(finder, "__name__", type(finder).__name__)
+    return str(name).strip("_").replace("_", "-")
 
 
 @cache
@@ -169,9 +169,9 @@ def finder_entries() -> list[FinderEntry]:
     """All finders in the order of calls."""
     # mypy does not infer a lambda with a default
     built_in = [FinderEntry(_framework_name(f), lambda f=f: f, "", package) for package, f in BUILT_IN]  # type: ignore[misc]
-    theirs = [*_registered]
+    external = [*_registered]
     for entry in _installed_entry_points(tuple(sys.path)):
         by = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
-        theirs.append(FinderEntry(entry.name, entry.load, f"entry point of {by}"))
+        external.append(FinderEntry(entry.name, entry.load, f"entry point of {by}"))
     off = {name.strip() for name in flex_config.adapters_off.split(",")}
-    return [*built_in, *(k for k in theirs if k.name not in off)]
+    return [*built_in, *(k for k in external if k.name not in off)]

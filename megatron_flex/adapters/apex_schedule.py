@@ -89,7 +89,7 @@ class ApexSchedule:
     def _chunk(self, model: Any) -> int | None:
         """The index of a chunk of this model; None for another model."""
         root = unwrap(model)
-        return next((turn for turn, mine in enumerate(self.roots) if mine is root), None)
+        return next((turn for turn, chunk_root in enumerate(self.roots) if chunk_root is root), None)
 
     def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         listener = self._listener
@@ -165,8 +165,8 @@ class ApexSchedule:
 def _received(given: Any) -> list[Tensor]:
     """The tensors that a stage is handed; a receive that still runs is waited for, as the schedule does."""
     each = given if isinstance(given, list) else [given]
-    found = [tensor.get() if hasattr(tensor, "waitfunc") else tensor for tensor in each]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    received = [tensor.get() if hasattr(tensor, "waitfunc") else tensor for tensor in each]
+    return [tensor for tensor in received if isinstance(tensor, Tensor)]
 
 
 def _gradient_factor(microbatches: int, scaler: Any) -> float:

@@ -38,8 +38,8 @@ AVERAGING_HOOKS = (
 
 def ddp_wrappers_of(chunk: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers around a model or parts of it, the outermost first."""
-    found = walk_modules(chunk).of_classes(lambda kind: issubclass(kind, DistributedDataParallel))
-    return cast(list[DistributedDataParallel], found)
+    wrappers = walk_modules(chunk).of_classes(lambda kind: issubclass(kind, DistributedDataParallel))
+    return cast(list[DistributedDataParallel], wrappers)
 
 
 class DDPParameters(ModuleParameters):
@@ -192,45 +192,45 @@ class FSDPParameters(ModuleParameters):
     def __init__(self, root: nn.Module, units: list[Any]) -> None:
         self.units, self.why = units, "it is in torch's FullyShardedDataParallel"
         self._places: dict[nn.Parameter, ParameterHome] = {}
-        found: dict[str, StoredParameter] = {}
+        sharded: dict[str, StoredParameter] = {}
         paths = {module: path for path, module in named_modules(root)}
         for unit in units:  # the outermost first, so that they learn their roles
             for kept, place in self._parameters_of_wrapper(unit, paths):
-                found[kept.name] = kept
+                sharded[kept.name] = kept
                 self._places[kept.parameter] = place
         super().__init__(root)
-        names = [*(k.name for k in self._kept), *found]
+        names = [*(k.name for k in self._kept), *sharded]
         order = {path: i for i, path in enumerate(paths.values())}
         names.sort(key=lambda n: order[n.rpartition(".")[0]])
         full = {k.name: k for k in self._kept if k.name.rpartition(".")[2] != FLAT_PARAMETER}
-        self._kept = [k for n in dict.fromkeys(names) if (k := found.get(n) or full.get(n)) is not None]
+        self._kept = [k for n in dict.fromkeys(names) if (k := sharded.get(n) or full.get(n)) is not None]
 
     def _parameters_of_wrapper(
         self, unit: Any, paths: dict[nn.Module, str]
     ) -> Iterator[tuple[StoredParameter, ParameterHome]]:
         """The parameters of one wrapper. Collective over its ranks."""
         inside = list(_modules_of_wrapper(unit.module))
-        before = {(m, own) for m in inside for own in m._parameters}
+        before = {(m, key) for m in inside for key in m._parameters}
         with self._gathered(unit):
             for module in inside:
-                for own, parameter in module._parameters.items():
-                    if parameter is None or own == FLAT_PARAMETER:
+                for key, parameter in module._parameters.items():
+                    if parameter is None or key == FLAT_PARAMETER:
                         continue
-                    if not _uses_original_parameters(unit) and (module, own) in before:
+                    if not _uses_original_parameters(unit) and (module, key) in before:
                         continue  # excluded from the flat one
                     path, shape = paths[module], tuple(parameter.shape)
                     if type(parameter.data) is not Tensor:
                         raise FlexError(
-                            f"{path}.{own} is a {type(parameter.data).__name__} in FullyShardedDataParallel, "
+                            f"{path}.{key} is a {type(parameter.data).__name__} in FullyShardedDataParallel, "
                             "whose parts are not known together; shard it with fully_shard() instead"
                         )
                     parameter_stand_in = (
                         parameter if _uses_original_parameters(unit) else _placeholder(parameter)
                     )
-                    name = f"{path}.{own}" if path else own
+                    name = f"{path}.{key}" if path else key
                     yield (
                         StoredParameter(name, parameter_stand_in, shape, REDUCED_PAST_HOOKS, sharded=True),
-                        ParameterHome(unit, module, own),
+                        ParameterHome(unit, module, key),
                     )
 
     @contextmanager
@@ -246,13 +246,13 @@ class FSDPParameters(ModuleParameters):
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """This rank's part of each flat parameter, by the names in it; hybrid strategies make copies."""
-        found: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        shards: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         for handle in (h for h in (unit._handle for unit in self.units) if h is not None):
             flat: Any = handle.flat_param
             part = (dist.get_rank(handle.process_group),) if handle.uses_sharded_strategy else ()
             local = getattr(flat, "_local_shard", flat) if part else flat
-            found[", ".join(strip_wrapper_names(n) for n in flat._fqns)] = part, local.detach()
-        return found
+            shards[", ".join(strip_wrapper_names(n) for n in flat._fqns)] = part, local.detach()
+        return shards
 
     def wait_until_ready(self) -> None:
         """Raise while the model runs."""
@@ -304,8 +304,8 @@ class FSDPParameters(ModuleParameters):
                 "FullyShardedDataParallel keeps no gradients of each rank's own; reduced=True reads"
             )
         with self._with_gradients(place.unit) as gradient_of:
-            found = gradient_of(place)
-            return LocalGradient(None if found is None else found.detach().clone())
+            gradient = gradient_of(place)
+            return LocalGradient(None if gradient is None else gradient.detach().clone())
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write to the gathered gradient, which PyTorch writes back to each rank's shard."""
@@ -314,10 +314,10 @@ class FSDPParameters(ModuleParameters):
             super().put_gradient(parameter, value, reduced)
             return
         with self._with_gradients(place.unit, write=True) as gradient_of, torch.no_grad():
-            found = gradient_of(place)
-            if found is None:
+            gradient = gradient_of(place)
+            if gradient is None:
                 raise FlexError("the flat parameter has no gradient yet; run a backward pass first")
-            found.copy_(value)
+            gradient.copy_(value)
 
     @contextmanager
     def _with_gradients(self, unit: Any, write: bool = False) -> Iterator[Any]:
@@ -401,11 +401,11 @@ def _not_averaging(unit: Any) -> str:
             f"gradients; {remedy}"
         )
     groups = (getattr(state, "process_group", None), unit.process_group)
-    over, wanted = ({*dist.get_process_group_ranks(g)} for g in groups)
-    if over != wanted:
+    averaged_ranks, data_ranks = ({*dist.get_process_group_ranks(g)} for g in groups)
+    if averaged_ranks != data_ranks:
         return (
             f"FullyShardedDataParallel's communication hook {name} averages gradients over ranks "
-            f"{sorted(over)} of {sorted(wanted)}; {remedy}"
+            f"{sorted(averaged_ranks)} of {sorted(data_ranks)}; {remedy}"
         )
     return ""
 
@@ -417,6 +417,6 @@ def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _gathered_parameter(place: ParameterHome) -> nn.Parameter:
-    found = place.module._parameters[place.own]
-    assert found is not None
-    return found
+    parameter = place.module._parameters[place.own]
+    assert parameter is not None
+    return parameter

@@ -97,7 +97,7 @@ def _check_tied_layers(model: Any) -> None:
         for spec in model._layer_specs[start:stop]:
             if type(spec).__name__ == "TiedLayerSpec":
                 stages.setdefault(spec.key, set()).add(stage)
-    if apart := {key: sorted(found) for key, found in stages.items() if len(found) > 1}:
+    if apart := {key: sorted(on_stages) for key, on_stages in stages.items() if len(on_stages) > 1}:
         raise FlexError(
             f"tied layers are on several pipeline stages, {apart}, which is not supported; give each "
             "stage a layer of its own, or partition so that one stage has both"
@@ -207,8 +207,8 @@ class ZeroParameters(ModuleParameters):
         if any(getattr(self.optimizer, n, False) for n in ("cpu_offload", "offload_optimizer")):
             raise FlexError(OFFLOADED_OPTIMIZER)
         if hasattr(parameter, "ds_id"):  # the accumulated gradient; ZeRO-3 reduces it each time
-            here = getattr(self.optimizer, "averaged_gradients", {})
-            return any(g is not None for g in here.values())
+            gradients = getattr(self.optimizer, "averaged_gradients", {})
+            return any(g is not None for g in gradients.values())
         if not self.none:
             if self.kind != ZERO_12:
                 raise FlexError(NOT_REDUCED.format(kind=self.kind))
@@ -236,8 +236,8 @@ class ZeroParameters(ModuleParameters):
 def _flat_shard(parameter: Any, value: Tensor) -> Tensor:
     """This rank's part of a full tensor, flattened and padded with zeros."""
     length, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
-    mine = value.detach().reshape(-1).float()[rank * length : (rank + 1) * length]
-    return nn.functional.pad(mine, (0, length - len(mine)))
+    shard = value.detach().reshape(-1).float()[rank * length : (rank + 1) * length]
+    return nn.functional.pad(shard, (0, length - len(shard)))
 
 
 # -- callers of the model -------------------------------------------------------------------------------

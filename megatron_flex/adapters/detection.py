@@ -77,10 +77,10 @@ class Version:
 
         Local and post-release suffixes (`+cu130`, `.post1`) are ignored.
         """
-        found = parse_release(self.text)
-        if not found:
+        release = parse_release(self.text)
+        if not release:
             return None
-        return parse_release(self.tested.first) <= found < parse_release(self.tested.below)
+        return parse_release(self.tested.first) <= release < parse_release(self.tested.below)
 
     @property
     def early(self) -> bool:
@@ -100,8 +100,8 @@ class Version:
 
 def parse_release(text: str) -> Release:
     """The numbers of a release, without zeros at the end; empty if there are none."""
-    found = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", text.strip())
-    numbers = [int(n) for n in found[1].split(".")] if found else []
+    matched = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", text.strip())
+    numbers = [int(n) for n in matched[1].split(".")] if matched else []
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
@@ -206,10 +206,10 @@ def why_unsupported(module: nn.Module) -> str:
             "threads; use DistributedDataParallel, with a process for each device"
         )
     for base in type(module).__mro__:
-        found = UNSUPPORTED.get(base.__name__)
-        if found is not None and f"{base.__module__}.".startswith(f"{found.package}."):
-            package = found.package.partition(".")[0]
-            return f"a {base.__name__} of {package}'s, {found.why}; {found.instead}"
+        unsupported = UNSUPPORTED.get(base.__name__)
+        if unsupported is not None and f"{base.__module__}.".startswith(f"{unsupported.package}."):
+            package = unsupported.package.partition(".")[0]
+            return f"a {base.__name__} of {package}'s, {unsupported.why}; {unsupported.instead}"
     return ""
 
 
@@ -314,11 +314,11 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
         pytorch.why_plain(chunks),
         lambda: pytorch.make_plain_adapter(chunks, axis_sizes, process_group),
     )
-    found = left[0].found if left else none
-    found = found if several else replace(found, alone=True)
+    framework = left[0].found if left else none
+    framework = framework if several else replace(framework, alone=True)
     for text in failed:
         warnings.warn(f"{text}; repair or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
-    return SearchResult(found, _versions_in(chunks, left), tuple(others))
+    return SearchResult(framework, _versions_in(chunks, left), tuple(others))
 
 
 def _ask_finder(
@@ -326,12 +326,12 @@ def _ask_finder(
 ) -> FinderClaim | None:
     """The answer of one finder."""
     finder = known.get()
-    found = cast(Any, finder(chunks, axis_sizes, process_group))
-    if found is None:
+    framework = cast(Any, finder(chunks, axis_sizes, process_group))
+    if framework is None:
         return None
-    if not isinstance(found, FrameworkMatch):
-        raise TypeError(f"it returned a {type(found).__name__}, and must return a FrameworkMatch or None")
-    return FinderClaim(known, found, known.before or tuple(getattr(finder, "before", ())))
+    if not isinstance(framework, FrameworkMatch):
+        raise TypeError(f"it returned a {type(framework).__name__}, and must return a FrameworkMatch or None")
+    return FinderClaim(known, framework, known.before or tuple(getattr(finder, "before", ())))
 
 
 def _winning_claims(claims: list[FinderClaim]) -> list[FinderClaim]:
@@ -364,16 +364,16 @@ def _versions_in(chunks: list[nn.Module], claims: list[FinderClaim]) -> tuple[Ve
     walks = [walk_modules(chunk) for chunk in chunks]
     for base in {base for walk in walks for kind in walk.classes for base in kind.__mro__}:
         package, _, rest = base.__module__.partition(".")
-        own = package == "torch" and rest.startswith("distributed.")
-        if package in ("fairscale", "deepspeed", "apex") or own:
+        from_torch = package == "torch" and rest.startswith("distributed.")
+        if package in ("fairscale", "deepspeed", "apex") or from_torch:
             packages.append(package)
     replaced = (m for walk in walks for m in walk.with_own_forward)
     if any(huggingface.transformers_style_of(m) is not None for m in replaced):
         packages.append("transformers")
     if any(map(huggingface.is_offloaded, chunks)):
         packages.append("accelerate")
-    found = (version_of(p) for p in dict.fromkeys(sorted(packages)))
-    return tuple(version for version in found if version is not None)
+    versions = (version_of(p) for p in dict.fromkeys(sorted(packages)))
+    return tuple(version for version in versions if version is not None)
 
 
 def find_framework(
@@ -403,10 +403,10 @@ def _search_stages(
     why = (
         f"a {type(chunks.schedule).__name__} of torch.distributed.pipelining runs its stages, and of these: "
     )
-    made = FrameworkMatch(
+    pipeline = FrameworkMatch(
         name, why + inner.found.why, lambda: pipelining.make_pipeline_adapter(chunks, axis_sizes, adapter_of)
     )
-    return SearchResult(made, inner.versions, inner.others)
+    return SearchResult(pipeline, inner.versions, inner.others)
 
 
 ASK_TOGETHER = "only all ranks together can tell: call detect(model, everywhere=True) on each"

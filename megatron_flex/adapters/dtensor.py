@@ -58,25 +58,31 @@ def parallel_styles_of(module: nn.Module) -> Iterator[ParallelStyle]:
     """The arguments of the hooks of `parallelize_module`'s styles, or of `distribute_module`, on a module."""
     sequence = None
     for before, hook in _hooks_with_closures(module):
-        held = dict(zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True))
-        device_mesh = held.get("device_mesh")
+        closure = dict(
+            zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True)
+        )
+        device_mesh = closure.get("device_mesh")
         if device_mesh is None:
             continue
-        style, made = held.get("self"), held.get("input_fn" if before else "output_fn")
+        style, function = closure.get("self"), closure.get("input_fn" if before else "output_fn")
         if style is not None:  # PrepareModuleInput and PrepareModuleOutput are stored as objects
             name = type(style).__name__
-            theirs = type(style).__module__.startswith("torch.distributed.")
+            from_torch = type(style).__module__.startswith("torch.distributed.")
             layouts: Any = getattr(
                 style, "desired_input_layouts" if before else "desired_output_layouts", None
             )
             local = bool(layouts) and bool(style.use_local_output)
-            placement = layouts[0] if local and theirs else None
+            placement = layouts[0] if local and from_torch else None
             yield ParallelStyle(
-                name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs, passes=True
+                name,
+                device_mesh,
+                **{"inputs" if before else "outputs": placement},
+                known=from_torch,
+                passes=True,
             )
-        elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
-            name = made.func.__qualname__.partition(".")[0]
-            args = made.args
+        elif isinstance(function, partial) and function.func.__module__.startswith("torch.distributed."):
+            name = function.func.__qualname__.partition(".")[0]
+            args = function.args
             if before:
                 sequence = args[0][0] if name == "SequenceParallel" else None
                 yield ParallelStyle(name, device_mesh)
@@ -84,8 +90,8 @@ def parallel_styles_of(module: nn.Module) -> Iterator[ParallelStyle]:
                 yield ParallelStyle(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
             else:
                 yield ParallelStyle(name, device_mesh)
-        elif made is not None:
-            name = getattr(made, "__qualname__", repr(made)).partition(".")[0]
+        elif function is not None:
+            name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
             yield ParallelStyle(name, device_mesh, known=False)
 
 
@@ -175,7 +181,7 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     if new is local:
         full: Tensor = tensor
         return full
-    made: Tensor = DTensor.from_local(
+    rebuilt: Tensor = DTensor.from_local(
         new,
         tensor.device_mesh,
         tensor.placements,
@@ -183,7 +189,7 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-    return made
+    return rebuilt
 
 
 def forward_output(module: nn.Module, fire: Fire) -> Undo:
@@ -207,9 +213,9 @@ class StyleRules:
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """The layouts that a module's styles declare."""
-        theirs = huggingface.transformers_style_of(module)
-        if theirs is not None:
-            layout_of = partial(self._local, theirs[1])
+        hf_style = huggingface.transformers_style_of(module)
+        if hf_style is not None:
+            layout_of = partial(self._local, hf_style[1])
             return huggingface.transformers_rule_of(module, layout_of)
         styles = list(parallel_styles_of(module))
         if all(s.passes or not s.known for s in styles):
@@ -289,9 +295,11 @@ def _why_tensor_parallel(root: nn.Module) -> str:
     walk = walk_modules(root)
     unusual = walk.hooked or walk.with_own_forward
     for path, module in named_modules(root) if unusual else ():
-        theirs = huggingface.transformers_style_of(module)
-        if theirs is not None:
-            return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
+        hf_style = huggingface.transformers_style_of(module)
+        if hf_style is not None:
+            return (
+                f"{path or 'the module'} has the parallel style {type(hf_style[0]).__name__} of transformers"
+            )
         style = next(parallel_styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"

@@ -87,17 +87,17 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[nn.Parameter] = set()
     kinds = _dtensor_classes()
     for path, module in named_modules(root):
-        found: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
-        held: list[tuple[str, Any]] = [(n, t) for n, t in vars(module).items() if isinstance(t, kinds)]
-        for own, tensor in held:
+        parameters: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
+        dtensors: list[tuple[str, Any]] = [(n, t) for n, t in vars(module).items() if isinstance(t, kinds)]
+        for name, tensor in dtensors:
             if tensor.grad_fn is not None:
                 made_of = getattr(tensor.grad_fn.next_functions[0][0], "variable", None)
                 if hasattr(made_of, "_st_info"):
-                    found[own] = made_of
-        for own, parameter in found.items():
+                    parameters[name] = made_of
+        for name, parameter in parameters.items():
             if parameter not in seen:
                 seen.add(parameter)
-                yield f"{path}.{own}" if path else own, parameter
+                yield f"{path}.{name}" if path else name, parameter
 
 
 class DTensorParameters(ModuleParameters):
@@ -144,14 +144,14 @@ class DTensorParameters(ModuleParameters):
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """This rank's shard of each DTensor; ranks along a dim that replicates it have copies."""
-        found: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        shards: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         for kept in self._kept:
-            held: Any = kept.parameter
-            if is_dtensor(held):
-                places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
+            tensor: Any = kept.parameter
+            if is_dtensor(tensor):
+                places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
                 part = tuple(at for at, placement in places if not placement.is_replicate())
-                found[kept.name] = part, held.to_local().detach()
-        return found
+                shards[kept.name] = part, tensor.to_local().detach()
+        return shards
 
     def _placed(self, placing: DTensorPlacement) -> list[tuple[int, int, str]] | None:
         """How a parameter is sharded besides data parallel ranks: dim, number of pieces, axis.
@@ -160,7 +160,7 @@ class DTensorParameters(ModuleParameters):
         layout describes it: a dim over two axes, pieces of unequal parts, other kinds of placements.
         """
         cut: set[int] = set()
-        found = []
+        sharded_dims = []
         for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
             if axis in ("", "dp") or placement.is_replicate():
                 continue
@@ -172,8 +172,8 @@ class DTensorParameters(ModuleParameters):
             if not even or dim in cut:
                 return None
             cut.add(dim)
-            found.append((dim, segment_count, axis))
-        return found
+            sharded_dims.append((dim, segment_count, axis))
+        return sharded_dims
 
     def _axes(self, placing: DTensorPlacement) -> list[str]:
         return axes_of_device_mesh(placing.device_mesh, self.mesh)

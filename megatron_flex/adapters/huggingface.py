@@ -56,9 +56,9 @@ def sums_gradients(module: nn.Module) -> bool:
     partial, and the final `.grad` is the sum.
     """
     forward = vars(module).get("forward")
-    made = getattr(forward, "__qualname__", "").partition(".")[0]
+    style = getattr(forward, "__qualname__", "").partition(".")[0]
     ours = getattr(forward, "__module__", "") == f"{TRANSFORMERS_PACKAGE}.tensor_parallel"
-    return ours and made == "ReplicatedWithGradAllReduce"
+    return ours and style == "ReplicatedWithGradAllReduce"
 
 
 def transformers_rule_of(module: nn.Module, layout_of: Any) -> Rule | None:
@@ -68,10 +68,10 @@ def transformers_rule_of(module: nn.Module, layout_of: Any) -> Rule | None:
         module: the module.
         layout_of: from a placement to a layout, None if there is none.
     """
-    found = transformers_style_of(module)
-    if found is None:
+    style_of_module = transformers_style_of(module)
+    if style_of_module is None:
         return None
-    style, kind = found[0], type(found[0]).__name__
+    style, kind = style_of_module[0], type(style_of_module[0]).__name__
     local = getattr(style, "use_local_output", True)
     if kind in PROPAGATED_STYLES:
         return None
@@ -125,8 +125,8 @@ class OffloadedParameters(ModuleParameters):
         self._homes: dict[str, tuple[nn.Module, str]] = {}
         for path, module in named_modules(root):
             if offload_hook_of(module) is not None:
-                for own in module._parameters:
-                    self._homes[f"{path}.{own}" if path else own] = module, own
+                for name in module._parameters:
+                    self._homes[f"{path}.{name}" if path else name] = module, name
         self._names = {id(k.parameter): k.name for k in self._kept}
         self._kept = [self._keep(k) for k in self._kept]
 

@@ -63,13 +63,13 @@ def _line_group(lines: list[Ranks], part: bool) -> Any:
 
     The cache is shared: a group that another division created for the same line is reused.
     """
-    known, mine = _group_cache.setdefault(dist.group.WORLD, {}), None
+    known, group = _group_cache.setdefault(dist.group.WORLD, {}), None
     for line in lines:
         if len(line) > 1 and (not part or dist.get_rank() in line):
             if (line, part) not in known:
                 known[line, part] = [dist.new_group(list(line), use_local_synchronization=part)]
-            mine = known[line, part][0] if dist.get_rank() in line else mine
-    return mine
+            group = known[line, part][0] if dist.get_rank() in line else group
+    return group
 
 
 def _check_group_names(group: Any) -> None:
@@ -111,22 +111,22 @@ NAME_THE_DIMS = (
 
 def mesh_uses_in(root: nn.Module) -> list[MeshUse]:
     """The meshes that DTensor parameters, parallel styles and `fully_shard` of a model use, each once."""
-    found: list[MeshUse] = []
+    uses: list[MeshUse] = []
     walk = walk_modules(root)
     # A module of another class than its own: `fully_shard` gave it that.
     fully_sharded = walk.of_classes(lambda kind: hasattr(kind, "_get_fsdp_state"))
     if walk.hooked or fully_sharded:
         for module in walk.modules:
-            found += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
+            uses += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
             state = getattr(type(module), "_get_fsdp_state", None)  # asking the module itself is slow
             for group in () if state is None else _fsdp_groups(state(module)):
-                found.append((group.mesh_info.mesh, "dp"))
-    sharded = bool(found) and all(axis == "dp" for _, axis in found)
+                uses.append((group.mesh_info.mesh, "dp"))
+    sharded = bool(uses) and all(axis == "dp" for _, axis in uses)
     for parameter in walk.parameters:
         device_mesh = getattr(parameter, "device_mesh", None)
         if device_mesh is not None:
-            found.append((device_mesh, "dp" if sharded else "tp"))
-    return [u for i, u in enumerate(found) if u not in found[:i]]
+            uses.append((device_mesh, "dp" if sharded else "tp"))
+    return [u for i, u in enumerate(uses) if u not in uses[:i]]
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
@@ -164,15 +164,15 @@ def axes_of_device_mesh(device_mesh: Any, mesh: Mesh) -> list[str]:
     out = []
     for dim, (size, line) in enumerate(zip(device_mesh.mesh.shape, rank_lines(device_mesh), strict=True)):
         name = _axis_by_name(device_mesh, dim)
-        found = next((a.name for a in mesh if a.size > 1 and a.ranks == line), "")
-        if not found and name == "dp" and set(line) <= set(mesh["dp"].ranks):
-            found = "dp"  # one of several dims of data parallel ranks
-        if size > 1 and not found:
+        axis = next((a.name for a in mesh if a.size > 1 and a.ranks == line), "")
+        if not axis and name == "dp" and set(line) <= set(mesh["dp"].ranks):
+            axis = "dp"  # one of several dims of data parallel ranks
+        if size > 1 and not axis:
             raise FlexError(
                 f"ranks {list(line)} of dim {dim} of {device_mesh} are not an axis of the model's mesh "
                 f"({mesh.describe()}); give all its modules slices of one mesh"
             )
-        out.append(found if size > 1 else "")
+        out.append(axis if size > 1 else "")
     return out
 
 
@@ -296,11 +296,11 @@ def _axis_by_use(root: Any, dim: int, uses: list[MeshUse]) -> str:
     if root.mesh.shape[dim] == 1:
         return ""
     line = rank_lines(root)[dim]
-    found = {axis for used, axis in uses if root_mesh_of(used) is root and line in rank_lines(used)}
-    if len(found) != 1:
+    axes = {axis for used, axis in uses if root_mesh_of(used) is root and line in rank_lines(used)}
+    if len(axes) != 1:
         name = "" if root.mesh_dim_names is None else f" {root.mesh_dim_names[dim]!r}"
         raise FlexError(f"what dim {dim}{name} of {root} is for is not known; {NAME_THE_DIMS}")
-    return found.pop()
+    return axes.pop()
 
 
 def _axes_beyond_mesh(
@@ -331,9 +331,9 @@ def _axes_beyond_mesh(
             named[name] += rows
     groups = groups_of_lines(list(named.values()), len(ranks) < dist.get_world_size())
     out = []
-    for (name, rows), made in zip(named.items(), groups, strict=True):
+    for (name, rows), axis_group in zip(named.items(), groups, strict=True):
         line = next(r for r in rows if rank in r)
-        out.append(_make_axis(name, line, line.index(rank), made))
+        out.append(_make_axis(name, line, line.index(rank), axis_group))
     # An axis of one rank in the mesh is dropped, because another one now has its name.
     axes[:] = [a for a in axes if a.name not in sizes]
     return out

@@ -85,17 +85,17 @@ class ModuleAdapter(Adapter):
         if self.follower is None and find_named_models(self.root):
             self._names = _make_propagator(self.root, {}, mesh, self._compiled)
         # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
-        owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
+        owned = (f"{n}.{key}" for n, m in self._named if m in placing for key in m._parameters)
         with_layout = (k.name for k in self.storage.parameters() if k.layout is not None)
         self._gradient_layout_known = {*owned, *with_layout, *self._layouts()}
         # Parameters whose gradients a module sums over tensor parallel ranks after the backward pass.
         sums = getattr(self.rules, "sums_gradients", None)
         summing = ((n, m) for n, m in self._named if sums is not None and sums(m))
-        self._summed = {f"{n}.{own}" if n else own for n, m in summing for own in m._parameters}
+        self._summed = {f"{n}.{key}" if n else key for n, m in summing for key in m._parameters}
 
-    def rename(self, own: str) -> None:
+    def rename(self, name: str) -> None:
         """Give the outermost module a name."""
-        self._own, self.logits = own, f"{own}:output"
+        self._own, self.logits = name, f"{name}:output"
         self._modules = list(self._callable())
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
@@ -184,10 +184,10 @@ class ModuleAdapter(Adapter):
         stage, layouts = self.mesh["pp"].coord, self._layouts()
         out = []
         for kept in self.storage.parameters():
-            found = kept.layout or layouts.get(kept.name)
-            layout = found or Layout(tuple(Dim() for _ in kept.shape))
+            declared_layout = kept.layout or layouts.get(kept.name)
+            layout = declared_layout or Layout(tuple(Dim() for _ in kept.shape))
             shape = full_shape(layout, kept.shape, self.mesh.sizes)
-            declared = found is None and self.follower is None  # by the user, or not at all
+            declared = declared_layout is None and self.follower is None  # by the user, or not at all
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=declared)
             site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
             out.append(replace(site, gradient_layout_source=self._followed(kept.name)))
@@ -195,10 +195,10 @@ class ModuleAdapter(Adapter):
 
     def _layouts(self) -> dict[str, Layout]:
         return {
-            f"{name}.{own}" if name else own: layout
+            f"{name}.{parameter}" if name else parameter: layout
             for name, module in self._named
             if module in self._known
-            for own, layout in self._known[module].parameters.items()
+            for parameter, layout in self._known[module].parameters.items()
         }
 
     def without_layout(self) -> dict[str, str]:
@@ -209,12 +209,15 @@ class ModuleAdapter(Adapter):
         """Buffers saved in checkpoints; without the running statistics of norms over a rank's samples."""
         return [
             make_buffer_site(
-                f"{name}.{own}" if name else own, buffer, self.mesh, inferred=self.follower is None
+                f"{name}.{key}" if name else key,
+                buffer,
+                self.mesh,
+                inferred=self.follower is None,
             )
             for name, module in self._named
             if not isinstance(module, _NormBase) or isinstance(module, nn.SyncBatchNorm)
-            for own, buffer in module._buffers.items()
-            if type(buffer) is Tensor and not buffer.is_meta and own not in module._non_persistent_buffers_set
+            for key, buffer in module._buffers.items()
+            if type(buffer) is Tensor and not buffer.is_meta and key not in module._non_persistent_buffers_set
         ]
 
     def buffer_owners(self) -> dict[str, str]:
@@ -243,18 +246,18 @@ class ModuleAdapter(Adapter):
         return join_undos(undos[::-1])
 
 
-def check_names_distinct(mine: list[list[str]], mesh: Mesh) -> None:
+def check_names_distinct(local_names: list[list[str]], mesh: Mesh) -> None:
     """Refuse a name of several modules. Collective over `pp`.
 
     Args:
-        mine: the names of each of this rank's chunks.
+        local_names: the names of each of this rank's chunks.
         mesh: the axes of the run.
 
     Raises:
         FlexError: there is one.
     """
     seen: dict[str, tuple[int, int]] = {}
-    for stage, chunks in enumerate(gather_objects(mine, mesh, ["pp"])):
+    for stage, chunks in enumerate(gather_objects(local_names, mesh, ["pp"])):
         for chunk, names in enumerate(chunks):
             for name in names:
                 first = seen.setdefault(name, (stage, chunk))

@@ -132,10 +132,10 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters by name, in model order, each once."""
     seen: set[nn.Parameter] = set()
     for path, module in named_modules(root):
-        for own, parameter in module._parameters.items():
+        for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
-                yield f"{path}.{own}" if path else own, parameter
+                yield f"{path}.{name}" if path else name, parameter
 
 
 def strip_wrapper_names(name: str) -> str:

@@ -90,16 +90,16 @@ class ModuleWalk:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, each once."""
         # Python's own hash of a tensor is a function of torch's, which is slower than its id
-        found = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
-        return list(found.values())
+        by_id = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        return list(by_id.values())
 
     @cached_property
     def attribute_classes(self) -> set[type]:
         """The classes of all attributes of all modules."""
-        found: set[type] = set()
+        classes: set[type] = set()
         for module in self.modules:
-            found.update(map(type, module.__dict__.values()))
-        return found
+            classes.update(map(type, module.__dict__.values()))
+        return classes
 
     def of_classes(self, fits: Callable[[type[nn.Module]], bool]) -> list[nn.Module]:
         """The modules of the classes that fit, the outermost first."""
@@ -109,8 +109,8 @@ class ModuleWalk:
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A module's own parameters with their names in it, as `named_parameters(recurse=False)` has them."""
-    found = [(name, p) for name, p in module._parameters.items() if p is not None]
-    return found if len(found) < 2 else list(module.named_parameters(recurse=False))
+    parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
+    return parameters if len(parameters) < 2 else list(module.named_parameters(recurse=False))
 
 
 def walk_modules(root: nn.Module) -> ModuleWalk:

@@ -27,13 +27,13 @@ CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past")  # 
 def find_named_models(root: nn.Module) -> list[nn.Module]:
     """The outermost models of transformers in a module, whose inputs have names."""
     base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    found: list[nn.Module] = []
+    models: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for module in () if base is None else root.modules():
         if module not in inner and isinstance(module, base):
-            found.append(module)
+            models.append(module)
             inner.update(module.modules())
-    return found
+    return models
 
 
 def _list_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,8 +277,8 @@ class PipelineAdapter(Adapter):
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """As the stage that has the parameter knows."""
-        mine = (part for part in self._parts if any(k.name == name for k in part.storage.parameters()))
-        return next((part.gradient_partial_axes(name) for part in mine), ())
+        owners = (part for part in self._parts if any(k.name == name for k in part.storage.parameters()))
+        return next((part.gradient_partial_axes(name) for part in owners), ())
 
     def watch(self, listener: Listener) -> Undo:
         """Report the schedule's steps, and propagate layouts in them."""

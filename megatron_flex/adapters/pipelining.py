@@ -331,5 +331,5 @@ def make_pipeline_adapter(
     count = int(first.num_stages)
     turns = count_turns(count, first.stage_index_to_group_rank, parts[0].mesh["pp"].size)
     stages = [int(stage.stage_index) for stage in chunks.stages]
-    mine = [turns[stage] for stage in stages]
-    return PipelineAdapter(parts, stages, mine, count, PipelineSchedule(chunks, mine, parts[0].mesh))
+    on_rank = [turns[stage] for stage in stages]
+    return PipelineAdapter(parts, stages, on_rank, count, PipelineSchedule(chunks, on_rank, parts[0].mesh))

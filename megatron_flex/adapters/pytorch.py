@@ -205,10 +205,10 @@ def mesh_around(chunk: nn.Module, wrappers: list[Any], axis_sizes: AxisSizes, pr
             f"are {list(mesh['dp'].ranks)}: ranks count tensor parallel first, then data, then pipeline "
             "parallel; wrap the model over those"
         )
-    own = _wrapper_group(wrappers[0])
-    if own is None or dist.get_world_size(own) != len(ranks) or len(ranks) == 1:
+    group = _wrapper_group(wrappers[0])
+    if group is None or dist.get_world_size(group) != len(ranks) or len(ranks) == 1:
         return mesh
-    axes = tuple(replace(a, group=own) if a.name == "dp" else a for a in mesh.axes)
+    axes = tuple(replace(a, group=group) if a.name == "dp" else a for a in mesh.axes)
     return replace(mesh, axes=axes)
 
 
@@ -222,6 +222,6 @@ def _wrapper_ranks(wrapper: Any) -> Ranks:
     outer = getattr(wrapper, "_inter_node_pg", None)  # of FSDP's hybrid strategies: replicas of the shards
     if outer is None or (getattr(wrapper, "_device_mesh", None) is None and len(inner) == 1):
         return tuple(sorted(inner))
-    here = dist.get_rank()
+    rank = dist.get_rank()
     firsts = dist.get_process_group_ranks(outer)
-    return tuple(sorted(r + first - here for first in firsts for r in inner))
+    return tuple(sorted(r + first - rank for first in firsts for r in inner))

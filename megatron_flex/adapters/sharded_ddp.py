@@ -62,11 +62,11 @@ def check_sharded_ddp(wrappers: Sequence[Any], chunk: nn.Module, mesh: Mesh) -> 
                 f"parallel ones are {sorted(mesh['dp'].ranks)}; give it and its optimizer that process_group"
             )
         for optimizer in wrapper._sharded_optimizers:
-            theirs = sorted(dist.get_process_group_ranks(optimizer.group))
-            if theirs != ranks:
+            stepped = sorted(dist.get_process_group_ranks(optimizer.group))
+            if stepped != ranks:
                 raise FlexError(
-                    f"ShardedDataParallel is over ranks {ranks} and its OSS optimizer over {theirs}, so that "
-                    "gradients are not reduced where they are stepped; give both the same group"
+                    f"ShardedDataParallel is over ranks {ranks} and its OSS optimizer over {stepped}, so "
+                    "that gradients are not reduced where they are stepped; give both the same group"
                 )
     engines = [m for m in chunk.modules() if is_deepspeed(m, DEEPSPEED_ENGINE)]
     others = [*engines, *data_parallel.ddp_wrappers_of(chunk), *data_parallel.fsdp_wrappers_of(chunk)]
@@ -131,21 +131,21 @@ class GradientOwners:
             FlexError: a rank that is not the owner still has an unreduced gradient, or the owner's gradient
                 was dropped.
         """
-        found = self._of(parameter)
-        if found is None or not reduced:
+        owned = self._of(parameter)
+        if owned is None or not reduced:
             return LocalGradient(parameter.grad)
-        wrapper, owner = found
+        wrapper, owner = owned
         group = wrapper._process_group
         if dist.get_world_size(group) == 1:
             return LocalGradient(parameter.grad)
         bucket = next((b for b in wrapper._bucket_list if id(parameter) in b._param_ids), None)
-        bucketed, mine = bucket is not None, dist.get_rank(group) == owner
+        bucketed, is_owner = bucket is not None, dist.get_rank(group) == owner
         if bucketed and _left_bucket(bucket, parameter):
             raise FlexError(OUT_OF_BUCKET)
         ranks = dist.get_process_group_ranks(group)
         if parameter.requires_grad and not bucketed and ranks != list(range(len(ranks))):
             raise FlexError(DROPPED_GRADIENT.format(ranks=ranks))
-        if mine:
+        if is_owner:
             return LocalGradient(parameter.grad, (0, parameter.numel()), group)
         if parameter.grad is not None and not bucketed and bool(parameter.grad.any()):
             raise FlexError(UNREDUCED_GRADIENT)
@@ -157,8 +157,8 @@ class GradientOwners:
 
     def keeps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank holds the averaged gradient of the parameter."""
-        found = self._of(parameter)
-        return found is None or dist.get_rank(found[0]._process_group) == found[1]
+        owned = self._of(parameter)
+        return owned is None or dist.get_rank(owned[0]._process_group) == owned[1]
 
     def at_rest(self) -> Undo:
         """Hide frozen parameters from the wrappers, until the returned function is called.
@@ -215,8 +215,8 @@ class ShardedDDPParameters(ModuleParameters):
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
         """Write the gradient on the owner, or on each rank where gradients are not averaged."""
-        own = self.owners.accumulates() or (parameter.grad is not None and self.reduced() is not True)
-        if own or self.owners.keeps(parameter):
+        unaveraged = self.owners.accumulates() or (parameter.grad is not None and self.reduced() is not True)
+        if unaveraged or self.owners.keeps(parameter):
             super().put_gradient(parameter, value, reduced)
 
     def freeze(self) -> Undo:

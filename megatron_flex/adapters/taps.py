@@ -80,13 +80,13 @@ def any_input(module: nn.Module, fire: Fire, leaf: int = 0) -> Undo:
 
 def _run_at(tree: Any, index: int, fire: Fire) -> Any:
     """Run the hooks on one tensor of a tree and return the changed tree; None if the tensor is unchanged."""
-    found: list[Tensor] = tensors(tree)
-    at = resolve_index(index, len(found))
+    leaves: list[Tensor] = tensors(tree)
+    at = resolve_index(index, len(leaves))
     if at is None:
-        fire.absent(len(found))
+        fire.absent(len(leaves))
         return None
-    new = fire.run(found[at])
-    return None if new is found[at] else with_tensor(tree, at, new)
+    new = fire.run(leaves[at])
+    return None if new is leaves[at] else with_tensor(tree, at, new)
 
 
 # -- around another tap ---------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ def module_input(module: nn.Module, fire: Fire, index: int = 0, keyword: str = "
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > index:
-            found = find_leaf(args[index], None)
-            return None if found is None else (with_leaf(args, index, run(found)), kwargs)
-        found = find_leaf(kwargs.get(keyword), None)
-        return None if found is None else (args, {**kwargs, keyword: run(found)})
+            tensor = find_leaf(args[index], None)
+            return None if tensor is None else (with_leaf(args, index, run(tensor)), kwargs)
+        tensor = find_leaf(kwargs.get(keyword), None)
+        return None if tensor is None else (args, {**kwargs, keyword: run(tensor)})
 
     return add_hook(module, hook, pre=True, with_kwargs=True)
 
@@ -184,20 +184,20 @@ def module_output(
         )
 
     def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        found = output if isinstance(output, Tensor) else find_leaf(output, index)
-        if found is None:
+        tensor = output if isinstance(output, Tensor) else find_leaf(output, index)
+        if tensor is None:
             return None
-        new = run(found)
-        if new is found:
+        new = run(tensor)
+        if new is tensor:
             return None
-        return new if found is output else with_leaf(output, index, new)
+        return new if tensor is output else with_leaf(output, index, new)
 
     def resolving_hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        found = find_leaf(output, index)
-        if found is None or resolve is None:
+        tensor = find_leaf(output, index)
+        if tensor is None or resolve is None:
             return None
-        new = run(found, resolve(kwargs))
-        return None if new is found else with_leaf(output, index, new)
+        new = run(tensor, resolve(kwargs))
+        return None if new is tensor else with_leaf(output, index, new)
 
     if resolve is None:
         return add_hook(module, hook)
@@ -214,8 +214,8 @@ def method_output(module: nn.Module, fire: Fire, method: str, index: int = 0) ->
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
-        found = find_leaf(output, index)
-        return output if found is None else with_leaf(output, index, fire.run(found))
+        tensor = find_leaf(output, index)
+        return output if tensor is None else with_leaf(output, index, fire.run(tensor))
 
     return intercept(module, method, around)
 
@@ -224,8 +224,8 @@ def method_input(module: nn.Module, fire: Fire, method: str, index: int = 0) -> 
     """A positional argument of a method of this module only; `index` is its position, without `self`."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = find_leaf(args, index)
-        return original(*(args if found is None else with_leaf(args, index, fire.run(found))), **kwargs)
+        tensor = find_leaf(args, index)
+        return original(*(args if tensor is None else with_leaf(args, index, fire.run(tensor))), **kwargs)
 
     return intercept(module, method, around)
 
@@ -317,10 +317,10 @@ def intercept(owner: Any, name: str, around: Around) -> Undo:
     Returns:
         A function that removes this wrapper.
     """
-    own = vars(owner)
-    chain = own.get(name)
+    attributes = vars(owner)
+    chain = attributes.get(name)
     if not isinstance(chain, _InterceptChain):
-        had = name in own
+        had = name in attributes
         chain = _InterceptChain(getattr(owner, name), owner, name, had)
         vars(chain)["restore"] = (
             partial(setattr, owner, name, chain.original) if had else partial(delattr, owner, name)

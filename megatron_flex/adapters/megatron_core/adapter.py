@@ -228,21 +228,23 @@ class MegatronAdapter(Adapter):
 
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
-        found: list[Site] = []
+        sites: list[Site] = []
         for chunk, _, parts, further in self._by_chunk():
-            own = [s for part in parts for s in part.named(sites_of(part.module, self.mesh))]
-            own = [*further.traced(own, self.mesh), *further.sites(self.mesh)]
-            found += [replace(s, chunk=chunk) for s in own] if chunk else own
-        return found
+            chunk_sites = [s for part in parts for s in part.named(sites_of(part.module, self.mesh))]
+            chunk_sites = [*further.traced(chunk_sites, self.mesh), *further.sites(self.mesh)]
+            sites += [replace(s, chunk=chunk) for s in chunk_sites] if chunk else chunk_sites
+        return sites
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
-        found: list[ParameterSite] = []
+        parameters: list[ParameterSite] = []
         for chunk, _, parts, further in self._by_chunk():
-            own = [p for part in parts for p in part.named(parameters_of(part.module, self.mesh))]
-            own += further.parameters(self.mesh)
-            found += [replace(p, chunk=chunk) for p in own] if chunk else own
-        return found
+            chunk_parameters = [
+                p for part in parts for p in part.named(parameters_of(part.module, self.mesh))
+            ]
+            chunk_parameters += further.parameters(self.mesh)
+            parameters += [replace(p, chunk=chunk) for p in chunk_parameters] if chunk else chunk_parameters
+        return parameters
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
@@ -257,12 +259,12 @@ class MegatronAdapter(Adapter):
     def buffers(self) -> list[ParameterSite]:
         """The routers' biases; other buffers count a rank's tokens, or are derived from the configuration."""
         return [
-            replace(make_buffer_site(f"{name}.{own}", bias, self.mesh), chunk=chunk)
+            replace(make_buffer_site(f"{name}.{attribute}", bias, self.mesh), chunk=chunk)
             for chunk, root in enumerate(self.roots)
             for name, module in global_modules(root)
             if module._buffers
-            for own in ROUTER_BIASES
-            if (bias := module._buffers.get(own)) is not None
+            for attribute in ROUTER_BIASES
+            if (bias := module._buffers.get(attribute)) is not None
         ]
 
     def buffer_owners(self) -> dict[str, str]:
@@ -273,10 +275,10 @@ class MegatronAdapter(Adapter):
         """The lengths of sequence and microbatch, if they are set in `megatron.training`."""
         state = sys.modules.get("megatron.training.global_vars")
         args = getattr(state, "_GLOBAL_ARGS", None)
-        found = {"s": getattr(args, "seq_length", None), "b": getattr(args, "micro_batch_size", None)}
+        lengths = {"s": getattr(args, "seq_length", None), "b": getattr(args, "micro_batch_size", None)}
         if getattr(args, "variable_seq_lengths", False):
-            found["s"] = None
-        return {name: length for name, length in found.items() if isinstance(length, int)}
+            lengths["s"] = None
+        return {name: length for name, length in lengths.items() if isinstance(length, int)}
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """None: layouts name these axes, and Megatron sums over them. Else as a traced call has shown."""

@@ -81,7 +81,7 @@ def run_backward(
     count, interleaved = count_microbatches(root.config, 1, len(chunks)), len(chunks) > 1
     iterators = [iter([None] * count) for _ in chunks]
     with keep_random_states(), _keep_buffers(chunks), storage.finalization():
-        found = get_forward_backward_func()(
+        losses = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if interleaved else iterators[0],
             model=chunks if interleaved else chunks[0],
@@ -91,7 +91,7 @@ def run_backward(
             forward_only=False,
         )
     reduced = None if storage.torchs else wrapped
-    return BackwardResult(float(found[0]["loss"]) if found else None, reduced)
+    return BackwardResult(float(losses[0]["loss"]) if losses else None, reduced)
 
 
 @contextmanager

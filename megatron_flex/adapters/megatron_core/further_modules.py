@@ -82,12 +82,14 @@ class FurtherModules:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        own = (
+        of_modules = (
             (path, name) for path, m in self.modules.items() for name, _ in m.named_parameters(recurse=False)
         )
         # The root's, if it only holds Megatron's models.
-        rest = [] if any(not part.path for part in self.parts) else self.root.named_parameters(recurse=False)
-        return frozenset([*(f"{path}.{name}" for path, name in own), *(name for name, _ in rest)])
+        of_root = (
+            [] if any(not part.path for part in self.parts) else self.root.named_parameters(recurse=False)
+        )
+        return frozenset([*(f"{path}.{name}" for path, name in of_modules), *(name for name, _ in of_root)])
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to one of the modules."""
@@ -97,11 +99,11 @@ class FurtherModules:
         """Input and output of each of them that can be called."""
         if not self.modules:
             return []
-        own = {theirs: ours for ours, theirs in self._inner_names.items()}
-        found = ((own.get(s.module), s) for s in self.adapter(mesh).sites())
+        paths = {inner: outer for outer, inner in self._inner_names.items()}
+        with_paths = ((paths.get(s.module), s) for s in self.adapter(mesh).sites())
         return [
             replace(s, name=f"{path}:{s.point}", order=self._order(path))
-            for path, s in found
+            for path, s in with_paths
             if path is not None
         ]
 
@@ -117,18 +119,20 @@ class FurtherModules:
         if not self._names:
             return []
         inner = {self._inner_name(name): name for name in self._names}
-        found = ((inner.get(p.name), p) for p in self.adapter(mesh).parameters())
+        with_names = ((inner.get(p.name), p) for p in self.adapter(mesh).parameters())
         return [
             replace(p, name=name, order=self._order(name), layout=_over_context(p.layout, mesh))
-            for name, p in found
+            for name, p in with_names
             if name is not None
         ]
 
     @cached_property
     def _inner_names(self) -> dict[str, str]:
         """The names of the modules in the root, with Megatron's wrappers inside of it."""
-        theirs = {module: name for name, module in named_modules(self.root)}
-        return {path: theirs[module] for path, module in self.modules.items() if module in theirs}
+        names_in_root = {module: name for name, module in named_modules(self.root)}
+        return {
+            path: names_in_root[module] for path, module in self.modules.items() if module in names_in_root
+        }
 
     def _inner_name(self, parameter: str) -> str:
         path, _, name = parameter.rpartition(".")
@@ -137,10 +141,10 @@ class FurtherModules:
     def _order(self, name: str) -> tuple[int, int]:
         """Behind the part that comes before it in the module that holds both."""
         children = [path for path, _ in self.root.named_children()]
-        mine = children.index(name.partition(".")[0]) if name.partition(".")[0] in children else -1
+        position = children.index(name.partition(".")[0]) if name.partition(".")[0] in children else -1
         first = -1
         for part in self.parts:
-            if not part.path or children.index(part.path.partition(".")[0]) <= mine:
+            if not part.path or children.index(part.path.partition(".")[0]) <= position:
                 first = part.number
         return (first * POSITIONS + END + 1, 0) if first >= 0 else (EMBEDDING - 1, 0)
 
@@ -212,8 +216,8 @@ class HolderRules:
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of one module."""
-        if (found := self._rules.get(module)) is not None:
-            return found
+        if (declared := self._rules.get(module)) is not None:
+            return declared
         parameters = self._parameters(path, module)
         layer: Any = module
         cut = FIRST_DIM if getattr(module, "sequence_parallel", False) and self.mesh["tp"].size > 1 else FULL
@@ -231,10 +235,12 @@ class HolderRules:
         Megatron sums the gradients of parameters that are marked `sequence_parallel` over tensor parallel
         ranks; those of others are partial if a traced call shows it.
         """
-        own = dict(module.named_parameters(recurse=False))
+        params = dict(module.named_parameters(recurse=False))
         role = path.rpartition(".")[2]
         if is_megatron(module, *PARALLEL):
             kind = self._kinds.find(role, module)
-            return {} if kind is None else {n: kind.layout(self._layouts, role, n, p) for n, p in own.items()}
-        marked = {n: p for n, p in own.items() if getattr(p, "sequence_parallel", False)}
+            return (
+                {} if kind is None else {n: kind.layout(self._layouts, role, n, p) for n, p in params.items()}
+            )
+        marked = {n: p for n, p in params.items() if getattr(p, "sequence_parallel", False)}
         return {n: self._layouts.uncut(p.ndim, shared=True) for n, p in marked.items()}

@@ -188,8 +188,8 @@ class _GemmHolder:
         self.users = 0
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self.module).get(GEMM_ATTRIBUTE)  # before 0.14 each forward sets it again on the instance
-        return (own or self.upstream._forward_impl.__get__(self.module))(*args, **kwargs)
+        gemm = vars(self.module).get(GEMM_ATTRIBUTE)  # before 0.14 each forward sets it again on the instance
+        return (gemm or self.upstream._forward_impl.__get__(self.module))(*args, **kwargs)
 
 
 def _tapped_class(upstream: Any) -> type:

@@ -23,10 +23,10 @@ def _once(
     @wraps(make)
     def get(self: ModelLayouts, /, *args: P.args, **keywords: P.kwargs) -> Layout:
         key = make.__name__, args, tuple(keywords.items())
-        found = self.made.get(key)
-        if found is None:
-            found = self.made[key] = make(self, *args, **keywords)
-        return found
+        layout = self.made.get(key)
+        if layout is None:
+            layout = self.made[key] = make(self, *args, **keywords)
+        return layout
 
     return get
 

@@ -92,12 +92,12 @@ def _find_parts(root: nn.Module) -> list[ModelPart]:
         return [ModelPart("", root)]
     if not walk_modules(root).of_classes(_is_part_class):
         return []
-    found: list[ModelPart] = []
+    parts: list[ModelPart] = []
     for path, module in global_modules(root):
-        inside = any(path.startswith(part.prefix) for part in found)
+        inside = any(path.startswith(part.prefix) for part in parts)
         if not inside and is_megatron(module, *PART_CLASSES):
-            found.append(ModelPart(path, module, len(found)))
-    return found
+            parts.append(ModelPart(path, module, len(parts)))
+    return parts
 
 
 def _is_part_class(kind: type) -> bool:
@@ -112,8 +112,8 @@ def main_part(root: nn.Module) -> ModelPart:
 
 def config_of(root: Any) -> Any:
     """The configuration of a chunk: the root's own, as Megatron's schedules read it, or its main part's."""
-    own = getattr(root, "config", None)
-    return own if is_megatron(own, "ModelParallelConfig") else main_part(root).module.config
+    config = getattr(root, "config", None)
+    return config if is_megatron(config, "ModelParallelConfig") else main_part(root).module.config
 
 
 def refuse_other_groups(parts: list[ModelPart], mesh: Mesh) -> None:

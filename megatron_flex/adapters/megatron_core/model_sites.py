@@ -67,8 +67,8 @@ def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
     """The sites of one model of one chunk, in model order."""
     site_kinds, out = KindTable(SITE_KINDS), list[Site]()
     main = SiteBuilder(root, mesh)
-    own = getattr(root, "encoder_config", None)  # of T5's encoder, which may differ in everything
-    encoder = main if own is None else SiteBuilder(root, mesh, own)
+    encoder_config = getattr(root, "encoder_config", None)  # of T5's encoder, which may differ in everything
+    encoder = main if encoder_config is None else SiteBuilder(root, mesh, encoder_config)
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
         kind = site_kinds.find(role, module) if path.startswith(PARTS_WITH_SITES) else None
@@ -144,8 +144,8 @@ class _ParameterForms:
         """What parameters of that dense layout and that shape have in common."""
         local = tuple(parameter.shape)
         key = id(rule), local, of_expert
-        found = self._found.get(key)
-        if found is None:
+        rule_and_form = self._found.get(key)
+        if rule_and_form is None:
             layout = expert_layout(rule) if of_expert else _shared_over_context(rule)
             form = SiteForm(
                 ParameterSite,
@@ -155,8 +155,8 @@ class _ParameterForms:
                 hidden=ON_EXPERT_RANKS if of_expert else "",
                 local=local,
             )
-            found = self._found[key] = rule, form
-        return found[1]
+            rule_and_form = self._found[key] = rule, form
+        return rule_and_form[1]
 
 
 def parameters_without_layout(root: Any, mesh: Mesh) -> dict[str, str]:
@@ -195,8 +195,8 @@ def _parameters_with_layouts(
 ) -> list[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
     main = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
-    own = getattr(root, "encoder_config", None)
-    encoder = main if own is None else ModelLayouts(own, mesh)
+    encoder_config = getattr(root, "encoder_config", None)
+    encoder = main if encoder_config is None else ModelLayouts(encoder_config, mesh)
     modules, kinds = dict(global_modules(root)), KindTable(PARAMETER_KINDS)
     owned = _owner_layouts(main, root)
     owned.update((id(p), layout) for p, layout in whole_adapter_layouts(main, modules))
@@ -232,8 +232,8 @@ def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[int, Layout]:
     walk = walk_modules(root)
     owning = {cls for cls, m in walk.classes.items() if any(kind.fits("", m) for kind in OWNER_KINDS)}
     modules = walk.of_classes(lambda kind: kind in owning)
-    found = [(kind, m) for m in modules for kind in OWNER_KINDS if kind.fits("", m)]
-    return {id(p): layout for kind, module in found for p, layout in kind.layouts(of, module)}
+    owners = [(kind, m) for m in modules for kind in OWNER_KINDS if kind.fits("", m)]
+    return {id(p): layout for kind, module in owners for p, layout in kind.layouts(of, module)}
 
 
 def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:

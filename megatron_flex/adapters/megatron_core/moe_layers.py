@@ -151,11 +151,11 @@ class _DispatchWatch:
     @staticmethod
     def on(layer: nn.Module) -> _DispatchWatch:
         """The layer's watch; created if it has none."""
-        own = vars(layer)
-        if own.get("_flex_watch") is None:  # a copy of a watched layer has None
-            own["_flex_watch"] = _DispatchWatch(layer)
+        attributes = vars(layer)
+        if attributes.get("_flex_watch") is None:  # a copy of a watched layer has None
+            attributes["_flex_watch"] = _DispatchWatch(layer)
         # a module's `__dict__` holds anything; this key is set above alone
-        return own["_flex_watch"]  # type: ignore[no-any-return]
+        return attributes["_flex_watch"]  # type: ignore[no-any-return]
 
     def add(self, stream: Layout, mesh: Mesh, notify: Notify | None = None) -> Undo:
         """Keep watching for a tap of tokens with the layout `stream`, and notify it of each dispatch."""
@@ -309,7 +309,7 @@ def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
     """The hook points of an expert's MLP in the order of the data flow."""
     width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
     gated, halves = bool(b.config.gated_linear_unit), Packing(1, (1, 1))
-    found: list[tuple[str, int, Callable[..., Undo], tuple[Any, ...], Layout, int]] = [
+    declared: list[tuple[str, int, Callable[..., Undo], tuple[Any, ...], Layout, int]] = [
         (":input", 0, module_input, (0, "hidden_states"), FULL_ROWS, entry),
         (".linear_fc1:input", 1, module_input, (0, "input_"), FULL_ROWS, entry),
         (".linear_fc1:output", 1, module_output, (), wide, width * (1 + gated)),
@@ -320,7 +320,7 @@ def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
         (":output", 0, module_output, (), PARTIAL_ROWS, entry),
     ]
     out = []
-    for name, part, function, arguments, layout, last in found:
+    for name, part, function, arguments, layout, last in declared:
         if gated or not name.endswith((":gate", ":up")):
             home = b.of.rows_of_one(layout.dims[-1].name)
             shape = b.shape(home, last)
@@ -336,16 +336,16 @@ def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[S
         local = [module.experts]
     no = no or _why_padded(b)
     parts = [(m, getattr(m, "linear_fc1", m), getattr(m, "linear_fc2", m)) for m in local]
-    each, here, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
+    each, expert_rank, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
     points, mesh, stage = _expert_points(b), b.mesh, b.stage
     order = model_order(Site(f"{path}:output", stream, (), stage))
     common = {"stage": stage, "hidden": no, "order": order}
     forms = [(*point[:6], SiteForm(Site, layout=point.home, shape=point.shape, **common)) for point in points]
     for expert in range(b.config.num_moe_experts):
-        mine, owned = parts[expert % len(parts)], expert // each == here
+        expert_parts, owned = parts[expert % len(parts)], expert // each == expert_rank
         front = f"{path}.local_experts.{expert}"
         for name, part, function, arguments, layout, home, form in forms:
-            tap = Tap(function, mine[part], arguments)
+            tap = Tap(function, expert_parts[part], arguments)
             rows = (tap, module, layout, home, stream, mesh, expert, owned)
             yield form.make(name=front + name, tap=Tap(expert_rows, tap.module, rows))
 

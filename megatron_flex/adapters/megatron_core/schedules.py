@@ -184,9 +184,9 @@ class _ScheduleWatcher:
             self.listener.reject_step(str(error))
             return
         self.listener.pack_begins(pack)
-        own = getattr(packed, "local_cp_size", None)
-        if own is not None:
-            self.listener.reject_step(OWN_GROUP.format(size=own))
+        group_size = getattr(packed, "local_cp_size", None)
+        if group_size is not None:
+            self.listener.reject_step(OWN_GROUP.format(size=group_size))
         elif uneven := explain_uneven_sequence(pack, self.context_parallel):
             self.listener.reject_step(uneven)
         samples = getattr(packed, "tokens_per_sample", None) is not None
@@ -244,8 +244,8 @@ def current_iteration() -> int | None:
     """The iteration of `megatron.training`; None in a custom loop."""
     state = sys.modules.get("megatron.training.global_vars")
     args = getattr(state, "_GLOBAL_ARGS", None)
-    found = getattr(args, "curr_iteration", None)
-    return None if found is None else int(found)
+    iteration = getattr(args, "curr_iteration", None)
+    return None if iteration is None else int(iteration)
 
 
 DECODERS = ("GPTModel", "HybridModel", "MambaModel")

@@ -154,14 +154,14 @@ class SiteForm(Generic[SiteT]):
         self._kind: type[SiteT] = kind
         self._common = common
 
-    def make(self, **own: Any) -> SiteT:
+    def make(self, **attributes: Any) -> SiteT:
         """One of this form.
 
         Args:
-            own: its other attributes; the form and the class's default values must have the rest.
+            attributes: its other attributes; the form and the class's default values must have the rest.
         """
         out: SiteT = object.__new__(self._kind)
-        object.__setattr__(out, "__dict__", self._common | own)  # the class is frozen
+        object.__setattr__(out, "__dict__", self._common | attributes)  # the class is frozen
         return out
 
 
@@ -324,8 +324,8 @@ class SiteBuilder:
 
     def inside(self, module: Any) -> str:
         """Why tensors inside a Transformer Engine linear are not available; empty for Megatron's own."""
-        own = is_megatron(module, COLUMN_LINEARS[0], ROW_LINEARS[0])
-        return "" if own else INSIDE_KERNEL.format(kind=type(module).__name__)
+        is_local_linear = is_megatron(module, COLUMN_LINEARS[0], ROW_LINEARS[0])
+        return "" if is_local_linear else INSIDE_KERNEL.format(kind=type(module).__name__)
 
 
 def unpadded_vocabulary(root: nn.Module) -> int | None:
@@ -337,11 +337,11 @@ def unpadded_vocabulary(root: nn.Module) -> int | None:
     tokenizer = getattr(state, "_GLOBAL_TOKENIZER", None)
     if tokenizer is None:
         args = getattr(state, "_GLOBAL_ARGS", None)
-        found = getattr(args, "vocab_size", None)
+        size = getattr(args, "vocab_size", None)
     else:
-        found = getattr(tokenizer, "vocab_size", None)
+        size = getattr(tokenizer, "vocab_size", None)
     padded = getattr(root, "vocab_size", None)
-    return int(found) if isinstance(found, int) and isinstance(padded, int) and found <= padded else None
+    return int(size) if isinstance(size, int) and isinstance(padded, int) and size <= padded else None
 
 
 @dataclass(frozen=True)

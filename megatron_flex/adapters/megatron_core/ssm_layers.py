@@ -148,8 +148,8 @@ def _mamba_layer_layouts(of: ModelLayouts, layer: Any) -> Iterator[tuple[nn.Para
 
 def _mixer_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     yield from _scan_layouts(of, module, mamba_parts(module))
-    for own in (module.D, *(module.norm.parameters() if module.rmsnorm else ())):
-        yield own, _rows_cut(own)
+    for parameter in (module.D, *(module.norm.parameters() if module.rmsnorm else ())):
+        yield parameter, _rows_cut(parameter)
 
 
 def _delta_net_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:

@@ -115,9 +115,9 @@ def contract(call: FunctionCall, operands: Sequence[tuple[Tensor, Labels]], out:
             if cut.setdefault(labels[dim], axes) != axes:
                 raise LayoutUnknown(f"{call.name} combines tensors that are sharded over different axes")
     for tensor, labels in operands:
-        mine = {labels[d] for d in call.cuts(tensor)}
+        sharded_labels = {labels[d] for d in call.cuts(tensor)}
         for dim, label in enumerate(labels):
-            if label not in cut or label in mine or call.uniform(tensor):
+            if label not in cut or label in sharded_labels or call.uniform(tensor):
                 continue
             if not (label.startswith("*") and tensor.shape[dim] == 1):
                 raise LayoutUnknown(

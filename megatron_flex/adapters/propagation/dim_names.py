@@ -99,14 +99,14 @@ def infer_names(
     if not known:
         return [None] * len(outs)
     spreads = {id(t): FULL for t, _ in operands}
-    found: list[NamedDims | None] = []
+    names_of_outs: list[NamedDims | None] = []
     for out in outs:
         call = NamedCall(FunctionCall(name, args, kwargs, spreads, frozenset(), out), known, heads)
         try:
-            found.append(_infer(call))
+            names_of_outs.append(_infer(call))
         except Exception:  # an unknown signature: the names are unknown, which is an error only where asked
-            found.append(None)
-    return found
+            names_of_outs.append(None)
+    return names_of_outs
 
 
 class NamedCall(NamedTuple):
@@ -162,13 +162,13 @@ def _join(named: NamedCall, operands: Sequence[Tensor] | None = None) -> NamedDi
     if named.call.name == "where" and len(named.call.operands()) == 1:
         return name_dims(named.shape, ())  # the positions of its entries
     for at, size in enumerate(named.shape):
-        found = set()
+        factors = set()
         for tensor in named.call.operands() if operands is None else operands:
             dim = at - len(named.shape) + tensor.ndim
-            if dim >= 0 and tensor.shape[dim] == size and _is_named(own := named.dims(tensor)[dim]):
-                found.add(own)
-        found = {dim for dim in found if all(f.name for f in dim)} or found
-        out.append(found.pop() if len(found) == 1 else _unknown(size))
+            if dim >= 0 and tensor.shape[dim] == size and _is_named(product := named.dims(tensor)[dim]):
+                factors.add(product)
+        factors = {dim for dim in factors if all(f.name for f in dim)} or factors
+        out.append(factors.pop() if len(factors) == 1 else _unknown(size))
     return tuple(out)
 
 
@@ -251,13 +251,13 @@ def _sum_products(named: NamedCall) -> NamedDims | None:
     terms, arrow, out = str(equation).replace(" ", "").partition("->")
     if not arrow or "." in terms:
         return None
-    found: dict[str, set[DimFactors]] = {}
+    by_letter: dict[str, set[DimFactors]] = {}
     for term, tensor in zip(terms.split(","), operands, strict=True):
         for letter, dim in zip(term, named.dims(tensor), strict=True):
             if _is_named(dim):
-                found.setdefault(letter, set()).add(dim)
-    one = {letter: dims.pop() for letter, dims in found.items() if len(dims) == 1}
-    return tuple(one.get(letter) or _unknown(n) for letter, n in zip(out, named.shape, strict=True))
+                by_letter.setdefault(letter, set()).add(dim)
+    unambiguous = {letter: dims.pop() for letter, dims in by_letter.items() if len(dims) == 1}
+    return tuple(unambiguous.get(letter) or _unknown(n) for letter, n in zip(out, named.shape, strict=True))
 
 
 def _attend(named: NamedCall) -> NamedDims:
@@ -327,8 +327,8 @@ def regroup(
         unknown = i - first == 1 and factors[first].name in ("", "h")
         name = (heads or {}).get((parts[0], parts[-1])) if unknown and len(parts) == 2 else None
         names = (name, WIDTH) if name else [""] * len(parts)
-        for at, (own, n) in enumerate(zip(names, parts, strict=True)):
-            out[start + at].append(Factor(own, n))
+        for at, (factor_name, n) in enumerate(zip(names, parts, strict=True)):
+            out[start + at].append(Factor(factor_name, n))
     return tuple(tuple(dim) for dim in out)
 
 

@@ -54,10 +54,10 @@ class FunctionCall:
     @property
     def first(self) -> Tensor:
         """The function's main operand."""
-        found = self.arg(0, ("input", "self", "x", "query", "tensor"))
-        if not isinstance(found, Tensor):
+        operand = self.arg(0, ("input", "self", "x", "query", "tensor"))
+        if not isinstance(operand, Tensor):
             raise LayoutUnknown(f"{self.name} was called in a way that is not followed")
-        return found
+        return operand
 
     def cuts(self, tensor: Tensor) -> dict[int, tuple[str, ...]]:
         """The sharded dims of a tensor, with their axes, the outermost axis first."""

@@ -191,8 +191,8 @@ def infer_spread(
 
 def _differing_axes(spreads: Sequence[SpreadOrUnknown]) -> frozenset[str] | None:
     """The axes over which the result of a torch function of local tensors differs, whatever the function."""
-    found = [differing_axes(spread) for spread in spreads]
-    return None if None in found else frozenset[str]().union(*(axes for axes in found if axes))
+    differing = [differing_axes(spread) for spread in spreads]
+    return None if None in differing else frozenset[str]().union(*(axes for axes in differing if axes))
 
 
 def _spread_of_new(

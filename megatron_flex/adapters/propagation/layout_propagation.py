@@ -231,10 +231,10 @@ class LayoutPropagator:
                 (("",) * local.ndim, 0) if dims is None else (describe_dims(dims), self._trace.heads(dims))
             )
             self._names_now.setdefault(place, set()).add(known)
-        found = [(n, heads) for n, heads in self._names_now.get(place, ()) if len(n) == local.ndim]
-        columns = zip(*(n for n, _ in found), strict=True)
-        names = tuple(one[0] if len(set(one)) == 1 else "" for one in columns) or ("",) * local.ndim
-        return DimNames(names, self._cached_tokens, found[0][1] if len(found) == 1 else 0)
+        fitting = [(n, heads) for n, heads in self._names_now.get(place, ()) if len(n) == local.ndim]
+        columns = zip(*(n for n, _ in fitting), strict=True)
+        names = tuple(column[0] if len(set(column)) == 1 else "" for column in columns) or ("",) * local.ndim
+        return DimNames(names, self._cached_tokens, fitting[0][1] if len(fitting) == 1 else 0)
 
     def spread_of(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
         """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
@@ -281,9 +281,9 @@ class LayoutPropagator:
         return new
 
     def _recorded_spread(self, place: TensorPlace, local: Tensor, number: int = 0) -> SpreadOrUnknown:
-        here = self._all(place) if is_recomputing() or not self._calls else self._now
-        found = here.get(place, [])
-        fitting = [a for a in found if a.dims == local.ndim]
+        by_place = self._all(place) if is_recomputing() or not self._calls else self._now
+        observed = by_place.get(place, [])
+        fitting = [a for a in observed if a.dims == local.ndim]
         if not fitting:
             return UnknownLayout(
                 "it passed in a call that was not followed, of a part of the model by itself or in another "
@@ -291,8 +291,8 @@ class LayoutPropagator:
             )
         if all(a.spread == fitting[0].spread for a in fitting):
             return fitting[0].spread
-        if here is self._now and number < len(found) and found[number].dims == local.ndim:
-            return found[number].spread
+        if by_place is self._now and number < len(observed) and observed[number].dims == local.ndim:
+            return observed[number].spread
         return UnknownLayout("it is sharded differently over the ranks each time that the module runs")
 
     def observe_uses(
@@ -302,16 +302,16 @@ class LayoutPropagator:
         if gets is not None and _rule_at(rules, index) is not None:
             return None
         place = site, index
-        here = self._all(place) if is_recomputing() or not self._calls else self._now
+        by_place = self._all(place) if is_recomputing() or not self._calls else self._now
 
-        return partial(_collect_uses, here, place)
+        return partial(_collect_uses, by_place, place)
 
     def parameter_uses(self, place: TensorPlace) -> GradientUses:
         """The uses of a parameter in the traced calls, for their backward pass."""
-        here = self._all(place)
-        if not here[place]:
+        by_place = self._all(place)
+        if not by_place[place]:
             return "the model was called before the hook was there, or a part of it by itself; call the model"
-        return _collect_uses(here, place)
+        return _collect_uses(by_place, place)
 
     def _all(self, place: TensorPlace) -> dict[TensorPlace, list[ObservedSpread]]:
         """The results at a hook point for all kinds of calls: the kind is unknown during recomputation."""
@@ -378,21 +378,21 @@ class LayoutPropagator:
 
 
 def _collect_uses(
-    here: Mapping[TensorPlace, list[ObservedSpread]], place: TensorPlace
+    by_place: Mapping[TensorPlace, list[ObservedSpread]], place: TensorPlace
 ) -> frozenset[GradientEnds]:
     """The effect of the uses at a hook point on its gradient, for each kind of call."""
-    return frozenset({a.ends or frozenset() for a in here.get(place, [])})
+    return frozenset({a.ends or frozenset() for a in by_place.get(place, [])})
 
 
 def spreads_of_held_tensors(root: nn.Module, known: Mapping[nn.Module, Rule]) -> dict[int, SpreadOrUnknown]:
     """The shardings of tensors that modules own, by identity: parameters, buffers and others."""
     out: dict[int, SpreadOrUnknown] = {}
     for module in root.modules():
-        own = known[module].parameters if module in known else {}
+        layouts = known[module].parameters if module in known else {}
         for tensor in (*module.buffers(recurse=False), *_attribute_tensors(module)):
             out.setdefault(id(tensor), FULL)
         for name, parameter in module.named_parameters(recurse=False):
-            spread: SpreadOrUnknown = layout_to_spread(own[name]) if name in own else FULL
+            spread: SpreadOrUnknown = layout_to_spread(layouts[name]) if name in layouts else FULL
             if out.get(id(parameter), FULL) == FULL:
                 out[id(parameter)] = spread
     return out

@@ -158,8 +158,8 @@ class LayoutTrace(TorchFunctionMode):
 
     def names_of(self, tensor: Tensor) -> NamedDims | None:
         """The dims of a tensor; None where nothing is known of them."""
-        found = self.marks.get(tensor)
-        return None if found is None else found.names
+        mark = self.marks.get(tensor)
+        return None if mark is None else mark.names
 
     def heads(self, dims: NamedDims) -> int:
         """The number of heads of the full tensor, in a dim that has them side by side; 0 if not known."""
@@ -264,15 +264,15 @@ class LayoutTrace(TorchFunctionMode):
         """Mark the outputs of a module that works along the last dims, which are therefore not sharded."""
         if source is None or self.opaque or not outputs:
             return
-        theirs = self.mark(source)
-        spread = theirs.spread
+        source_mark = self.mark(source)
+        spread = source_mark.spread
         if isinstance(spread, Spread) and (
             spread.partial or any(d >= source.ndim - dims for d, _ in spread.cuts)
         ):
             spread = UnknownLayout("a norm works along dims of which each rank has a part")
         mark = self.marks.make(outputs[0], spread, (source,))
-        mark.names = _renamed(theirs.names, outputs[0])
-        _record_use(theirs, mark)
+        mark.names = _renamed(source_mark.names, outputs[0])
+        _record_use(source_mark, mark)
 
     # -- marks -----------------------------------------------------------------------------------------
 
@@ -282,9 +282,9 @@ class LayoutTrace(TorchFunctionMode):
         if placed is not None:
             known = self.marks.get(tensor)
             return known or self.marks.make(tensor, spread_of_dtensor(tensor, self._mesh))
-        found = self.marks.get(tensor)
-        if found is not None and not isinstance(found.spread, UnknownLayout):
-            return found
+        mark = self.marks.get(tensor)
+        if mark is not None and not isinstance(mark.spread, UnknownLayout):
+            return mark
         spread = self._held.get(id(tensor))
         if spread is None and self._holds(tensor):
             spread = FULL
@@ -292,7 +292,7 @@ class LayoutTrace(TorchFunctionMode):
             return self.marks.make(
                 tensor, spread if isinstance(spread, UnknownLayout) else normalize_spread(spread, tensor.ndim)
             )
-        return found or self.marks.make(tensor, UNMARKED)
+        return mark or self.marks.make(tensor, UNMARKED)
 
     def _holds(self, tensor: Tensor) -> bool:
         """Whether a running module owns the tensor: parameter storage may replace tensors."""
@@ -312,10 +312,10 @@ class LayoutTrace(TorchFunctionMode):
 
     def window(self, tensor: Tensor, gets: nn.Module | None) -> UseWindow:
         """The uses of a tensor from now on; only those in one module, if it is that module's input."""
-        found = UseWindow(self.mark(tensor).node, gets, tensor)
+        window = UseWindow(self.mark(tensor).node, gets, tensor)
         if gets is not None:
-            self._windows.append(found)
-        return found
+            self._windows.append(window)
+        return window
 
     # -- functions -------------------------------------------------------------------------------------
 
@@ -333,22 +333,22 @@ class LayoutTrace(TorchFunctionMode):
         name = function_name(func)
         if str(getattr(func, "__module__", "")).startswith("torch.distributed."):
             name = f"c10d.{name}"
-        made = (
+        results = (
             got[:1] if name == "setitem" else got if name.startswith("c10d.") else list(iterate_tensors(out))
         )
-        if made:
+        if results:
             spread = [(t, m.spread, u) for t, m, u in zip(got, marks, uniform, strict=True)]
-            names: list[NamedDims | None] = [None] * len(made)
+            names: list[NamedDims | None] = [None] * len(results)
             if self._named:
                 operands = [(t, m.names) for t, m in zip(got, marks, strict=True)]
-                names = infer_names(name, args, kwargs, operands, made, self._heads)
-            result = infer_spread(name, args, kwargs, spread, made)
-            self._made(made, names, got, marks, *result, name in DETACHING)
+                names = infer_names(name, args, kwargs, operands, results, self._heads)
+            result = infer_spread(name, args, kwargs, spread, results)
+            self._made(results, names, got, marks, *result, name in DETACHING)
         return out
 
     def _made(
         self,
-        made: list[Tensor],
+        results: list[Tensor],
         names: list[NamedDims | None],
         got: list[Tensor],
         marks: list[TensorMark],
@@ -357,21 +357,21 @@ class LayoutTrace(TorchFunctionMode):
         detached: bool,
     ) -> None:
         before = {id(t): m for t, m in zip(got, marks, strict=True)}
-        for tensor, dims in zip(made, names, strict=True):
+        for tensor, dims in zip(results, names, strict=True):
             placed = placements_of(tensor) is not None
-            mine = spread_of_dtensor(tensor, self._mesh) if placed else spread
+            result_spread = spread_of_dtensor(tensor, self._mesh) if placed else spread
             old = before.get(id(tensor))
-            if old is not None and mine == old.spread and tensor_version(tensor) == old.version:
+            if old is not None and result_spread == old.spread and tensor_version(tensor) == old.version:
                 continue  # the function returned its argument
             if old is None:
-                mark = self.marks.make(tensor, mine, got, uniform)
+                mark = self.marks.make(tensor, result_spread, got, uniform)
             else:
-                mark = self.marks.written(tensor, old, mine, uniform)
+                mark = self.marks.written(tensor, old, result_spread, uniform)
             mark.names = dims
             if not detached and self._gets_gradient(tensor):
-                for source, theirs in zip(got, marks, strict=True):
+                for source, source_mark in zip(got, marks, strict=True):
                     if self._gets_gradient(source):
-                        _record_use(theirs, mark)
+                        _record_use(source_mark, mark)
 
     def _gets_gradient(self, tensor: Tensor) -> bool:
         """Whether gradients flow to a tensor; where nothing is differentiated, whether they could."""
@@ -381,20 +381,20 @@ class LayoutTrace(TorchFunctionMode):
 
     def _wrap_apply(self, before: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            own = before.__get__(None, cls)
+            original = before.__get__(None, cls)
             if not self._here() or self.opaque:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             if cls.__name__ in CHECKPOINT_FUNCTIONS:
                 self._recomputed += 1
                 try:
-                    return own(*args, **kwargs)
+                    return original(*args, **kwargs)
                 finally:
                     self._recomputed -= 1
             got = list(iterate_tensors((args, kwargs)))
             marks = [self.mark(t) for t in got]
             self.opaque += 1
             try:
-                out = own(*args, **kwargs)
+                out = original(*args, **kwargs)
             finally:
                 self.opaque -= 1
             self._mark_applied(cls.__name__, marks, list(iterate_tensors(out)))
@@ -402,16 +402,16 @@ class LayoutTrace(TorchFunctionMode):
 
         return apply
 
-    def _mark_applied(self, name: str, marks: list[TensorMark], made: list[Tensor]) -> None:
+    def _mark_applied(self, name: str, marks: list[TensorMark], results: list[Tensor]) -> None:
         """Mark the results of a custom function."""
         why = f"it was made by {name}, a custom autograd.Function"
-        if name in IDENTITY_FUNCTIONS and len(made) == len(marks):
-            for tensor, theirs in zip(made, marks, strict=True):
-                mark = self.marks.make(tensor, theirs.spread)
-                mark.names = theirs.names
-                _record_use(theirs, mark)
+        if name in IDENTITY_FUNCTIONS and len(results) == len(marks):
+            for tensor, source_mark in zip(results, marks, strict=True):
+                mark = self.marks.make(tensor, source_mark.spread)
+                mark.names = source_mark.names
+                _record_use(source_mark, mark)
             return
-        for tensor in made:
+        for tensor in results:
             spread: SpreadOrUnknown = UnknownLayout(why)
             if placements_of(tensor) is not None:
                 spread = spread_of_dtensor(tensor, self._mesh)
@@ -426,13 +426,13 @@ class LayoutTrace(TorchFunctionMode):
                 mark.names = _renamed(marks[0].names, tensor)
             elif marks and name in LINEAR_FUNCTIONS:
                 mark.names = _projected(marks[0].names, tensor)
-            for theirs in marks:
+            for source_mark in marks:
                 if isinstance(spread, UnknownLayout):
-                    theirs.add_final_use(f"it is used by {name}, a custom autograd.Function")
+                    source_mark.add_final_use(f"it is used by {name}, a custom autograd.Function")
                 elif name in PARALLEL_REGIONS or name == "_FromTorchTensor":
-                    theirs.add_final_use(NO_AXES)
+                    source_mark.add_final_use(NO_AXES)
                 else:
-                    _record_use(theirs, mark)
+                    _record_use(source_mark, mark)
 
 
 def _renamed(names: NamedDims | None, tensor: Tensor) -> NamedDims | None:
@@ -445,9 +445,9 @@ def _projected(names: NamedDims | None, output: Tensor) -> NamedDims | None:
     return names and _renamed((*names[:-1], (Factor("", output.shape[-1]),)), output)
 
 
-def _record_use(source: TensorMark, made: TensorMark) -> None:
-    axes = differing_axes(made.spread)
+def _record_use(source: TensorMark, result: TensorMark) -> None:
+    axes = differing_axes(result.spread)
     if axes is not None:
-        source.add_use(made, axes - (differing_axes(source.spread) or NO_AXES))
-    elif isinstance(made.spread, UnknownLayout):
-        source.add_final_use(f"it is used for a tensor of unknown layout: {made.spread.why}")
+        source.add_use(result, axes - (differing_axes(source.spread) or NO_AXES))
+    elif isinstance(result.spread, UnknownLayout):
+        source.add_final_use(f"it is used for a tensor of unknown layout: {result.spread.why}")

@@ -431,14 +431,14 @@ def getitem(call: FunctionCall) -> Spread:
     """Indexing must select sharded dims completely."""
     x, index = call.first, call.args[1]
     _check_index(call, x)
-    found = dims_kept(call, x, index)
+    kept_dims = dims_kept(call, x, index)
     cuts = call.cuts(x)
     for dim, axes in cuts.items():
-        if dim not in found:
+        if dim not in kept_dims:
             raise LayoutUnknown(
                 f"getitem takes a part of dim {dim}, which is sharded over {' and '.join(axes)}"
             )
-    return call.result({found.index(d): a for d, a in cuts.items()}, call.spread(x).partial)
+    return call.result({kept_dims.index(d): a for d, a in cuts.items()}, call.spread(x).partial)
 
 
 def setitem(call: FunctionCall) -> Spread:
@@ -449,9 +449,9 @@ def setitem(call: FunctionCall) -> Spread:
     if alone and isinstance(index, Tensor) and index.dtype.itemsize == 1 and call.cuts(index) == cuts:
         return call.result(cuts)  # elementwise
     _check_index(call, x, value)
-    found = dims_kept(call, x, index)
+    kept_dims = dims_kept(call, x, index)
     for dim, axes in cuts.items():
-        if dim not in found:
+        if dim not in kept_dims:
             raise LayoutUnknown(
                 f"setitem sets a part of dim {dim}, which is sharded over {' and '.join(axes)}"
             )
@@ -459,14 +459,14 @@ def setitem(call: FunctionCall) -> Spread:
         return call.result(cuts)
     given: dict[int, tuple[str, ...]] = {}
     for dim, axes in call.cuts(value).items():
-        at = found[dim + len(found) - value.ndim]
+        at = kept_dims[dim + len(kept_dims) - value.ndim]
         if at is None:
             raise LayoutUnknown("setitem writes a sharded tensor where the tensor is not sharded")
         given[at] = axes
     if call.uniform(x) and not cuts:
         return call.result(given)
     for dim, axes in cuts.items():
-        at = found.index(dim) - len(found) + value.ndim
+        at = kept_dims.index(dim) - len(kept_dims) + value.ndim
         alone = at < 0 or value.shape[at] == 1 or call.uniform(value)
         if given.get(dim, axes if alone else None) != axes:
             raise LayoutUnknown(

@@ -199,5 +199,5 @@ def placements_of(tensor: Tensor) -> Any:
 
 def spread_of_dtensor(tensor: Any, mesh: Mesh) -> SpreadOrUnknown:
     """The sharding of a DTensor's local tensors."""
-    found = spread_of_placements(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
-    return found if isinstance(found, UnknownLayout) else normalize_spread(found, tensor.ndim)
+    spread = spread_of_placements(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
+    return spread if isinstance(spread, UnknownLayout) else normalize_spread(spread, tensor.ndim)
