@@ -89,14 +89,14 @@ SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def _select_numbers(name: str, given: WantedNumbers) -> NumberSelection:
-    found = None if given is None else normalize_numbers(name, given)
-    return frozenset(found) if isinstance(found, tuple) else found
+    numbers = None if given is None else normalize_numbers(name, given)
+    return frozenset(numbers) if isinstance(numbers, tuple) else numbers
 
 
-def _numbers_to_json(wanted: NumberSelection) -> Any:
-    if isinstance(wanted, slice):
-        return to_json(SliceRecord([wanted.start, wanted.stop, wanted.step]))
-    return None if wanted is None else sorted(wanted)
+def _numbers_to_json(numbers: NumberSelection) -> Any:
+    if isinstance(numbers, slice):
+        return to_json(SliceRecord([numbers.start, numbers.stop, numbers.step]))
+    return None if numbers is None else sorted(numbers)
 
 
 def _parse_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | None:

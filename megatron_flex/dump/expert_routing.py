@@ -62,15 +62,15 @@ def choice_from_json(record: Any, packed: Tensor) -> ExpertChoice:
         DumpError: the record is not a decision.
     """
     try:
-        found = RouterRecord(**record)
-        experts, (sequence, batch) = int(found.experts), (int(n) for n in found.shape)
-        stream, slots = layout_from_json(found.stream), int(found.slots)
+        stored = RouterRecord(**record)
+        experts, (sequence, batch) = int(stored.experts), (int(n) for n in stored.shape)
+        stream, slots = layout_from_json(stored.stream), int(stored.slots)
         if packed.shape != (sequence * batch, -(-experts // len(BIT_VALUES))) or len(stream.dims) != 2:
             raise DumpError(f"bits of shape {tuple(packed.shape)} for {sequence * batch} tokens: damaged")
         chosen = unpack_choice(packed, experts)
         if not 0 < slots <= experts or (sequence * batch and int(chosen.sum(1).max()) > slots):
             raise DumpError(f"tokens that go to more than {slots} of {experts} experts: damaged")
-        return ExpertChoice(chosen, (sequence, batch), slots, stream, bool(found.etp_outer))
+        return ExpertChoice(chosen, (sequence, batch), slots, stream, bool(stored.etp_outer))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, LayoutError) as error:
         raise DumpError(f"no decision of a router: {error!r}; the dump is damaged") from error
 
@@ -99,8 +99,8 @@ class RowLocations(NamedTuple):
 
     def ranks(self) -> list[tuple[int, int, Tensor]]:
         """The coordinates `edp`, `ep` that have rows, each with a mask of its entries."""
-        found = torch.stack([self.edp, self.ep]).unique(dim=1).T.tolist()
-        return [(edp, ep, (self.edp == edp) & (self.ep == ep)) for edp, ep in found]
+        coordinates = torch.stack([self.edp, self.ep]).unique(dim=1).T.tolist()
+        return [(edp, ep, (self.edp == edp) & (self.ep == ep)) for edp, ep in coordinates]
 
 
 class ExpertRouting:
@@ -125,9 +125,9 @@ class ExpertRouting:
         if self.experts % sizes.get("ep", 1) or any(
             _get_choice_kind(c) != _get_choice_kind(some) for c in every
         ):
-            found = sorted({c.chosen.shape[1] for c in every})
+            counts = sorted({c.chosen.shape[1] for c in every})
             raise DumpError(
-                f"routers choose among {found} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
+                f"routers choose among {counts} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
                 "the dump is damaged"
             )
         self.slots, self._tokens = some.slots, Layout(some.stream.dims[:2])
@@ -199,24 +199,24 @@ class ExpertRouting:
             order of its tokens.
         """
 
-        def fetch(edp: int, ep: int, wanted: Tensor) -> Tensor:
+        def fetch(edp: int, ep: int, selected: Tensor) -> Tensor:
             shards = []
             for at in coordinates(layout, self.sizes):
                 etp = range(self.sizes.get("etp", 1)) if "etp" not in at else (at["etp"],)
                 shard = next((rows[edp, ep, t] for t in etp if (edp, ep, t) in rows), None)
                 if shard is None:
                     raise DumpError(f"no rows of the ranks at edp={edp}, ep={ep}")
-                shards.append(shard[wanted])
+                shards.append(shard[selected])
             return assemble(layout, shards, self.sizes)
 
         some = next(iter(rows))
-        found = self.rows(replica, expert)
+        locations = self.rows(replica, expert)
         dense = scatter_rows_to_tokens(
-            found, fetch, self.shape, 1 if expert is not None else self.slots, some[:2]
+            locations, fetch, self.shape, 1 if expert is not None else self.slots, some[:2]
         )
         if expert is None:
             return dense
-        return dense[:, :, 0].flatten(0, 1)[found.token.sort().values]
+        return dense[:, :, 0].flatten(0, 1)[locations.token.sort().values]
 
     def _of(self, place: ExpertCoords, expert: int | None) -> RowLocations:
         """The location of the rows of one rank's own tokens."""
@@ -241,10 +241,10 @@ class ExpertRouting:
             missing = [p for p in places if p not in self.choices]
             if missing:
                 raise DumpError(f"no router's decision of the rank at (edp, ep, etp)={missing[0]}")
-            found = [self.choices[p][1] for p in places]
-            counts = torch.stack([c.chosen.sum(0) for c in found]).view(*sizes, self.experts)
-            mine = select_experts(self.experts, sizes[0], ep, expert)
-            self._sent[key] = rows_by_source(counts[:, :, mine], found[0].etp_outer)
+            sources = [self.choices[p][1] for p in places]
+            counts = torch.stack([c.chosen.sum(0) for c in sources]).view(*sizes, self.experts)
+            experts = select_experts(self.experts, sizes[0], ep, expert)
+            self._sent[key] = rows_by_source(counts[:, :, experts], sources[0].etp_outer)
         return self._sent[key]
 
 
@@ -266,11 +266,11 @@ def scatter_rows_to_tokens(
     """
     ranks = rows.ranks() or [(*some, torch.zeros(len(rows.row), dtype=torch.bool))]
     out: Tensor | None = None
-    for edp, ep, mine in ranks:
-        found = fetch(edp, ep, rows.row[mine])
+    for edp, ep, on_rank in ranks:
+        values = fetch(edp, ep, rows.row[on_rank])
         if out is None:
-            out = found.new_zeros((shape[0] * shape[1], slots, *found.shape[1:]))
-        out[rows.token[mine], rows.slot[mine]] = found
+            out = values.new_zeros((shape[0] * shape[1], slots, *values.shape[1:]))
+        out[rows.token[on_rank], rows.slot[on_rank]] = values
     assert out is not None
     return out.view(*shape, *out.shape[1:])
 

@@ -117,7 +117,7 @@ def _has_mark(path: Path) -> bool:
 def _parse_object(text: bytes) -> dict[str, Any]:
     """A JSON object; an empty one if the text is anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -48,20 +48,20 @@ class ReusedMemory:
         """An uninitialized tensor on the CPU, in memory that was released if it is large enough."""
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            found = self._free.pop()
+            memory = self._free.pop()
         except IndexError:
-            found = None
-        if found is None or found.numel() < nbytes:
-            found = allocate_on_host([nbytes], torch.uint8)
-        self._lent[found.data_ptr()] = found
-        return found[:nbytes].view(dtype).view(list(shape))
+            memory = None
+        if memory is None or memory.numel() < nbytes:
+            memory = allocate_on_host([nbytes], torch.uint8)
+        self._lent[memory.data_ptr()] = memory
+        return memory[:nbytes].view(dtype).view(list(shape))
 
     def release(self, *tensors: Tensor) -> None:
         """Release tensors from `take`, which its next calls overwrite. Other tensors are ignored."""
         for tensor in tensors:
-            found = self._lent.pop(tensor.data_ptr(), None)
-            if found is not None:
-                self._free.append(found)
+            memory = self._lent.pop(tensor.data_ptr(), None)
+            if memory is not None:
+                self._free.append(memory)
 
 
 def _advise(address: int, nbytes: int) -> None:
@@ -78,10 +78,10 @@ def _advise(address: int, nbytes: int) -> None:
 def _load_madvise() -> Callable[[int, int, int], int] | None:
     """The function of the C library; None where there is none."""
     try:
-        found = ctypes.CDLL(None).madvise
+        madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int], int] = found
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise.restype = ctypes.c_int
+    call: Callable[[int, int, int], int] = madvise
     return call

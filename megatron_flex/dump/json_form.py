@@ -229,14 +229,14 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
             check_form(one, form["*"], key[:40])
     else:
         check_form(value, "object", at)
-        wanted, needed = _split_keys(form)
-        if not needed <= value.keys() <= wanted.keys():
-            missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - wanted.keys())
+        forms, needed = _split_keys(form)
+        if not needed <= value.keys() <= forms.keys():
+            missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - forms.keys())
             raise ValueError(
                 f"{_name_place(at)} has wrong keys: missing {missing}, unknown {str(unknown)[:80]}"
             )
         for key, one in value.items():
-            check_form(one, wanted[key], key)
+            check_form(one, forms[key], key)
 
 
 def _name_place(at: str) -> str:
@@ -253,8 +253,8 @@ def _split_keys(form: dict[str, Form]) -> tuple[dict[str, Form], frozenset[str]]
     """The forms of an object's keys, and the keys that it must have."""
     known = _KEY_CACHE.get(id(form))
     if known is None or known[0] is not form:
-        wanted = {key.removesuffix("?"): one for key, one in form.items()}
-        known = form, wanted, frozenset(key for key in form if not key.endswith("?"))
+        forms = {key.removesuffix("?"): one for key, one in form.items()}
+        known = form, forms, frozenset(key for key in form if not key.endswith("?"))
         _KEY_CACHE[id(form)] = known
     return known[1], known[2]
 

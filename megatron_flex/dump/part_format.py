@@ -99,10 +99,10 @@ def format_iteration_folder(iteration: int, run_of: int = 0) -> str:
 
 def parse_iteration_folder(folder: str) -> tuple[int, int] | None:
     """The number of an iteration, and which run of the schedule, by the name of its folder."""
-    found = _ITERATION_FOLDER.fullmatch(folder)
-    if found is None:
+    matched = _ITERATION_FOLDER.fullmatch(folder)
+    if matched is None:
         return None
-    out = int(found[1]), int(found[2] or 0)
+    out = int(matched[1]), int(matched[2] or 0)
     return out if format_iteration_folder(*out) == folder else None
 
 
@@ -124,10 +124,10 @@ def format_part_name(rank: int, part: int, parts: int = 0) -> str:
 
 def parse_part_name(name: str) -> tuple[int, int, int] | None:
     """Rank, part and parts (0 in all but the last) by the name of a file; None for other files."""
-    found = PART_NAME.fullmatch(name)
-    if found is None:
+    matched = PART_NAME.fullmatch(name)
+    if matched is None:
         return None
-    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    out = int(matched[1]), int(matched[2]), int(matched[3] or 0)
     return out if format_part_name(*out) == name else None
 
 
@@ -142,8 +142,8 @@ def list_complete_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Pa
     present: dict[int, set[int]] = {rank: set() for rank in ranks}
     counts: dict[int, int] = {}
     for name in os.listdir(folder):
-        if (found := parse_part_name(name)) is not None and found[0] in present:
-            rank, part, parts = found
+        if (numbering := parse_part_name(name)) is not None and numbering[0] in present:
+            rank, part, parts = numbering
             present[rank].add(part)
             counts[rank] = max(counts.get(rank, 0), parts)
     for rank, numbers in present.items():
@@ -251,11 +251,11 @@ def read_part(path: Path) -> StoredPart:
 def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
     content = load_json(body)
     check_form(content, "object")
-    found = content.pop(METADATA_KEY)
-    check_form(found, "object")
-    _check_version(path, pick_known(PartMetadata, found).format)
-    check_form(found, FORMS["META"])
-    meta = from_json(PartMetadata, found)
+    metadata = content.pop(METADATA_KEY)
+    check_form(metadata, "object")
+    _check_version(path, pick_known(PartMetadata, metadata).format)
+    check_form(metadata, FORMS["META"])
+    meta = from_json(PartMetadata, metadata)
     if not is_sealed(body):
         raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged", path=path)
     where = _parse_spans(content, room, start)

@@ -96,13 +96,13 @@ def list_run_folders(path: Path) -> list[RunFolder]:
     Raises:
         DumpError: there is no dump.
     """
-    found = run_paths(path)
-    if not found:
+    numbered = run_paths(path)
+    if not numbered:
         inside = RUN_NUMBER.fullmatch(path.resolve().name)
         fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
         fix = "".join(f"; {one.text}" for one in renamed_runs(path)) or fix
         raise DumpError(f"{path} is not a dump: it has no run-0000{fix}", path=path)
-    return [_list_run_folder(number, folder) for number, folder in found]
+    return [_list_run_folder(number, folder) for number, folder in numbered]
 
 
 def run_paths(path: Path) -> list[tuple[int, Path]]:
@@ -119,8 +119,8 @@ def run_paths(path: Path) -> list[tuple[int, Path]]:
 
 def _number(name: str) -> int | None:
     """The number of a run by the name of its folder, which has one spelling."""
-    found = RUN_NUMBER.fullmatch(name)
-    return int(found[1]) if found is not None and format_run_folder(int(found[1])) == name else None
+    matched = RUN_NUMBER.fullmatch(name)
+    return int(matched[1]) if matched is not None and format_run_folder(int(matched[1])) == name else None
 
 
 @dataclass(frozen=True, slots=True)

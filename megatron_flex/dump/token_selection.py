@@ -132,13 +132,13 @@ def tokens_from_json(data: Any) -> TokenSelection:
     if isinstance(data, dict):
         if has_fields(SliceRecord, data):
             return slice(*pick_known(SliceRecord, data).slice)
-        found = pick_known(RandomRecord, data)
-        if found.method != METHOD:
+        drawn = pick_known(RandomRecord, data)
+        if drawn.method != METHOD:
             raise DumpError(
-                f"the positions of this dump were drawn by {found.method[:40]!r}, not by {METHOD!r}, so that "
+                f"the positions of this dump were drawn by {drawn.method[:40]!r}, not by {METHOD!r}, so that "
                 "they are not known; read it with the megatron_flex that wrote it, or dump again"
             )
-        return RandomTokens(int(found.sampled), int(found.seed))
+        return RandomTokens(int(drawn.sampled), int(drawn.seed))
     return None if data is None else tuple(int(p) for p in data)
 
 
@@ -190,9 +190,9 @@ class EntrySelection(NamedTuple):
     def of(self, local: Tensor, layout: Layout) -> Tensor:
         """Return the kept entries, `[kept, ...]`; other dims keep their order."""
         at = [(find_dim(layout, SAMPLE_DIM), self.sample), (find_dim(layout, TOKEN_DIM), self.token)]
-        found = [(d, i) for d, i in at if d is not None and i is not None]
-        front = local.movedim([d for d, _ in found], list(range(len(found))))
-        return front[tuple(i.to(local.device) for _, i in found)]
+        selected_dims = [(d, i) for d, i in at if d is not None and i is not None]
+        front = local.movedim([d for d, _ in selected_dims], list(range(len(selected_dims))))
+        return front[tuple(i.to(local.device) for _, i in selected_dims)]
 
 
 def find_dim(layout: Layout, name: str) -> int | None:
@@ -302,8 +302,8 @@ def _build_selection(
         count = 1 if rows is None else len(rows)
         sample = None if rows is None else rows.repeat_interleave(len(position))  # type: ignore[assignment]
         position = position.repeat(count)
-    found = sample, where[position], position
-    return EntrySelection(*(t if t is None else t.to(device) for t in found))
+    indices = sample, where[position], position
+    return EntrySelection(*(t if t is None else t.to(device) for t in indices))
 
 
 def make_mean_layout(layout: Layout) -> Layout:
@@ -408,9 +408,9 @@ class SelectionSettings:
             at = first if first >= begin else begin + (first - begin) % step
             stop = begin + count if last is None else min(begin + count, last)
             return range(at - begin, max(stop - begin, at - begin), step)
-        found = _sort_samples(self.samples)
-        low, high = bisect_left(found, begin), bisect_left(found, begin + count)
-        return [n - begin for n in found[low:high]]
+        numbers = _sort_samples(self.samples)
+        low, high = bisect_left(numbers, begin), bisect_left(numbers, begin + count)
+        return [n - begin for n in numbers[low:high]]
 
     def count_kept_tokens(self, length: int) -> int:
         """How many of so many positions are kept of a sample."""

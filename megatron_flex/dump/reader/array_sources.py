@@ -167,8 +167,8 @@ class ActivationSource:
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """The request that a microbatch of a replica answered, if it did."""
-        found = self._shards.of(self.dump.stored_iteration(which), replica).get(microbatch, [])
-        return next((entry.request for _, entry, _, _ in found if entry.request is not None), None)
+        shards = self._shards.of(self.dump.stored_iteration(which), replica).get(microbatch, [])
+        return next((entry.request for _, entry, _, _ in shards if entry.request is not None), None)
 
     def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
         """Iteration, microbatch, replica, and a source of that alone."""
@@ -202,8 +202,10 @@ class ActivationSource:
                 spans = next((d.sequences for d in layout.dims if d.sequences), ())
                 given = not spans and self._planner.selection.samples is not None
                 for row, span in enumerate(spans or [(0, MOST_INTEGER)] * len(block.kept)):
-                    own = positions if positions.ndim == 1 else positions[0 if spans else row]
-                    first, last = torch.searchsorted(own, torch.tensor(span)).tolist()  # they ascend
+                    sample_positions = positions if positions.ndim == 1 else positions[0 if spans else row]
+                    first, last = torch.searchsorted(
+                        sample_positions, torch.tensor(span)
+                    ).tolist()  # they ascend
                     yield StoredSequence(
                         which,
                         block.microbatch,
@@ -211,7 +213,7 @@ class ActivationSource:
                         block.numbers[row] if given else number,
                         0 if spans else row,
                         range(first, last),
-                        own[first:last] - span[0],
+                        sample_positions[first:last] - span[0],
                         source,
                     )
                     number += 1
@@ -221,7 +223,7 @@ class ActivationSource:
     def list_reads(
         self, which: IterationKey, where: RegionIndex, out: Tensor
     ) -> Iterator[Callable[[], object]]:
-        """Functions that read the entries wanted of one iteration, each a piece of them.
+        """Functions that read the requested entries of one iteration, each a piece of them.
 
         Args:
             which: the iteration.
@@ -250,7 +252,7 @@ class ActivationSource:
                     yield partial(read, (where[1][tokens], *where[2:]), into[:, tokens])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
-        """Return the entries wanted of one iteration without a copy, if one shard has all of them.
+        """Return the requested entries of one iteration without a copy, if one shard has all of them.
 
         Args:
             which: the iteration.
@@ -270,12 +272,12 @@ class ActivationSource:
         one = self._planner.tensor(plan, block)
         if not isinstance(one, AssembledTensor):
             return None
-        wanted, order = _locate_block(plan, one, block, [item for _, item in places], where[1:])
-        found = one.find(wanted)
-        if found is None:
+        indices, order = _locate_block(plan, one, block, [item for _, item in places], where[1:])
+        view = one.find(indices)
+        if view is None:
             return None
-        found = found.permute(order)
-        return found if plan.sample is not None else found[None]
+        view = view.permute(order)
+        return view if plan.sample is not None else view[None]
 
     def _plan_like_first(self, which: IterationKey) -> SamplePlan:
         """The plan of an iteration that has the shape and dtype of the first one."""
@@ -298,18 +300,18 @@ class ActivationSource:
         out: Tensor,
     ) -> None:
         """Read samples of a block, counted among those that are kept."""
-        wanted, order = _locate_block(plan, one, block, items, where)
+        indices, order = _locate_block(plan, one, block, items, where)
         if isinstance(one, AssembledTensor) and plan.sample is not None:
-            one.region(wanted, out.permute(inverse_order(order)))
+            one.region(indices, out.permute(inverse_order(order)))
         else:
-            out.copy_(one.region(wanted).permute(order))
+            out.copy_(one.region(indices).permute(order))
 
 
 def _read_scattered(read: Callable[[Tensor], None], out: Tensor, at: Sequence[int]) -> None:
     """Read samples whose places in `out` are not evenly spaced."""
-    found = out.new_empty(len(at), *out.shape[1:])
-    read(found)
-    out[torch.tensor(at)] = found
+    samples = out.new_empty(len(at), *out.shape[1:])
+    read(samples)
+    out[torch.tensor(at)] = samples
 
 
 def _split_range(length: int, nbytes: int) -> list[slice]:
@@ -336,18 +338,18 @@ def _locate_block(
         where: tokens (if it has some), features.
     """
     sample, token = plan.sample, plan.token
-    wanted: list[DimIndex] = [range(0)] * len(one.shape)
+    indices: list[DimIndex] = [range(0)] * len(one.shape)
     front = []
     if sample is not None:
-        wanted[sample] = compact_index([block.kept[i] for i in items])
+        indices[sample] = compact_index([block.kept[i] for i in items])
         front.append(sample)
     if token is not None:
-        wanted[token] = plan.locate_tokens(block.numbers[items[0]], where[0], one)
+        indices[token] = plan.locate_tokens(block.numbers[items[0]], where[0], one)
         where = where[1:]
         front.append(token)
     for dim, index in zip(plan.rest, where, strict=True):
-        wanted[dim] = index
-    return wanted, [*front, *plan.rest]
+        indices[dim] = index
+    return indices, [*front, *plan.rest]
 
 
 class ParameterSource:
@@ -443,7 +445,7 @@ class ParameterSource:
     def list_reads(
         self, which: IterationKey, where: RegionIndex, out: Tensor
     ) -> Iterator[Callable[[], object]]:
-        """Functions that read the entries wanted of one iteration into `out`, each a piece of them."""
+        """Functions that read the requested entries of one iteration into `out`, each a piece of them."""
         one = self._assembled_like_first(which)
         if not where:
             yield partial(one.region, where, out)
@@ -452,7 +454,7 @@ class ParameterSource:
             yield partial(one.region, (where[0][rows], *where[1:]), out[rows])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
-        """The entries wanted of one iteration without a copy, as in `ActivationSource.find`."""
+        """The requested entries of one iteration without a copy, as in `ActivationSource.find`."""
         return self._assembled_like_first(which).find(where)
 
     def _assembled_like_first(self, which: IterationKey) -> AssembledTensor:
@@ -468,14 +470,14 @@ class ParameterSource:
     def _assembled(self, which: IterationKey) -> AssembledTensor:
         written = self.dump.stored_iteration(which)
         where = f"{self.name} ({self.kind}), {written.describe()}"
-        found: list[LocatedShard] = []
+        located: list[LocatedShard] = []
         for replica in written.run.replicas:
-            found += self.dump.entries(written, self.name, self.kind, self.stage, replica)
-            if found:
-                layout, shards = group_shards(found, written.run.sizes, where)
+            located += self.dump.entries(written, self.name, self.kind, self.stage, replica)
+            if located:
+                layout, shards = group_shards(located, written.run.sizes, where)
                 if has_all_shards(layout, shards, written.run.sizes):
                     break
-        if not found:
+        if not located:
             raise DumpError(f"{where}: was not dumped; .at(...) selects iterations that have it")
         if not has_all_shards(layout, shards, written.run.sizes):
             raise DumpError(f"{where}: ranks wrote only some of its shards")

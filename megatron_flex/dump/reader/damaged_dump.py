@@ -59,27 +59,34 @@ class IncompleteRun(DumpRun):
         complete = super().stored_iteration(iteration, run_of, like)
         folder = self.folder / format_iteration_folder(iteration, run_of)
         if complete is not None:
-            there = {rank: tuple(complete.paths(rank)) for rank in complete.parts}
+            paths_by_rank = {rank: tuple(complete.paths(rank)) for rank in complete.parts}
             return IncompleteIteration(
-                self, iteration, run_of, folder, complete.parts, self.files, there, frozenset(there)
+                self,
+                iteration,
+                run_of,
+                folder,
+                complete.parts,
+                self.files,
+                paths_by_rank,
+                frozenset(paths_by_rank),
             )
         try:
             names = sorted(os.listdir(folder))
         except OSError:
             return None
-        found: dict[int, list[Path]] = {}
+        present: dict[int, list[Path]] = {}
         count: dict[int, int] = {}  # of the parts that there were, which the last one's name says
         for name in names:
             named = parse_part_name(name)
             if named is not None and named[0] in self.coords:
-                found.setdefault(named[0], []).append(folder / name)
+                present.setdefault(named[0], []).append(folder / name)
                 count[named[0]] = max(named[2], count.get(named[0], 0))
-        if not found:
+        if not present:
             return None
-        parts = {rank: len(paths) for rank, paths in found.items()}
-        there = {rank: tuple(paths) for rank, paths in found.items()}
+        parts = {rank: len(paths) for rank, paths in present.items()}
+        paths_by_rank = {rank: tuple(paths) for rank, paths in present.items()}
         good = frozenset(rank for rank, number in parts.items() if number == count[rank])
-        return IncompleteIteration(self, iteration, run_of, folder, parts, self.files, there, good)
+        return IncompleteIteration(self, iteration, run_of, folder, parts, self.files, paths_by_rank, good)
 
 
 class DamagedDump(OpenDump):
@@ -129,13 +136,13 @@ class DamagedDump(OpenDump):
         Raises:
             DumpError: rows of experts, of an iteration that lost some: the lost ones would read as zeros.
         """
-        found = super().entries(written, site, kind, stage, replica)
-        routed = any(entry.route is not None for _, entry, _, _ in found)
+        located = super().entries(written, site, kind, stage, replica)
+        routed = any(entry.route is not None for _, entry, _, _ in located)
         if routed and isinstance(written, IncompleteIteration) and written.lacks_parts(written.run.coords):
             raise DumpError(
                 f"{site}: {written.describe()} is incomplete, and rows of experts are read of whole ones only"
             )
-        return found
+        return located
 
     def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
         """The error where an iteration has nothing of a site: the lost parts may have had the site."""

@@ -151,11 +151,11 @@ class ArraySource(Protocol):
     def list_reads(
         self, which: IterationKey, where: RegionIndex, out: Tensor
     ) -> Iterator[Callable[[], object]]:
-        """Functions that read the entries wanted of one iteration into `out`, in its dtype, in pieces."""
+        """Functions that read the requested entries of one iteration into `out`, in its dtype, in pieces."""
         ...
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
-        """The entries wanted of one iteration without a copy; None unless one shard has all of them."""
+        """The requested entries of one iteration without a copy; None unless one shard has all of them."""
         ...
 
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
@@ -350,14 +350,14 @@ class DumpArray:
     def _labels(self, which: int) -> Tensor | None:
         if which >= len(self._source.dims) or not self.iteration_keys:
             return None
-        found = self._source.labels(self.iteration_keys[0])[which]
-        if found is None:
+        labels = self._source.labels(self.iteration_keys[0])[which]
+        if labels is None:
             return None
-        own = self.view[1:3]
-        if found.ndim == 1:
-            return _index_labels(found, [own[which]])
+        selection = self.view[1:3]
+        if labels.ndim == 1:
+            return _index_labels(labels, [selection[which]])
         every = [self._source.labels(p)[which] for p in self.iteration_keys]
-        table = torch.stack([_index_labels(cast(Tensor, t), own) for t in every])
+        table = torch.stack([_index_labels(cast(Tensor, t), selection) for t in every])
         return table[0] if isinstance(self.view[0], int) else table
 
     def __len__(self) -> int:
@@ -384,9 +384,9 @@ class DumpArray:
     def __getitem__(self, key: Any) -> DumpArray:
         live = [i for i, v in enumerate(self.view) if not isinstance(v, int)]
         with self._name_in_errors():
-            wanted = parse_index_key(key, self.shape, self.dims)
+            selected = parse_index_key(key, self.shape, self.dims)
         view = list(self.view)
-        for axis, want in zip(live, wanted, strict=True):
+        for axis, want in zip(live, selected, strict=True):
             had = cast(DimIndex, view[axis])
             view[axis] = had[want] if isinstance(want, int) else compose_indices(want, had)
         return DumpArray(self._source, view)
@@ -405,17 +405,17 @@ class DumpArray:
             DumpArray(decoder.layers.3: iteration 1, sample 4, token 16, h 32; float32, 8,192 bytes; [s, b,
             h])
         """
-        wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
+        keys = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
         with self._name_in_errors():
-            source = self._source.among(wanted)
+            source = self._source.among(keys)
             if not self._sliced:
                 return DumpArray(source)
-            for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
-                if max(compact_index([own]) if isinstance(own, int) else own, default=-1) >= length:
+            for index, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
+                if max(compact_index([index]) if isinstance(index, int) else index, default=-1) >= length:
                     raise DumpError(
                         f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced"
                     )
-        return DumpArray(source, [range(len(wanted)), *self.view[1:]])
+        return DumpArray(source, [range(len(keys)), *self.view[1:]])
 
     def microbatch_arrays(self) -> Iterator[MicrobatchArray]:
         """Iterate over what was written at a time, each as an array: for tensors whose shapes differ.
@@ -479,10 +479,10 @@ class DumpArray:
         every = torch.arange(length) < table[..., None]
         if isinstance(self.view[0], int):
             every = every[0]
-        for axis, own in enumerate(self.view[1:3], every.ndim - 2):
-            where = torch.tensor(own if isinstance(own, int) else list(own), dtype=torch.int64)
+        for axis, index in enumerate(self.view[1:3], every.ndim - 2):
+            where = torch.tensor(index if isinstance(index, int) else list(index), dtype=torch.int64)
             every = every.index_select(axis, where.reshape(-1))
-        dropped = [a for a, own in enumerate(self.view[1:3], every.ndim - 2) if isinstance(own, int)]
+        dropped = [a for a, index in enumerate(self.view[1:3], every.ndim - 2) if isinstance(index, int)]
         for axis in reversed(dropped):
             every = every.squeeze(axis)
         return None if bool(every.all()) else every
@@ -522,14 +522,14 @@ class DumpArray:
             inside = len(grid) > 0 and row % max(len(grid[-1]), 1) != 0
             if row < len(rows) and inside and torch.equal(rows[row], rows[begin]):
                 continue
-            found = rows[begin].nonzero().flatten().tolist()
+            tokens_of_row = rows[begin].nonzero().flatten().tolist()
             front: list[DimIndex | int] = []
             if len(grid) == 2:
                 front = [begin // len(grid[1]), range(begin % len(grid[1]), (row - 1) % len(grid[1]) + 1)]
             elif grid:
                 front = [range(begin, row)]
-            if found:
-                yield (*front, compact_index(found)) if tokens else tuple(front)
+            if tokens_of_row:
+                yield (*front, compact_index(tokens_of_row)) if tokens else tuple(front)
             begin = row
 
     def sequence_arrays(self) -> Iterator[SequenceArray]:
@@ -637,10 +637,10 @@ class DumpArray:
         if len(where[0]) != 1:
             return None
         with self._name_in_errors():
-            found = self._source.find(self._source.iteration_keys[where[0][0]], where[1:])
-        if found is None:
+            view = self._source.find(self._source.iteration_keys[where[0][0]], where[1:])
+        if view is None:
             return None
-        return found[None][tuple(0 if isinstance(v, int) else slice(None) for v in self.view)]
+        return view[None][tuple(0 if isinstance(v, int) else slice(None) for v in self.view)]
 
     def numpy(self) -> Any:
         """Read the selected entries as a numpy array.
@@ -661,15 +661,15 @@ class DumpArray:
             raise DumpError(
                 f"{self.name}: numpy is not installed; .torch() needs none", site=self.name
             ) from None
-        found = self.torch()
-        lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
-        return (found.float() if lacks else found).numpy()
+        tensor = self.torch()
+        lacks = tensor.dtype == torch.bfloat16 or (tensor.is_floating_point() and tensor.dtype.itemsize == 1)
+        return (tensor.float() if lacks else tensor).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("an array of a dump is read from files: it is not available without a copy")
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
 
     def item(self) -> Any:
         """Return the value of an array that has one entry.
@@ -696,8 +696,8 @@ def _check_receiver(array: DumpArray, out: Tensor, dtype: torch.dtype | None, de
         )
 
 
-def _index_labels(labels: Tensor, own: list[DimIndex | int]) -> Tensor:
-    for dim, index in reversed(list(enumerate(own[: labels.ndim]))):
+def _index_labels(labels: Tensor, selection: list[DimIndex | int]) -> Tensor:
+    for dim, index in reversed(list(enumerate(selection[: labels.ndim]))):
         if isinstance(index, int):
             labels = labels.select(dim, index)
         elif index != range(labels.shape[dim]):

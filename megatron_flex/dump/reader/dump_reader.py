@@ -51,9 +51,9 @@ def sort_by_execution(
                 for path in written.paths(rank):
                     for entry in files.open(path).part.index.entries:
                         if entry.kind in turns and entry.site in records:
-                            found = entry.microbatch, entry.call, entry.turn
+                            turn = entry.microbatch, entry.call, entry.turn
                             first_turns = turns[entry.kind]
-                            first_turns[entry.site] = min(found, first_turns.get(entry.site, found))
+                            first_turns[entry.site] = min(turn, first_turns.get(entry.site, turn))
         if len(turns[VALUE]) == len(records):
             break  # further replicas have the same sites; only experts are spread over them
     model = {name: at for at, name in enumerate(records)}
@@ -182,8 +182,8 @@ class OpenDump:
     @cached_property
     def _complete(self) -> dict[IterationKey, StoredIteration]:
         every = sorted({which for run in self.runs for which in run.folders})
-        found = {which: self._look(which) for which in every}
-        complete = {which: one for which, one in found.items() if one is not None}
+        by_key = {which: self._look(which) for which in every}
+        complete = {which: one for which, one in by_key.items() if one is not None}
         if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
             text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
@@ -230,15 +230,15 @@ class OpenDump:
             >>> dump.stored_iteration((1, 0)).iteration
             1
         """
-        found = self._look(which)
-        if found is None:
+        stored = self._look(which)
+        if stored is None:
             have = self.iterations
             available = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
             raise DumpError(
                 f"{self.path}: iteration {which} is missing or incomplete; complete iterations: {available}",
                 path=self.path,
             )
-        return found
+        return stored
 
     @cached_property
     def site_records(self) -> dict[str, SiteRecord]:
@@ -268,8 +268,8 @@ class OpenDump:
             >>> open_dump("dumps/run").site_record("decoder.layers.3:output").shape
             ['s', 'b', 32]
         """
-        found = self.site_records.get(name)
-        return self._parameter_records[name] if found is None else found
+        record = self.site_records.get(name)
+        return self._parameter_records[name] if record is None else record
 
     def axes(self, name: str) -> dict[str, str]:
         """Return the meaning of the dims of a hook point or parameter (`sequence`, `batch`), by layout name.
@@ -285,12 +285,12 @@ class OpenDump:
             return dict(record.axes)
         written = self.stored_iteration(self.iteration_keys[0])
         kind = VALUE if name in self.site_records else PARAMETER
-        found = (
+        recorded = (
             entry.axes
             for replica in written.run.replicas
             for _, entry, _, _ in self.entries(written, name, kind, record.stage, replica)
         )
-        return dict(next((axes for axes in found if axes), {}))
+        return dict(next((axes for axes in recorded if axes), {}))
 
     @property
     def sites(self) -> list[str]:
@@ -553,20 +553,20 @@ class OpenDump:
     def _find_site(self, name: str) -> tuple[str, str]:
         """The same for the end of a module's name, or a pattern, that means one hook point."""
         try:
-            found = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
+            names = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
         except SiteError as error:
             raise DumpError(str(error)) from None
-        if not found:
+        if not names:
             raise DumpError(
                 f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}", path=self.path
             )
-        if len(found) > 1:
+        if len(names) > 1:
             raise DumpError(
-                f"{self.path}: {name!r} means {', '.join(found[:4])}{' ...' * (len(found) > 4)}; "
+                f"{self.path}: {name!r} means {', '.join(names[:4])}{' ...' * (len(names) > 4)}; "
                 "[...] takes one, and keys() lists them",
                 path=self.path,
             )
-        one = self._resolve_site(found[0])
+        one = self._resolve_site(names[0])
         assert one is not None  # it is one of `sites`
         return one
 

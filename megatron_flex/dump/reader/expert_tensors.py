@@ -42,7 +42,7 @@ class ExpertTensor:
     def __init__(
         self,
         files: PartFiles,
-        found: Sequence[LocatedShard],
+        located: Sequence[LocatedShard],
         routing: ExpertRouting,
         home: Layout,
         replica: int,
@@ -50,10 +50,10 @@ class ExpertTensor:
         where: str,
     ) -> None:
         self.where, self.routing = where, routing
-        expert = pick_known(RowsRoute, found[0][1].route or {}).expert
+        expert = pick_known(RowsRoute, located[0][1].route or {}).expert
         self._slots = 1 if expert is not None else routing.slots
         self._rows = routing.rows(replica, expert)
-        self._ranks = _assemble_by_rank(files, found, sizes, where)
+        self._ranks = _assemble_by_rank(files, located, sizes, where)
         for (edp, ep), rows in self._ranks.items():
             if rows.shape[0] != routing.sent(edp, ep, expert):
                 raise DumpError(
@@ -81,13 +81,13 @@ class ExpertTensor:
         """The names of its dims."""
         return [d.name or f"d{i}" for i, d in enumerate(self.layout.dims)]
 
-    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
-        """The entries wanted of each dim.
+    def region(self, indices: Sequence[DimIndex]) -> Tensor:
+        """The requested entries of each dim.
 
         Raises:
             DumpError: a rank's rows are missing or damaged.
         """
-        tokens, samples, *rest = wanted
+        tokens, samples, *rest = indices
         (length, batch), slots = self.routing.shape, [0] if self._one else list(rest[0])
         features = rest if self._one else rest[1:]
         unique_tokens, at_token = torch.tensor(list(tokens), dtype=torch.int64).unique(return_inverse=True)
@@ -128,19 +128,19 @@ class ExpertTensorReader:
 
     def entries(self, written: StoredIteration, kind: str, site: str = "") -> list[LocatedShard]:
         """What ranks of all replicas wrote: rows of any replica's tokens are on any."""
-        found = [
+        located = [
             f
             for r in written.run.replicas
             for f in self.dump.entries(written, site or self.site, kind, self.stage, r)
         ]
-        return [f for f in found if f[1].route is not None and f[1].call == self.call]
+        return [f for f in located if f[1].route is not None and f[1].call == self.call]
 
     def tensor(
         self,
         written: StoredIteration,
         microbatch: int,
         replica: int,
-        found: Sequence[LocatedShard],
+        located: Sequence[LocatedShard],
         where: str,
     ) -> ExpertTensor:
         """The tensor of a microbatch of a replica, by token.
@@ -149,12 +149,12 @@ class ExpertTensorReader:
             written: the iteration.
             microbatch: its number.
             replica: the data parallel coordinate.
-            found: what ranks wrote of it.
+            located: what ranks wrote of it.
             where: what it is, for errors.
         """
-        routing = self._routing(written, microbatch, str(pick_known(RowsRoute, found[0][1].route or {}).of))
+        routing = self._routing(written, microbatch, str(pick_known(RowsRoute, located[0][1].route or {}).of))
         home = parse_layout_text(json.dumps(self.dump.site_records[self.site].layout))
-        return ExpertTensor(self.dump.files, found, routing, home, replica, written.run.sizes, where)
+        return ExpertTensor(self.dump.files, located, routing, home, replica, written.run.sizes, where)
 
     def _routing(self, written: StoredIteration, microbatch: int, layer: str) -> ExpertRouting:
         def make() -> ExpertRouting:
@@ -172,13 +172,13 @@ class ExpertTensorReader:
 
 
 def _assemble_by_rank(
-    files: PartFiles, found: Sequence[LocatedShard], sizes: Sizes, where: str
+    files: PartFiles, located: Sequence[LocatedShard], sizes: Sizes, where: str
 ) -> Mapping[tuple[int, int], AssembledTensor]:
     """The rows at the ranks of each pair of coordinates `edp`, `ep`, whole over `etp`."""
     groups: dict[tuple[int, int], list[LocatedShard]] = {}
-    for one in found:
-        coords = one[3]
-        groups.setdefault((coords.get("edp", 0), coords.get("ep", 0)), []).append(one)
+    for shard in located:
+        coords = shard[3]
+        groups.setdefault((coords.get("edp", 0), coords.get("ep", 0)), []).append(shard)
     out = {}
     for at, several in sorted(groups.items()):
         layout, shards = group_shards(several, sizes, where)

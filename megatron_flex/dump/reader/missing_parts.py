@@ -131,20 +131,20 @@ def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
     previous: tuple[Mapping[str, Any], list[int]] | None = None
     for manifest, numbers in several:
         skipped = {
-            found[0] for name in manifest.skipped if (found := parse_iteration_folder(name)) is not None
+            parsed[0] for name in manifest.skipped if (parsed := parse_iteration_folder(name)) is not None
         }
         out |= skipped - present
         settings, dumped = manifest.settings, sorted(numbers | skipped)
         if not dumped:
             continue
-        wanted = [_wanted(settings, dumped, dumped[0], dumped[-1])]
+        expected = [_expected_iterations(settings, dumped, dumped[0], dumped[-1])]
         if previous is not None and _same_iterations(previous[0], settings):
             earlier = previous[1]
             # A run of one iteration does not say by which steps iterations follow one another.
             by = earlier if len(earlier) > 1 else dumped
-            wanted.append(_wanted(settings, by, earlier[-1], dumped[0]))
+            expected.append(_expected_iterations(settings, by, earlier[-1], dumped[0]))
         previous = settings, dumped
-        out.update(islice((n for n in chain(*wanted) if n not in present), MOST_GAPS))
+        out.update(islice((n for n in chain(*expected) if n not in present), MOST_GAPS))
     return sorted(out)
 
 
@@ -152,7 +152,9 @@ def _same_iterations(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in ("every", "iterations"))
 
 
-def _wanted(settings: Mapping[str, Any], numbers: Sequence[int], first: int, last: int) -> Iterable[int]:
+def _expected_iterations(
+    settings: Mapping[str, Any], numbers: Sequence[int], first: int, last: int
+) -> Iterable[int]:
     """The iterations that a run with these numbers of iterations dumps, from `first` to `last`."""
     every, several = settings.get("every"), settings.get("iterations")
     every = every if type(every) is int and every > 0 else 1

@@ -57,8 +57,8 @@ def read_ahead(
     with ThreadPoolExecutor(threads, "megatron_flex reader", _become_reader) as pool:
         due: deque[tuple[B, Future[V] | None]] = deque((b, None) for b in islice(left, 1))
         while due:
-            block, found = due.popleft()
-            value = read(block) if found is None else found.result()
+            block, future = due.popleft()
+            value = read(block) if future is None else future.result()
             for following in islice(left, threads - len(due)):
                 in_thread = several_cores and not is_small(following)
                 due.append((following, pool.submit(read, following) if in_thread else None))
@@ -103,7 +103,7 @@ def read_pieces(pieces: Iterable[Callable[[], object]], nbytes: int) -> None:
                 pool.submit(read)
         read()
     if failed:
-        raise min(failed, key=lambda found: found[0])[1]
+        raise min(failed, key=lambda failure: failure[0])[1]
 
 
 def _become_reader() -> None:

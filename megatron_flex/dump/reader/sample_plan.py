@@ -151,21 +151,21 @@ class SamplePlan:
         length = (of or self.longest).shape[token]
         return select_positions(tokens, length, self.written.iteration, number)
 
-    def locate_tokens(self, number: int, wanted: DimIndex, of: StoredTensor) -> DimIndex:
+    def locate_tokens(self, number: int, tokens: DimIndex, of: StoredTensor) -> DimIndex:
         """The entries of the dim of tokens, of a sample of a tensor, that are wanted of the longest one.
 
         Raises:
             DumpError: it is shorter and does not have all of them.
         """
-        own = self.positions(number, of)
+        positions = self.positions(number, of)
         if _count_tokens(of) == _count_tokens(self.longest):
-            return compact_index([own[t] for t in wanted])
-        if not is_prefix(own, self.positions(number)) or max(wanted, default=-1) >= len(own):
+            return compact_index([positions[t] for t in tokens])
+        if not is_prefix(positions, self.positions(number)) or max(tokens, default=-1) >= len(positions):
             raise DumpError(
-                f"{of.where}: {len(own)} tokens, and up to {self.shape[1]} elsewhere in the iteration: "
+                f"{of.where}: {len(positions)} tokens, and up to {self.shape[1]} elsewhere in the iteration: "
                 "slice tokens that all have, or read .sequence_arrays() or .microbatch_arrays()"
             )
-        return compact_index([own[t] for t in wanted])
+        return compact_index([positions[t] for t in tokens])
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ class StoredTensorShards:
         return self._known.get(
             ((written.iteration, written.run_of), replica),
             lambda: self._find(written, replica),
-            lambda found: sum(map(len, found.values())),
+            lambda shards: sum(map(len, shards.values())),
         )
 
     def tensor(
@@ -218,9 +218,9 @@ class StoredTensorShards:
         several = self.dump.entries(written, which.site, which.kind, which.stage, replica)
         if not several or several[0][1].route is not None:
             several = self.expert_reader.entries(written, which.kind)
-        for found in several:
-            if found[1].call == which.call:
-                out.setdefault(found[1].microbatch, []).append(found)
+        for located in several:
+            if located[1].call == which.call:
+                out.setdefault(located[1].microbatch, []).append(located)
         return out
 
 
@@ -248,12 +248,12 @@ class SamplePlanner:
         """
         run, only = written.run, self.which.only
         replica = run.replicas[0] if only is None else only[1]
-        found = self._shards.of(written, replica)
+        shards = self._shards.of(written, replica)
         if only is not None:
-            found = {m: several for m, several in found.items() if m == only[0]}
-        if not found:
+            shards = {m: several for m, several in shards.items() if m == only[0]}
+        if not shards:
             raise self.dump.missing_activation_error(self.which.name, written, self.which.stage)
-        tensors = {(m, replica): self._tensor(written, m, replica) for m in sorted(found)}
+        tensors = {(m, replica): self._tensor(written, m, replica) for m in sorted(shards)}
         counts = {m: _count_samples(one) for (m, _), one in tensors.items()}
         first = next(iter(tensors.values()))
         joined = REPLICA_AXIS in first.layout.axes or len(run.replicas) == 1
@@ -340,11 +340,11 @@ class SamplePlanner:
         replicas = 1 if joined else len(written.run.replicas)
         numbering_replica = written.run.replicas[0] if self.which.only is None else self.which.only[1]
         many = self._microbatches(written, numbering_replica)
-        found = number_first_sample(
+        number = number_first_sample(
             _get_sample_order(written.run), microbatch, replica, replicas, many, count
         )
-        if found is not None:
-            return found
+        if number is not None:
+            return number
         many = max(self._shards.of(written, numbering_replica)) + 1
         return (replica * many + microbatch) * count
 
@@ -362,18 +362,18 @@ class SamplePlanner:
 
     def _assemble(self, written: StoredIteration, microbatch: int, replica: int) -> StoredTensor:
         """Put together the tensor of a block."""
-        run, found = written.run, self._shards.of(written, replica).get(microbatch, [])
+        run, located = written.run, self._shards.of(written, replica).get(microbatch, [])
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
-        if found and REPLICA_AXIS in found[0][2].axes:
-            found = [f for r in run.replicas for f in self._shards.of(written, r).get(microbatch, [])]
-        if not found:
+        if located and REPLICA_AXIS in located[0][2].axes:
+            located = [f for r in run.replicas for f in self._shards.of(written, r).get(microbatch, [])]
+        if not located:
             raise DumpError(f"{where}: nothing was recorded there, unlike on other ranks")
-        if found[0][1].route is not None:
-            routed = self._shards.expert_reader.tensor(written, microbatch, replica, found, where)
+        if located[0][1].route is not None:
+            routed = self._shards.expert_reader.tensor(written, microbatch, replica, located, where)
             return (
                 self._average_tokens(routed, written, microbatch, replica) if self.selection.mean else routed
             )
-        layout, shards = group_shards(found, run.sizes, where)
+        layout, shards = group_shards(located, run.sizes, where)
         self._check_rows(layout, shards, where)
 
         def picking(layout: Layout, shape: Sequence[int], coords: Coords) -> EntrySelection | None:

@@ -65,10 +65,10 @@ class ChecksumRecord:
         if checked is None:
             return
         dtype, shape, _, _ = part.where[entry.tensor]
-        wanted: Sequence[int] = range(len(checked))
+        blocks: Sequence[int] = range(len(checked))
         if len(checked) > 1 and where is not None:
-            wanted = find_touched_blocks(shape, where, dtype.itemsize)
-        missing = [number for number in wanted if not checked[number]]
+            blocks = find_touched_blocks(shape, where, dtype.itemsize)
+        missing = [number for number in blocks if not checked[number]]
         self._compare(part, entry, data, missing)
         for number in missing:
             checked[number] = 1
@@ -78,11 +78,11 @@ class ChecksumRecord:
     def _compare(self, part: StoredPart, entry: ShardEntry, data: memoryview, numbers: Sequence[int]) -> None:
         """Compare blocks, with little that holds the GIL."""
         borders = [_get_block_border(n, len(data)) for n in numbers]
-        found = [compute_checksum(data[first:last]) for first, last in borders]
+        computed = [compute_checksum(data[first:last]) for first, last in borders]
         expected = [get_block_checksum(entry.blocks, n) for n in numbers]
         nbytes = sum(last - first for first, last in borders)
         self.bytes_checked += nbytes  # without a call: other threads add too
-        for number, one, other, border in zip(numbers, found, expected, borders, strict=True):
+        for number, one, other, border in zip(numbers, computed, expected, borders, strict=True):
             if one != other:
                 raise DumpError(_describe_damage(part, entry, number, *border), path=part.path)
 
@@ -92,8 +92,8 @@ def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> li
     _, _, at, size = part.where[entry.tensor]
     file.seek(at)
     borders = (_get_block_border(n, size) for n in range(count_checksum_blocks(size)))
-    found = (compute_checksum(file.read(last - first)) for first, last in borders)
-    return [n for n, one in enumerate(found) if one != get_block_checksum(entry.blocks, n)]
+    computed = (compute_checksum(file.read(last - first)) for first, last in borders)
+    return [n for n, one in enumerate(computed) if one != get_block_checksum(entry.blocks, n)]
 
 
 def count_shard_blocks(part: StoredPart, entry: ShardEntry) -> int:
@@ -147,8 +147,8 @@ def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
     steps = torch.zeros(count + 1, dtype=torch.int64)
     steps.index_add_(0, first, torch.ones_like(first))
     steps.index_add_(0, last + 1, -torch.ones_like(last))
-    found: list[int] = steps.cumsum(0)[:count].nonzero().flatten().tolist()
-    return found
+    covered: list[int] = steps.cumsum(0)[:count].nonzero().flatten().tolist()
+    return covered
 
 
 def _get_block_border(number: int, size: int) -> tuple[int, int]:
@@ -178,10 +178,10 @@ class WeightedCache(Generic[K, V]):
         if self._process != os.getpid():  # forked off, maybe while another thread held the lock
             self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
-            found = self._values.get(key)
-            if found is not None:
+            cached = self._values.get(key)
+            if cached is not None:
                 self._values.move_to_end(key)
-                return found[0]
+                return cached[0]
         value = make()
         with self._lock:
             if key not in self._values:
@@ -288,7 +288,7 @@ class PartFiles:
         Args:
             part: that has the shard.
             entry: which.
-            where: for each dim the entries wanted.
+            where: for each dim the requested entries.
 
         Returns:
             A view of the file, which the caller does not write to.
@@ -306,11 +306,12 @@ class PartFiles:
             with memoryview(mapped) as content, content[start : start + size] as data:
                 self.integrity.check(part, entry, data, where if self.check == "blocks" else None)
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
-        own = torch.uint8 if small else dtype
+        file_dtype = torch.uint8 if small else dtype
         if start % dtype.itemsize:
-            stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start).clone().view(own)
+            unaligned = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
+            stored = unaligned.clone().view(file_dtype)
         else:
-            stored = torch.frombuffer(mapped, dtype=own, count=size // dtype.itemsize, offset=start)
+            stored = torch.frombuffer(mapped, dtype=file_dtype, count=size // dtype.itemsize, offset=start)
         out = take_entries(stored.view(shape), where)
         nbytes = out.nbytes
         self.bytes_read += nbytes  # without a call: other threads add too

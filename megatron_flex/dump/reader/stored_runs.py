@@ -63,14 +63,14 @@ class DumpRun:
     def folders(self) -> list[tuple[int, int]]:
         """The iterations that have a folder, complete or not: number, and which run of the schedule."""
         try:
-            found = [
+            parsed = [
                 parse_iteration_folder(entry.name) for entry in os.scandir(self.folder) if entry.is_dir()
             ]
         except OSError as error:
             raise DumpError(
                 f"{self.folder}: cannot be read: {error.strerror or error}", path=self.folder
             ) from error
-        return sorted(f for f in found if f is not None)
+        return sorted(f for f in parsed if f is not None)
 
     def stored_iteration(
         self, iteration: int, run_of: int, like: StoredIteration | None = None
@@ -138,12 +138,12 @@ def read_runs(path: Path) -> list[DumpRun]:
     Raises:
         DumpError: the folder is not a dump; a manifest is damaged or missing; a run's folder was renamed.
     """
-    found = run_paths(path)
+    numbered = run_paths(path)
     for one in renamed_runs(path):
         if one.lost:
             raise DumpError(f"{path}: {one.text}, or move it out of the dump", path=path)
     runs = []
-    for number, folder in found:
+    for number, folder in numbered:
         if (folder / MANIFEST_NAME).exists():
             run = DumpRun(folder)
             if run.manifest.run != number:

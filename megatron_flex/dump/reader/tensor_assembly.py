@@ -85,8 +85,8 @@ class StoredTensor(Protocol):
         """The first dim of that name."""
         ...
 
-    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
-        """The entries wanted of each dim."""
+    def region(self, indices: Sequence[DimIndex]) -> Tensor:
+        """The requested entries of each dim."""
         ...
 
 
@@ -133,24 +133,24 @@ class AssembledTensor:
     @property
     def dims(self) -> list[str]:
         """The names of the dims of the full tensor."""
-        found = [self.layout.dims[i] for i in self.order]
-        return [d.name or f"d{i}" for i, d in enumerate(found)]
+        ordered = [self.layout.dims[i] for i in self.order]
+        return [d.name or f"d{i}" for i, d in enumerate(ordered)]
 
-    def region(self, wanted: Sequence[DimIndex], out: Tensor | None = None) -> Tensor:
-        """The entries wanted of each dim of the full tensor, written to `out` if it is given.
+    def region(self, indices: Sequence[DimIndex], out: Tensor | None = None) -> Tensor:
+        """The requested entries of each dim of the full tensor, written to `out` if it is given.
 
         Raises:
             DumpError: a shard is missing or damaged, or shards do not fit.
         """
         try:
             return assemble_region(
-                self.layout, self._read, self._full, self.sizes, wanted, self._lengths, out
+                self.layout, self._read, self._full, self.sizes, indices, self._lengths, out
             )
         except LayoutError as error:
             raise DumpError(f"{self.where}: {error}") from error
 
-    def find(self, wanted: Sequence[DimIndex]) -> Tensor | None:
-        """The entries wanted of each dim, which the caller does not write to.
+    def find(self, indices: Sequence[DimIndex]) -> Tensor | None:
+        """The requested entries of each dim, which the caller does not write to.
 
         A view of a file where they are stored together; None unless one shard has all of them.
 
@@ -158,17 +158,17 @@ class AssembledTensor:
             DumpError: a shard is missing or damaged, or shards do not fit.
         """
         try:
-            return find_region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths)
+            return find_region(self.layout, self._read, self._full, self.sizes, indices, self._lengths)
         except LayoutError as error:
             raise DumpError(f"{self.where}: {error}") from error
 
     def _shard(self, coords: Coords) -> StoredShard:
         at = tuple(first_copy(self.layout, coords, self.sizes).values())
-        found = self._shards.get(at)
-        if found is None:
+        shard = self._shards.get(at)
+        if shard is None:
             position = ", ".join(f"{a}={n}" for a, n in coords.items() if self.sizes.get(a, 1) > 1)
             raise DumpError(f"{self.where}: no rank with {position or 'these coordinates'} wrote its shard")
-        return found
+        return shard
 
     def _read(self, coords: Coords, where: RegionIndex) -> Tensor:
         shard = self._shards.get(tuple(coords.values())) or self._shard(coords)
@@ -229,9 +229,9 @@ class AssembledTensor:
         if rows.numel() and int(rows.min()) < 0:
             raise DumpError(f"{self.where}: tokens or samples that were not kept")
         flat: list[int] = rows.reshape(-1).tolist()
-        found = self.files.view(part, entry, (compact_index(flat), *(where[d] for d in rest)))
-        found = found.reshape(*rows.shape, *found.shape[1:])
-        return found.movedim(list(range(len(front))), front)
+        picked = self.files.view(part, entry, (compact_index(flat), *(where[d] for d in rest)))
+        picked = picked.reshape(*rows.shape, *picked.shape[1:])
+        return picked.movedim(list(range(len(front))), front)
 
     def _lookup(self, part: StoredPart, entry: ShardEntry, coords: Coords) -> _RowLookup | None:
         picked: EntrySelection | None = (
@@ -264,16 +264,16 @@ class _RowLookup:
     def __init__(self, keys: Tensor) -> None:
         self._keys, self._rows = keys.sort()
 
-    def rows(self, wanted: Tensor) -> Tensor:
+    def rows(self, positions: Tensor) -> Tensor:
         """The rows of places, of any shape; -1 where a place was not kept."""
         if not len(self._keys):
-            return torch.full(wanted.shape, -1)
-        at = torch.searchsorted(self._keys, wanted).clamp_(max=len(self._keys) - 1)
-        return torch.where(self._keys[at] == wanted, self._rows[at], -1)
+            return torch.full(positions.shape, -1)
+        at = torch.searchsorted(self._keys, positions).clamp_(max=len(self._keys) - 1)
+        return torch.where(self._keys[at] == positions, self._rows[at], -1)
 
 
 def group_shards(
-    found: Iterable[LocatedShard], sizes: Sizes, where: str
+    located: Iterable[LocatedShard], sizes: Sizes, where: str
 ) -> tuple[Layout, dict[tuple[int, ...], StoredShard]]:
     """Sort what ranks wrote of one tensor by who holds the same.
 
@@ -283,7 +283,7 @@ def group_shards(
     layout: Layout | None = None
     shards: dict[tuple[int, ...], StoredShard] = {}
     dtype = ""
-    for part, entry, entry_layout, coords in found:
+    for part, entry, entry_layout, coords in located:
         if layout is None:
             layout, dtype = entry_layout, entry.dtype
         if entry_layout != layout or entry.dtype != dtype:
@@ -302,8 +302,8 @@ def group_shards(
 
 def has_all_shards(layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], sizes: Sizes) -> bool:
     """Whether every shard of a tensor is stored."""
-    wanted = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
-    return wanted <= set(shards) and all(s.complete for s in shards.values())
+    required = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
+    return required <= set(shards) and all(s.complete for s in shards.values())
 
 
 def _is_uneven(layout: Layout) -> bool:
@@ -348,31 +348,31 @@ class TokenMean:
 
     def dim(self, name: str) -> int | None:
         """The first dim of that name; there are no tokens."""
-        found = self._tensor.dim(name)
-        if found is None or name == TOKEN_DIM:
+        dim = self._tensor.dim(name)
+        if dim is None or name == TOKEN_DIM:
             return None
-        return found - (found > self._token)
+        return dim - (dim > self._token)
 
-    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
-        """The entries wanted of each dim."""
+    def region(self, indices: Sequence[DimIndex]) -> Tensor:
+        """The requested entries of each dim."""
         sample = self._tensor.dim(SAMPLE_DIM)
         each: list[tuple[int | None, Sequence[int]]] = [(None, self._kept(0))]
         at = None if sample is None else sample - (sample > self._token)
         if at is not None:
-            each = [(i, self._kept(i)) for i in wanted[at]]
-        out = [self._mean(wanted, at, item, kept) for item, kept in each]
+            each = [(i, self._kept(i)) for i in indices[at]]
+        out = [self._mean(indices, at, item, kept) for item, kept in each]
         if not out:
-            return torch.empty([len(i) for i in wanted], dtype=self.dtype)
+            return torch.empty([len(i) for i in indices], dtype=self.dtype)
         return (out[0] if at is None else torch.cat(out, at)).to(self.dtype)
 
     def _mean(
-        self, wanted: Sequence[DimIndex], at: int | None, item: int | None, kept: Sequence[int]
+        self, indices: Sequence[DimIndex], at: int | None, item: int | None, kept: Sequence[int]
     ) -> Tensor:
-        indices = list(wanted)
+        with_token = list(indices)
         if at is not None and item is not None:
-            indices[at] = compact_index([item])
-        indices.insert(self._token, compact_index(kept))
-        return self._tensor.region(indices).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
+            with_token[at] = compact_index([item])
+        with_token.insert(self._token, compact_index(kept))
+        return self._tensor.region(with_token).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
 
 
 __all__ = ["AssembledTensor", "StoredShard", "group_shards", "has_all_shards"]

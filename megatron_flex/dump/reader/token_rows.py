@@ -63,18 +63,18 @@ class TokenRows(Dataset[Any]):
             sample, token = divmod(row, per_sample)
             groups.setdefault(sample, []).append((at, token))
         out: list[Any] = [None] * len(indices)
-        for sample, wanted in groups.items():
+        for sample, selected in groups.items():
             where = divmod(sample, self.axes[1])
-            tokens = sorted({token for _, token in wanted})
+            tokens = sorted({token for _, token in selected})
             read = [a[(*where, tokens) if a.dims[2:3] == ("token",) else where] for a in self.arrays]
-            found = [r.torch(self.dtype) for r in read]
+            blocks = [r.torch(self.dtype) for r in read]
             if self.places is not None:
-                found.append(self.places.of(where[0], [where[1]], tokens)[0])
+                blocks.append(self.places.of(where[0], [where[1]], tokens)[0])
             if len(self.axes) == 2:
-                found = [f[None] for f in found]
+                blocks = [f[None] for f in blocks]
             place = {token: n for n, token in enumerate(tokens)}
-            for at, token in wanted:
-                item = tuple(f[place[token]] for f in found)
+            for at, token in selected:
+                item = tuple(f[place[token]] for f in blocks)
                 out[at] = item[0] if self.single else item
         return out
 
@@ -154,14 +154,14 @@ class ShuffledRows(IterableDataset[Any]):
             chosen = None if self.mask is None else self.mask[where].flatten()
             if chosen is not None and not chosen.any():
                 continue
-            found = [read_region(a[where], self.dtype) for a in self.arrays]
+            tensors = [read_region(a[where], self.dtype) for a in self.arrays]
             if self.places is not None:
                 chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
-                found.append(self.places.of(where[0], chosen_rows[0], chosen_rows[-1]))
+                tensors.append(self.places.of(where[0], chosen_rows[0], chosen_rows[-1]))
             if chosen is not None:
-                found = [f.flatten(0, 1)[chosen] for f in found]
-                rows = len(found[0])
-            held.add(found, rows)
+                tensors = [f.flatten(0, 1)[chosen] for f in tensors]
+                rows = len(tensors[0])
+            held.add(tensors, rows)
             if held.rows >= self.buffer:
                 # half of it, in whole batches
                 most = held.rows // 2 if self.shuffle else held.rows
@@ -176,8 +176,8 @@ class ShuffledRows(IterableDataset[Any]):
             chosen = order_entries(held.rows, self.seed, self.epoch, share, turn)[:count]
         for batch in chosen.split(self.batch_size):
             if len(batch):
-                found = tuple(t[batch] for t in held.tensors)
-                yield found[0] if self.single else found
+                batch_tensors = tuple(t[batch] for t in held.tensors)
+                yield batch_tensors[0] if self.single else batch_tensors
         held.drop(chosen)
 
 
@@ -244,12 +244,12 @@ class _RowBuffer:
         """The rows, of each site."""
         return [room[: self.rows] for room in self._room]
 
-    def add(self, found: Sequence[Tensor], rows: int) -> None:
+    def add(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Append rows."""
         if self.rows + rows > len(self._room[0]):
             most = max(self.rows + rows, 2 * len(self._room[0]))
             self._room = [torch.cat([t, t.new_empty(most - self.rows, *t.shape[1:])]) for t in self.tensors]
-        for room, one in zip(self._room, found, strict=True):
+        for room, one in zip(self._room, tensors, strict=True):
             room[self.rows : self.rows + rows] = one.reshape(rows, *room.shape[1:])
         self.rows += rows
 
@@ -279,15 +279,15 @@ def check_mask(mask: Any, axes: Sequence[int]) -> Tensor:
         DumpError: it is not a mask, or has other lengths.
     """
     try:
-        found = torch.as_tensor(mask)
+        flags = torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError):
         raise DumpError(f"tokens={format_value(mask)} is not a mask; give booleans [sample, token]") from None
-    if found.dtype != torch.bool or len(axes) != 3 or list(found.shape) not in (list(axes), list(axes[1:])):
+    if flags.dtype != torch.bool or len(axes) != 3 or list(flags.shape) not in (list(axes), list(axes[1:])):
         raise DumpError(
-            f"tokens: a mask of {found.dtype} {list(found.shape)} for {list(axes)} iterations, samples and "
+            f"tokens: a mask of {flags.dtype} {list(flags.shape)} for {list(axes)} iterations, samples and "
             "tokens; give booleans [sample, token] or [iteration, sample, token]"
         )
-    return found.cpu().expand(*axes)
+    return flags.cpu().expand(*axes)
 
 
 def select_rows(array: DumpArray, mask: Any, axes: Sequence[int]) -> Tensor | None:

@@ -487,12 +487,12 @@ def _find_contradictions(
     elif dict(index.coords) != dict(coords[rank]):
         yield f"coordinates {dict(index.coords)}; the manifest has {dict(coords[rank])}"
     known = map_stages(run.manifest)
-    own = [e for e in index.entries if e.kind != ROUTING]  # which is of a layer, and not of a site
-    for name in sorted({e.site.removesuffix(GRADIENT_SUFFIX) for e in own} - set(known)):
+    of_sites = [e for e in index.entries if e.kind != ROUTING]  # which is of a layer, and not of a site
+    for name in sorted({e.site.removesuffix(GRADIENT_SUFFIX) for e in of_sites} - set(known)):
         yield f"the manifest has no site or parameter {name!r}"
     stage = dict(index.coords).get("pp", 0)
     for name in sorted(
-        {e.site for e in own if e.kind in (VALUE, GRADIENT) and known.get(e.site, stage) != stage}
+        {e.site for e in of_sites if e.kind in (VALUE, GRADIENT) and known.get(e.site, stage) != stage}
     ):
         yield f"{name} passed in stage {stage}, and the manifest has it in stage {known[name]}"
 

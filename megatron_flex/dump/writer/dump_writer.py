@@ -189,17 +189,17 @@ class DumpWriter:
     def _place(self, part: PendingPart, nbytes: int, pinned: bool) -> tuple[PendingPart, Tensor]:
         """So many bytes of host memory; they belong to the part that is returned."""
         shares = self._back.buffers.shares(nbytes)
-        found = part.cut(nbytes, pinned) if shares else None
-        if found is not None:
-            return part, found
+        block = part.cut(nbytes, pinned) if shares else None
+        if block is not None:
+            return part, block
         size = self._back.buffers.size(nbytes, pinned)
         part = self._room(part, size)
         buffer = self._back.buffer(size, pinned)
         part.buffers.append((buffer, pinned))
         if shares:
             part.rest[pinned] = buffer
-            found = part.cut(nbytes, pinned)
-        return part, buffer[:nbytes] if found is None else found
+            block = part.cut(nbytes, pinned)
+        return part, buffer[:nbytes] if block is None else block
 
     def _room(self, part: PendingPart, size: int) -> PendingPart:
         """Wait until so much more may be held; what waits for more tensors goes ahead."""

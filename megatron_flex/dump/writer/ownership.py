@@ -42,16 +42,16 @@ class Ownership:
         places = list_replica_axes(self.mesh, layout, apart, over)
         if not places:
             return True
-        mine = 0
+        position = 0
         for _, size, coord in places:
-            mine = mine * size + coord
+            position = position * size + coord
         key = tuple((name, size) for name, size, _ in places)
         if key not in self._loads:
             self._loads[key] = [(0, n) for n in range(prod(size for _, size in key))]
             heapify(self._loads[key])
         load, chosen = self._loads[key][0]
         heapreplace(self._loads[key], (load + nbytes, chosen))
-        return chosen == mine
+        return chosen == position
 
 
 def list_replica_axes(

@@ -79,20 +79,20 @@ class RunMade(NamedTuple):
     rank: int
 
 
-def find_access_problem(path: Path, made: RunMade, seconds: float = VISIBLE_SECONDS) -> str:
+def find_access_problem(path: Path, created: RunMade, seconds: float = VISIBLE_SECONDS) -> str:
     """Why this rank cannot write to a run that another one made, or nothing.
 
     Args:
         path: the dump's folder.
-        made: the run.
+        created: the run.
         seconds: how long to wait for the folder.
     """
-    folder = path / format_run_folder(made.run)
+    folder = path / format_run_folder(created.run)
     until = time.monotonic() + seconds
     while True:
         try:
             os.listdir(path)  # makes such a file system look again
-            if Manifest.read(folder).created != made.created:
+            if Manifest.read(folder).created != created.created:
                 return "found another folder of that name"
             return "" if os.access(folder, os.W_OK | os.X_OK) else "may not write to it"
         except (OSError, DumpError):
@@ -127,10 +127,10 @@ def _create_run_folder(path: Path, manifest: Manifest) -> Manifest:
 
 def list_begun_runs(path: Path) -> Iterator[Path]:
     """The folders of runs that have begun, in order."""
-    found = sorted(
+    folders = sorted(
         (f for f in path.glob("run-*") if RUN_NAME.fullmatch(f.name)), key=lambda f: int(f.name[4:])
     )
-    return (f for f in found if (f / MANIFEST_NAME).exists())
+    return (f for f in folders if (f / MANIFEST_NAME).exists())
 
 
 def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:

@@ -254,9 +254,9 @@ class WriterThreads:
         if self.fits(size):
             return True
         began = time.monotonic()
-        found = self._until(lambda: self.buffers.fits(size))
+        has_room = self._until(lambda: self.buffers.fits(size))
         self.tally.waited += time.monotonic() - began
-        return found
+        return has_room
 
     def buffer(self, size: int, pinned: bool) -> Tensor:
         """A buffer for which there is room."""
