@@ -93,8 +93,8 @@ class BlockSums:
     @property
     def totals(self) -> list[float]:
         """The five sums over all entries."""
-        found: list[float] = self.rows.reshape(5, -1).sum(1).tolist()
-        return found
+        totals: list[float] = self.rows.reshape(5, -1).sum(1).tolist()
+        return totals
 
 
 def sum_block(a: Tensor, b: Tensor) -> BlockSums:
@@ -178,18 +178,18 @@ class _TileSums:
 
         a, b = a.reshape(-1, self.width), b.reshape(-1, self.width)
         with np.errstate(all="ignore"):  # of squares that are too large
-            found = self._load(a, b, torch.float32) if self._narrow else None
-            if found is None or not found.is_in_narrow_range:
+            loaded = self._load(a, b, torch.float32) if self._narrow else None
+            if loaded is None or not loaded.is_in_narrow_range:
                 self._narrow = False
-                found = self._load(a, b, torch.float64)
-            unequal = np.not_equal(found.gap, 0, out=self._unequal[: len(a)])
-            rows = self._sum_products(found)
+                loaded = self._load(a, b, torch.float64)
+            unequal = np.not_equal(loaded.gap, 0, out=self._unequal[: len(a)])
+            rows = self._sum_products(loaded)
         block = self.block
         block.differing += int(np.count_nonzero(unequal))
-        block.finite &= found.finite
-        block.peak = max(block.peak, found.peak)
-        if found.greatest > block.greatest:
-            block.greatest, block.worst = found.greatest, _locate_row(found, tile)
+        block.finite &= loaded.finite
+        block.peak = max(block.peak, loaded.peak)
+        if loaded.greatest > block.greatest:
+            block.greatest, block.worst = loaded.greatest, _locate_row(loaded, tile)
         where = block.rows[(slice(None), *tile)]
         where.copy_(torch.from_numpy(rows).view(where.shape))
         if self.grids:
@@ -283,13 +283,13 @@ def _choose_segments(segments: int) -> Any:
     return np.sort(chosen)
 
 
-def _locate_row(found: _Tile, tile: tuple[slice, ...]) -> tuple[slice, ...]:
+def _locate_row(loaded: _Tile, tile: tuple[slice, ...]) -> tuple[slice, ...]:
     """The row with the greatest difference of a tile."""
     import numpy as np
 
-    gap = found.gap
+    gap = loaded.gap
     flat = int(gap.argmax())
-    if gap.flat[flat] != found.greatest:
+    if gap.flat[flat] != loaded.greatest:
         flat = int(gap.argmin())
     at = np.unravel_index(flat // gap.shape[1], [s.stop - s.start for s in tile]) if tile else ()
     return tuple(slice(s.start + int(i), s.start + int(i) + 1) for s, i in zip(tile, at, strict=True))

@@ -87,11 +87,11 @@ class ComparedDump:
         self.order = [self.name(n) for n in names if n not in self.left_out]
         self._index_records()
 
-    def name(self, own: str) -> str:
+    def name(self, name: str) -> str:
         """The name here of one in the dump; those that are left out have a mark."""
         if self._gpt is None:
-            return own
-        return self._gpt.to_gpt(own) or f"{own} of a HybridModel"
+            return name
+        return self._gpt.to_gpt(name) or f"{name} of a HybridModel"
 
     def _index_records(self) -> None:
         records = (*self.manifest.sites, *self.manifest.parameters)
@@ -121,8 +121,10 @@ class ComparedDump:
         forward order, gradients in backward order, gradients of parameters.
         """
         if self._items is None:
-            own = [n.removesuffix(GRADIENT_SUFFIX) for n in self.dump.order if n.endswith(GRADIENT_SUFFIX)]
-            grads = [self.name(n) for n in own if n not in self.left_out]
+            with_gradients = [
+                n.removesuffix(GRADIENT_SUFFIX) for n in self.dump.order if n.endswith(GRADIENT_SUFFIX)
+            ]
+            grads = [self.name(n) for n in with_gradients if n not in self.left_out]
             names = [self.name(n) for n in self.dump.parameters]
             self._items = [
                 *(i for n in names if self._has(i := ComparedTensor(n, PARAMETER))),
@@ -138,10 +140,10 @@ class ComparedDump:
         for iteration in self.iterations:
             written = self.dump.stored_iteration((iteration, 0))
             for replica in written.run.replicas:
-                own = self._own.get(name, name)
-                found = self.dump.entries(written, own, kind, self._records[name].stage, replica)
-                if found:
-                    return sorted({entry.call for _, entry, *_ in found})
+                stored_name = self._own.get(name, name)
+                entries = self.dump.entries(written, stored_name, kind, self._records[name].stage, replica)
+                if entries:
+                    return sorted({entry.call for _, entry, *_ in entries})
         return []
 
     def _has(self, item: ComparedTensor) -> bool:
@@ -153,14 +155,14 @@ class ComparedDump:
     def array(self, item: ComparedTensor) -> DumpArray:
         """The tensor over iterations."""
         if item not in self._arrays:
-            found: DumpArray
-            own = self._own.get(item.site, item.site)
+            array: DumpArray
+            stored_name = self._own.get(item.site, item.site)
             if item.kind in (PARAMETER, PARAMETER_GRADIENT):
-                found = self.dump.parameter(own, gradient=item.kind == PARAMETER_GRADIENT)
+                array = self.dump.parameter(stored_name, gradient=item.kind == PARAMETER_GRADIENT)
             else:
-                name = own + (GRADIENT_SUFFIX if item.kind == GRADIENT else "")
-                found = self.dump[name, item.call]
-            self._arrays[item] = found
+                name = stored_name + (GRADIENT_SUFFIX if item.kind == GRADIENT else "")
+                array = self.dump[name, item.call]
+            self._arrays[item] = array
         return self._arrays[item]
 
     def read_partial_sums(
@@ -179,10 +181,10 @@ class ComparedDump:
         layout = self.layout(item)
         axes = [] if layout is None else [a for a in layout.partial if self.sizes.get(a, 1) > 1]
         written = self.dump.stored_iteration((iteration, 0))
-        own = self._own.get(item.site, item.site)
+        stored_name = self._own.get(item.site, item.site)
         for replica in written.run.replicas if len(axes) == 1 else ():
-            found = self.dump.entries(written, own, item.kind, self.stage(item) or 0, replica)
-            for part, entry, _, coords in found:
+            entries = self.dump.entries(written, stored_name, item.kind, self.stage(item) or 0, replica)
+            for part, entry, _, coords in entries:
                 if entry.call == item.call and not entry.picked and entry.span is None and all(entry.shape):
                     rows = max(1, most // (math.prod(entry.shape[1:]) * 8))
                     where = (range(min(rows, entry.shape[0])), *map(range, entry.shape[1:]))
@@ -228,9 +230,9 @@ class NamedSource(Protocol):
 
 def align_names(sources: Sequence[NamedSource | None]) -> None:
     """Make a HybridModel's sources use a GPTModel's names, if another source is of a GPTModel."""
-    there = [source for source in sources if source is not None]
-    if any(source.gpt_names.same for source in there):
-        for source in there:
+    present = [source for source in sources if source is not None]
+    if any(source.gpt_names.same for source in present):
+        for source in present:
             if not source.gpt_names.same and not source.gpt_names.why:
                 source.use_gpt_names()
 
@@ -241,7 +243,7 @@ def open_compared_dump(dump: Any, label: str) -> Iterator[Any]:
     if dump is None:
         yield None
     elif isinstance(dump, (str, PathLike)):
-        with open_dump(dump) as found:
-            yield ComparedDump(found, label)
+        with open_dump(dump) as opened:
+            yield ComparedDump(opened, label)
     else:
         yield ComparedDump(dump, label)

@@ -81,14 +81,15 @@ def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> 
     order = {i.name: n for n, i in enumerate(source.items())}
     out: list[ReplicaMismatch] = []
     for iteration in track(iterations, f"comparing the replicas of {source.label}", unit="iterations"):
-        ill: dict[tuple[str, int], set[int]] = defaultdict(set)
+        differing_ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
         for rank, _, entry in _read_replica_checksums(source, iteration).differing():
             grad = entry.kind in (GRADIENT, PARAMETER_GRADIENT) and not entry.site.endswith(GRADIENT_SUFFIX)
-            ill[source.name(entry.site) + GRADIENT_SUFFIX * grad, entry.microbatch].add(rank)
-        found = [
-            ReplicaMismatch(source.label, n, iteration, m, tuple(sorted(r))) for (n, m), r in ill.items()
+            differing_ranks[source.name(entry.site) + GRADIENT_SUFFIX * grad, entry.microbatch].add(rank)
+        mismatches = [
+            ReplicaMismatch(source.label, n, iteration, m, tuple(sorted(r)))
+            for (n, m), r in differing_ranks.items()
         ]
-        out += sorted(found, key=lambda o: (order.get(o.name, len(order)), o.microbatch))
+        out += sorted(mismatches, key=lambda o: (order.get(o.name, len(order)), o.microbatch))
     return out
 
 
@@ -163,7 +164,7 @@ def compare(
         check_nonnegative("learning_rate", learning_rate)
     only = None if iterations is None else normalize_spans("iterations", iterations)
     measured = [find_statistics(source) for source in (a, b)]
-    if any(found is not None for found in measured):
+    if any(statistics is not None for statistics in measured):
         if tolerance is not None or tolerance_from is not None:
             raise FlexError(
                 "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
@@ -190,9 +191,9 @@ def _compare_measured(
     """Compare statistics with statistics, or with a dump."""
     with ExitStack() as stack:
         opened: list[StatisticsFiles | ComparedDump] = []
-        for source, label, found in zip(sources, "AB", measured, strict=True):
-            if found is not None:
-                opened.append(StatisticsFiles(found, label))
+        for source, label, statistics in zip(sources, "AB", measured, strict=True):
+            if statistics is not None:
+                opened.append(StatisticsFiles(statistics, label))
             else:
                 opened.append(stack.enter_context(open_compared_dump(source, label)))
         align_names(opened)
@@ -334,8 +335,8 @@ class _Comparer:
 
     def items(self) -> list[ComparedTensor]:
         """The common tensors, in execution order."""
-        one, two = self.a.items(), self.b.items()
-        leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
+        items_a, items_b = self.a.items(), self.b.items()
+        leader, other = (items_a, items_b) if len(self.a.ranks) <= len(self.b.ranks) else (items_b, items_a)
         in_other = set(other)
         common = [i for i in leader if i in in_other]
         for dumped in (self.a, self.b):
@@ -343,8 +344,8 @@ class _Comparer:
                 first, why = next(iter(reasons.items()))
                 more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
                 self.notes.append(f"parameters that {dumped.label} does not have: {first}, which {why}{more}")
-        for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
-            alone = [i for i in mine if i not in others]
+        for name, items, others in (("A", items_a, set(items_b)), ("B", items_b, set(items_a))):
+            alone = [i for i in items if i not in others]
             self.alone.append(alone)
             if alone:
                 self.missing.append(f"only in {name}: {list_some([i.name for i in alone])}")
@@ -354,31 +355,34 @@ class _Comparer:
                     f"of {name} left out, as a GPTModel has no such site: {list_some(left_out)}"
                 )
         if not common:
-            names = [i.name for i in two]
-            close = suggest_nearest(one[0].name, names) if one and names else ""
+            names = [i.name for i in items_b]
+            close = suggest_nearest(items_a[0].name, names) if items_a and names else ""
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no site in common: "
-                f"{list_some([i.name for i in one])} "
+                f"{list_some([i.name for i in items_a])} "
                 f"and {list_some(names)}{close}"
             )
         return common
 
     def iterations(self) -> list[int]:
         """The common iterations."""
-        one, two = set(self.a.iterations), set(self.b.iterations)
-        if not one & two:
+        iterations_a, iterations_b = set(self.a.iterations), set(self.b.iterations)
+        if not iterations_a & iterations_b:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no iteration in common: "
-                f"{list_some(sorted(one))} and "
-                f"{list_some(sorted(two))}"
+                f"{list_some(sorted(iterations_a))} and "
+                f"{list_some(sorted(iterations_b))}"
             )
         if self.only is not None:
             both = f"both {self.a.path} and {self.b.path}"
-            return select_present(self.only, sorted(one & two), both, DumpError)
-        for name, mine, others in (("A", one, two), ("B", two, one)):
-            if mine - others:
-                self.missing.append(f"iterations only in {name}: {list_some(sorted(mine - others))}")
-        return sorted(one & two)
+            return select_present(self.only, sorted(iterations_a & iterations_b), both, DumpError)
+        for name, iterations, others in (
+            ("A", iterations_a, iterations_b),
+            ("B", iterations_b, iterations_a),
+        ):
+            if iterations - others:
+                self.missing.append(f"iterations only in {name}: {list_some(sorted(iterations - others))}")
+        return sorted(iterations_a & iterations_b)
 
     def pairs(self, item: ComparedTensor, iteration: int) -> list[TensorPair] | str:
         """Both tensors, aligned; a text if they have nothing in common."""
@@ -407,23 +411,23 @@ class _Comparer:
 
     def row(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> Row:
         """Compare one tensor."""
-        found, pair = both.sums, both.worst
+        sums, pair = both.sums, both.worst
         item = pair.item
         reference = self.measured(item, pair.iteration)
         ties = self.ties(pairs, both, tester)
         tested = tester.test(pairs, both, reference, ties)
-        if found.broken and tested.worst.excess <= 1:
-            found = found.without_overflows()
-        worst = None if found.equal else _make_worst(pair, found)
+        if sums.broken and tested.worst.excess <= 1:
+            sums = sums.without_overflows()
+        worst = None if sums.equal else _make_worst(pair, sums)
         floors = tested.floor, tested.factor_floor
-        row = make_row(item, found, tested.worst, worst, pair.iteration, floors, tested.rerouted)
+        row = make_row(item, sums, tested.worst, worst, pair.iteration, floors, tested.rerouted)
         if row.diverges and self.first is None:
             self.first = FirstDivergence(pair, both, tested, ties)
             if row.worst is not None:
                 worst = replace(
                     row.worst,
-                    ranks_a=find_holders(self.a, pair, found.worst),
-                    ranks_b=find_holders(self.b, pair, found.worst),
+                    ranks_a=find_holders(self.a, pair, sums.worst),
+                    ranks_b=find_holders(self.b, pair, sums.worst),
                 )
                 row = replace(row, worst=worst)
         return row
@@ -441,13 +445,13 @@ class _Comparer:
         if isinstance(scored, str):
             return None
         routers = RouterPairs(pairs, scored, self.a.manifest.model, self.most)
-        found = find_routing_ties(routers, tester.rerouted)
-        if found is not None and found.tied_tokens and not found.others:
+        ties = find_routing_ties(routers, tester.rerouted)
+        if ties is not None and ties.tied_tokens and not ties.others:
             self.notes.append(
-                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied_tokens} of "
-                f"{found.tokens} tokens have other experts, whose scores are tied within round-off"
+                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {ties.tied_tokens} of "
+                f"{ties.tokens} tokens have other experts, whose scores are tied within round-off"
             )
-        return found
+        return ties
 
     def likely_ties(
         self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester
@@ -460,14 +464,14 @@ class _Comparer:
         if tester.tolerances.given(item) is not None:
             return None
         bounds, allowed = tester.bound_ties(item, both, sum(math.prod(p.shape[:-1]) for p in pairs))
-        found = find_likely_ties(pairs, bounds, allowed, tester.rerouted, self.most) if allowed else None
-        if found is not None:
+        ties = find_likely_ties(pairs, bounds, allowed, tester.rerouted, self.most) if allowed else None
+        if ties is not None:
             self.notes.append(
-                f"{item.name}, iteration {iteration}: {found.tied_tokens} of {found.tokens} tokens differ by "
+                f"{item.name}, iteration {iteration}: {ties.tied_tokens} of {ties.tokens} tokens differ by "
                 f"more than the others, and up to {allowed} may have other experts, whose logits are tied "
                 f"within round-off; dump {router.site.rpartition(':')[0]} to see it"
             )
-        return found
+        return ties
 
     def measured(self, item: ComparedTensor, iteration: int) -> PairSums | None:
         """The third run against the nearer of the two; None if it lacks this tensor."""
@@ -477,18 +481,18 @@ class _Comparer:
         third = noise.array(item)
         if iteration not in third.iterations:
             return None
-        found = []
+        against_third = []
         for source in (self.a, self.b):
             pairs = align_arrays(item, iteration, source.array(item), third)
             if not isinstance(pairs, str):
-                found.append(sum_differences(pairs, self.most))
-        return min(found, key=lambda f: f.sums.error, default=None)
+                against_third.append(sum_differences(pairs, self.most))
+        return min(against_third, key=lambda f: f.sums.error, default=None)
 
     def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
         """The pattern of the first divergence, and other errors there."""
         if self.first is None:
             return
-        pair, found = self.first.pair, self.first.both.sums
+        pair, sums = self.first.pair, self.first.both.sums
         for side in (self.a, self.b):
             side.use_run_of(next(r.iteration for r in rows if r.diverges))
         shares = find_dim_shares((self.a, self.b), pair)
@@ -496,7 +500,7 @@ class _Comparer:
         profile, tested = self.first.both.profile, self.first.tested
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
         noise = min(tested.floor, 0.5)
-        patterns, places = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
+        patterns, places = explain_divergence(pair, sums, shares, axes, self.most, noise, factor)
         exceeding = [o for o in tested.outcomes if o.excess > 1]
         constant = any(p.cause in ("constant factor", "same vector") for p in patterns)
         if not constant and any(o.test in ("norm", "peak") for o in exceeding):
@@ -514,7 +518,7 @@ class _Comparer:
             at = next(n for n, r in enumerate(rows) if r.diverges)
             rows[at] = replace(rows[at], evidence="")
         others = CrossSiteEvidence(self.a, self.b, rows, self.most)
-        yield from at_router or others.explain(pair, found, tested.floor, identified)
+        yield from at_router or others.explain(pair, sums, tested.floor, identified)
         yield from () if at_router else patterns
         yield from places
         if not at_router and not any(p.cause in ("zero", "order") for p in patterns):
@@ -529,12 +533,16 @@ class _Comparer:
                 yield f"{len(again)} of its hook points ran more often in {this_run} than in {other}"
             elif inside:
                 yield f"{len(inside)} of its hook points ran in {this_run} only"
-        ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
-        own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
-        if own:
-            yield f"parameters of it differ as well: {list_some(own)}; the weights are not the same"
-        elif ill and pair.item.kind != PARAMETER:
-            yield f"parameters differ as well: {list_some(ill)}"
+        diverging = [
+            r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration
+        ]
+        of_module = (
+            [n for n in diverging if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
+        )
+        if of_module:
+            yield f"parameters of it differ as well: {list_some(of_module)}; the weights are not the same"
+        elif diverging and pair.item.kind != PARAMETER:
+            yield f"parameters differ as well: {list_some(diverging)}"
         within = (i.site for side in (self.a, self.b) for i in side.items() if i.kind == pair.item.kind)
         if LAYER_ALONE.search(module) and not any(site.startswith(f"{module}.") for site in within):
             yield f"only the layer as a whole was dumped; with '{module}**' its parts are too"
@@ -567,8 +575,8 @@ def _is_after_attention(row: Row, pair: TensorPair) -> bool:
     return same and kind == VALUE and any(part in row.name for part in AFTER_ATTENTION)
 
 
-def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:
-    numbers = [known[i] for known, i in zip(pair.numbers, found.worst, strict=True)]
+def _make_worst(pair: TensorPair, sums: DifferenceSums) -> Worst:
+    numbers = [known[i] for known, i in zip(pair.numbers, sums.worst, strict=True)]
     sample, token = pair.along(SAMPLE_AXIS), pair.along(TOKEN_AXIS)
     rest = tuple(n for p, n in enumerate(numbers) if p not in (sample, token))
     return Worst(
@@ -576,5 +584,5 @@ def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:
         None if sample is None else numbers[sample],
         None if token is None else numbers[token],
         rest,
-        *found.values,
+        *sums.values,
     )

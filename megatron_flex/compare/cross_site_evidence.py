@@ -89,12 +89,12 @@ class CrossSiteEvidence(ComparedRuns):
 
     def _find_unreduced_gradients(self, iteration: int) -> Iterator[Hint]:
         """Which parameters have other gradients, where the gradients of activations agree."""
-        own = [r for r in self.rows if r.iteration == iteration]
-        if any(r.diverges for r in own if r.kind != PARAMETER_GRADIENT):
+        of_iteration = [r for r in self.rows if r.iteration == iteration]
+        if any(r.diverges for r in of_iteration if r.kind != PARAMETER_GRADIENT):
             return
-        gradients = [r for r in own if r.kind == PARAMETER_GRADIENT]
+        gradients = [r for r in of_iteration if r.kind == PARAMETER_GRADIENT]
         wrong = [r.name.removesuffix(".grad") for r in gradients if r.diverges]
-        if not wrong or not any(r.kind == GRADIENT for r in own):
+        if not wrong or not any(r.kind == GRADIENT for r in of_iteration):
             return
         replicated = all(self._is_replicated(name) for name in wrong)
         groups: list[str] = [a for a in ("dp", "cp", "ep") if a in self.axes]
@@ -153,12 +153,12 @@ class CrossSiteEvidence(ComparedRuns):
 
     # -- another layer's tensor --------------------------------------------------------------------------
 
-    def _find_source(self, pair: TensorPair, own: float, close: float) -> Iterator[Hint]:
+    def _find_source(self, pair: TensorPair, relative: float, close: float) -> Iterator[Hint]:
         """Whether it is the tensor of another layer or expert.
 
         Args:
             pair: the first divergence.
-            own: its relative difference.
+            relative: its relative difference.
             close: the greatest relative difference of a tensor to its source.
         """
         item, known = pair.item, set(self.a.items())
@@ -167,7 +167,7 @@ class CrossSiteEvidence(ComparedRuns):
         candidates = [c for c in self._list_candidates(item) if c in known]
         for candidate in candidates[:MOST_CANDIDATES]:
             distance = self._measure_distance(pair, candidate)
-            if distance <= min(MATCH * own, close):
+            if distance <= min(MATCH * relative, close):
                 text = f"B's {item.name} is A's {candidate.name} (relative difference {distance:.1g}): "
                 yield Hint("layers or experts", text + _describe_move(item, candidate))
                 return
@@ -177,12 +177,12 @@ class CrossSiteEvidence(ComparedRuns):
         other = self.a.array(candidate)
         if pair.iteration not in other.iterations or other.dtype != pair.a.dtype:
             return math.inf
-        found = align_arrays(pair.item, pair.iteration, other, self.b.array(pair.item))
-        if isinstance(found, str) or found[0].shape != pair.shape:
+        pairs = align_arrays(pair.item, pair.iteration, other, self.b.array(pair.item))
+        if isinstance(pairs, str) or pairs[0].shape != pair.shape:
             return math.inf
-        return sum_differences(found, self.most).sums.relative
+        return sum_differences(pairs, self.most).sums.relative
 
-    def _find_sibling(self, pair: TensorPair, own: float, close: float) -> Iterator[Hint]:
+    def _find_sibling(self, pair: TensorPair, relative: float, close: float) -> Iterator[Hint]:
         """Whether it is another tensor of the same module: keys for values, gate for up."""
         item, known = pair.item, set(self.a.items())
         module, _, point = item.site.partition(":")
@@ -190,17 +190,17 @@ class CrossSiteEvidence(ComparedRuns):
             candidate = ComparedTensor(f"{module}:{other}", item.kind, item.call)
             if other == point or candidate not in known:
                 continue
-            if self._measure_distance(pair, candidate) <= min(MATCH * own, close):
+            if self._measure_distance(pair, candidate) <= min(MATCH * relative, close):
                 text = f"B's {item.name} is A's {candidate.name}: {point} and {other} are swapped"
                 yield Hint("swapped", text)
 
     def _find_routing(self, pair: TensorPair) -> Iterator[Hint]:
         """Whether the router's choice agrees, and what its experts get does not."""
         item = pair.item
-        layer, found, _ = item.site.partition(".mlp.experts")
+        layer, experts, _ = item.site.partition(".mlp.experts")
         module, _, point = item.site.partition(":")
         row = self.find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
-        if not found or item.kind != VALUE or row is None or row.diverges:
+        if not experts or item.kind != VALUE or row is None or row.diverges:
             return
         before = self.find_row(ComparedTensor(f"{module}:input", VALUE, item.call), pair.iteration)
         if before is not None and point != "input" and not before.diverges:
@@ -215,13 +215,13 @@ class CrossSiteEvidence(ComparedRuns):
         pattern = re.compile(
             NUMBERED.sub(lambda m: f"{m[1]}\0", item.site).replace(".", r"\.").replace("\0", r"\.(\d+)")
         )
-        found = [n for n in names if n != item.site and pattern.fullmatch(n)]
+        similar = [n for n in names if n != item.site and pattern.fullmatch(n)]
 
         def distance(name: str) -> tuple[int, int]:
             other = _get_numbers(name)
             return abs(other[0] - layer), abs(other[1] - expert)
 
-        for name in sorted(found, key=distance):
+        for name in sorted(similar, key=distance):
             yield ComparedTensor(name, item.kind, item.call)
 
     # -- the attention mask ------------------------------------------------------------------------------
@@ -277,5 +277,5 @@ def _describe_move(item: ComparedTensor, candidate: ComparedTensor) -> str:
 
 def _get_numbers(name: str) -> tuple[int, int]:
     """The layer and the expert of a name; -1 without."""
-    found = {m[1]: int(m[2]) for m in NUMBERED.finditer(name)}
-    return found.get("layers", -1), found.get("local_experts", -1)
+    numbers = {m[1]: int(m[2]) for m in NUMBERED.finditer(name)}
+    return numbers.get("layers", -1), numbers.get("local_experts", -1)

@@ -114,30 +114,30 @@ class DifferenceProfile:
     def __post_init__(self) -> None:
         self.by_dim = [DimSums(dim, known) for dim, known in zip(self.dims, self.numbers, strict=True)]
 
-    def add(self, found: BlockSums, a: Tensor, b: Tensor, places: Sequence[Tensor]) -> None:
+    def add(self, block_sums: BlockSums, a: Tensor, b: Tensor, places: Sequence[Tensor]) -> None:
         """Add a block.
 
         Args:
-            found: its sums.
+            block_sums: its sums.
             a: the block of A.
             b: the block of B.
             places: for each dim, the indices of the block's entries among `numbers`; dims that the block
                 lacks come first, and have one.
         """
-        self.count += found.numel
-        added = [*sum_by_dim(found.rows, 1), found.columns]
-        all_entries = torch.tensor(found.totals, dtype=torch.float64)[:, None]
+        self.count += block_sums.numel
+        added = [*sum_by_dim(block_sums.rows, 1), block_sums.columns]
+        all_entries = torch.tensor(block_sums.totals, dtype=torch.float64)[:, None]
         front = [all_entries] * (len(places) - len(added))
         for sums, where, part in zip(self.by_dim, places, [*front, *added], strict=True):
-            count = torch.full((1, len(where)), found.numel / len(where), dtype=torch.float64)
+            count = torch.full((1, len(where)), block_sums.numel / len(where), dtype=torch.float64)
             sums.sums.index_add_(1, where, torch.cat([count, part]))
-        squares, _, dots, gaps, _ = found.rows.reshape(5, -1)
+        squares, _, dots, gaps, _ = block_sums.rows.reshape(5, -1)
         self.row = max(self.row, _compute_greatest_row(squares, gaps))
         energies = _compute_energy_along(squares, dots)
         self.along += float(energies.sum())
         self.along_squares += float(energies.square().sum())
-        if found.on_grids:
-            self._add_grids(found.on_grids, a, b, places)
+        if block_sums.on_grids:
+            self._add_grids(block_sums.on_grids, a, b, places)
 
     def _add_grids(
         self, on_grids: Sequence[Sequence[int]], a: Tensor, b: Tensor, places: Sequence[Tensor]
@@ -152,8 +152,8 @@ class DifferenceProfile:
             for run, (totals, values) in enumerate(((grid.a, a), (grid.b, b)) if resolved else ()):
                 entries = sum_by_dim(find_on_grid(values, grid.bits).double())
                 exact[run] = int(entries[0].sum())
-                found = [entries[0].sum().reshape(1)] * (len(places) - len(entries)) + entries
-                for total, part, where in zip(totals, found, places, strict=True):
+                counts_by_dim = [entries[0].sum().reshape(1)] * (len(places) - len(entries)) + entries
+                for total, part, where in zip(totals, counts_by_dim, places, strict=True):
                     total.index_add_(0, where, part)
             grid.total_a, grid.total_b = grid.total_a + exact[0], grid.total_b + exact[1]
 

@@ -42,23 +42,23 @@ def find_wrong(energy: Tensor) -> Tensor:
     return (~below if below.any() else some).nonzero().flatten()
 
 
-def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
+def find_wrong_ranks(energy: Tensor, shares: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
     """Whether an error is only in the shards of some coordinates, or only at their borders.
 
     Args:
         energy: squares of the error, by entry of a dim.
-        found: the shards of the dim.
+        shares: the shards of the dim.
         numbers: the indices of those entries in the full tensor.
     """
     out = []
     wrong = {numbers[int(i)] for i in find_wrong(energy)}
     last = max(numbers)
-    for share in found:
-        ill = [c for c, part in enumerate(share.parts) if wrong & set(part)]
-        if 0 < len(ill) < share.size:
+    for share in shares:
+        coords = [c for c, part in enumerate(share.parts) if wrong & set(part)]
+        if 0 < len(coords) < share.size:
             out.append(
-                f"all of the error is in what {share.axis} rank{'s' if len(ill) > 1 else ''} "
-                f"{list_entries(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
+                f"all of the error is in what {share.axis} rank{'s' if len(coords) > 1 else ''} "
+                f"{list_entries(coords)} of {share.size} hold{'s' if len(coords) == 1 else ''} in {share.run}"
             )
         edges = {i for part in share.parts for i in part if not {i - 1, i + 1} <= set(part)}
         edges -= {0, last}
@@ -125,21 +125,21 @@ def fit_common_vector(rows: Tensor) -> tuple[Tensor, float]:
 
 
 def find_constant_offset(
-    pair: TensorPair, found: DifferenceSums, mean: float, rest: float, axes: Mapping[str, int]
+    pair: TensorPair, sums: DifferenceSums, mean: float, rest: float, axes: Mapping[str, int]
 ) -> str:
     """Whether one is the other plus a number, in a tensor of one number for each token, such as the loss.
 
     Args:
         pair: the tensor in both dumps.
-        found: its statistics.
+        sums: its statistics.
         mean: of the difference.
         rest: the norm of what the best-fitting factor leaves, which is more than the number leaves.
         axes: sizes whose logarithm the number could be, by name.
     """
-    if found.count < 4 or not set(pair.dims) <= {SAMPLE_AXIS, TOKEN_AXIS}:
+    if sums.count < 4 or not set(pair.dims) <= {SAMPLE_AXIS, TOKEN_AXIS}:
         return ""
-    left = math.sqrt(max(found.squares - found.count * mean * mean, 0.0))
-    if left > 1e-3 * math.sqrt(found.squares) or left >= 0.1 * rest:
+    left = math.sqrt(max(sums.squares - sums.count * mean * mean, 0.0))
+    if left > 1e-3 * math.sqrt(sums.squares) or left >= 0.1 * rest:
         return ""
     named = [n for n, s in axes.items() if s > 1 and math.isclose(abs(mean), math.log(s), rel_tol=1e-3)]
     logarithm = f", which is the logarithm of {' or '.join(named)}" if named else ""
@@ -210,9 +210,9 @@ def find_permutation(
     pairs = _compress_moves([(numbers[int(i)], numbers[int(p)]) for i, p in zip(wrong, place, strict=True)])
     kept = set(range(len(left))) - {int(i) for i in wrong}
     again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
-    found = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {list_entries(pairs)}"
+    moved = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {list_entries(pairs)}"
     shift = find_shift(name, ", ".join(pairs)) if len(wrong) > 2 and name == "tokens" else ""
-    return f"{found}; {shift}" if shift else found
+    return f"{moved}; {shift}" if shift else moved
 
 
 def _compress_moves(moves: Sequence[tuple[int, int]]) -> list[str]:
@@ -231,11 +231,11 @@ def _compress_moves(moves: Sequence[tuple[int, int]]) -> list[str]:
 
 def find_shift(name: str, moves: str) -> str:
     """How far rows were shifted, if all moved by the same number; empty otherwise."""
-    found = {
+    shifts = {
         int(source.split("..")[0]) - int(to.split("..")[0])
         for to, source in (m.split("<-") for m in moves.split(", ") if "<-" in m)
     }
-    return f"{name} are shifted by {abs(found.pop())}" if len(found) == 1 else ""
+    return f"{name} are shifted by {abs(shifts.pop())}" if len(shifts) == 1 else ""
 
 
 def make_contiguous_order(size: int, zigzag: bool) -> Callable[[int], list[int]]:
@@ -261,8 +261,8 @@ ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens", "n": "heads", "g": 
 
 def explain_divergence(
     pair: TensorPair,
-    found: DifferenceSums,
-    held: Mapping[int, Sequence[DimShares]],
+    sums: DifferenceSums,
+    shares_by_dim: Mapping[int, Sequence[DimShares]],
     axes: Mapping[str, int],
     most: int = COMPARE_BLOCK,
     noise: float = 0.0,
@@ -272,50 +272,50 @@ def explain_divergence(
 
     Args:
         pair: the tensor in both dumps.
-        found: its statistics.
-        held: the shards, by dim.
+        sums: its statistics.
+        shares_by_dim: the shards, by dim.
         axes: sizes that a constant factor could come from, by name.
         most: maximum bytes of a block.
         noise: the relative difference that round-off may make there.
         factor: the constant factor minus 1, and its standard error.
     """
-    if found.discrete:
-        part = f"{found.differing} of {found.count} entries differ"
+    if sums.discrete:
+        part = f"{sums.differing} of {sums.count} entries differ"
         text = f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"
         return [Hint("place", text)], []
     if pair.a.dtype.is_complex or pair.b.dtype.is_complex:
         return [], []  # the patterns are of real numbers
-    energies, erased, mean = _measure_energies(pair, most, found.broken > 0)
-    if found.broken:
-        text = f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"
-        return [Hint("not finite", text)], _find_error_places(pair, energies, held)
-    zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
+    energies, erased, mean = _measure_energies(pair, most, sums.broken > 0)
+    if sums.broken:
+        text = f"{sums.broken} of {sums.count} entries are NaN or infinite in one of the two"
+        return [Hint("not finite", text)], _find_error_places(pair, energies, shares_by_dim)
+    zeros = [n for n, squares in (("A", sums.squares_a), ("B", sums.squares_b)) if not squares]
     if zeros:
         return [Hint("zero", f"all entries of {zeros[0]} are 0")], []
-    ratio = found.factor
-    rest = math.sqrt(max(found.squares - (ratio - 1) ** 2 * found.squares_a, 0.0) / found.squares_b)
-    if hint := find_constant_offset(pair, found, mean, rest * math.sqrt(found.squares_b), axes):
+    ratio = sums.factor
+    rest = math.sqrt(max(sums.squares - (ratio - 1) ** 2 * sums.squares_a, 0.0) / sums.squares_b)
+    if hint := find_constant_offset(pair, sums, mean, rest * math.sqrt(sums.squares_b), axes):
         return [Hint("same vector", hint)], []
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
         return [Hint("constant factor", hint)], []
-    if hint := find_rank_factors(pair, held, most):
+    if hint := find_rank_factors(pair, shares_by_dim, most):
         return [Hint("constant factor", hint)], []
-    share = (ratio - 1) ** 2 * found.squares_a / found.squares
+    share = (ratio - 1) ** 2 * sums.squares_a / sums.squares
     hints: list[Hint] = []
-    if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE and found.cosine >= FACTOR_COSINE:
+    if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE and sums.cosine >= FACTOR_COSINE:
         hints.append(
             Hint(
                 "place",
                 f"{share:.0%} of the difference is a factor, {ratio:.6g}, which is not the same everywhere",
             )
         )
-    hints += _find_permutations(pair, found, held, most, noise)
+    hints += _find_permutations(pair, sums, shares_by_dim, most, noise)
     hints += [
         Hint("zero", f"{n} is zero wherever they differ")
         for n, squares in zip("AB", erased, strict=True)
-        if squares >= (1 - ERASED) * found.squares
+        if squares >= (1 - ERASED) * sums.squares
     ]
-    return list(dict.fromkeys(hints)), _find_error_places(pair, energies, held, all_dims=not hints)
+    return list(dict.fromkeys(hints)), _find_error_places(pair, energies, shares_by_dim, all_dims=not hints)
 
 
 def _find_error_places(
@@ -358,8 +358,8 @@ def _measure_energies(
 
 def _find_permutations(
     pair: TensorPair,
-    found: DifferenceSums,
-    held: Mapping[int, Sequence[DimShares]],
+    sums: DifferenceSums,
+    shares_by_dim: Mapping[int, Sequence[DimShares]],
     most: int,
     noise: float,
 ) -> list[Hint]:
@@ -367,11 +367,11 @@ def _find_permutations(
     out: list[Hint] = []
     for place, dim in enumerate(pair.dims):
         name = _name_entries(dim)
-        a, b = _read_rows(pair, place, found, most)
+        a, b = _read_rows(pair, place, sums, most)
         if a is None or b is None:
             continue
         known = {}
-        for share in held.get(place, ()) if dim == TOKEN_AXIS else ():
+        for share in shares_by_dim.get(place, ()) if dim == TOKEN_AXIS else ():
             if share.axis == "cp":
                 text = (
                     f"as if {share.run}'s ranks had contiguous parts along cp={share.size}, not zigzag ones"
@@ -387,7 +387,7 @@ def _find_permutations(
 
 
 def _read_rows(
-    pair: TensorPair, place: int, found: DifferenceSums, most: int
+    pair: TensorPair, place: int, sums: DifferenceSums, most: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both as `[entries along a dim, ...]`; a bounded part of the other dims."""
     length = pair.shape[place]
@@ -403,7 +403,7 @@ def _read_rows(
             pair.dims[place] == TOKEN_AXIS and pair.dims[dim] == SAMPLE_AXIS
         )  # each may have an order of its own
         count = 1 if one else min(size, room)
-        start = min(found.worst[dim], size - count)  # includes the differing entry
+        start = min(sums.worst[dim], size - count)  # includes the differing entry
         block.append(slice(start, start + count))
         room = max(1, room // count)
     a, b = pair.read(block)

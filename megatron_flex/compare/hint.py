@@ -43,9 +43,9 @@ class Hint(str):
 
     def __new__(cls, cause: Cause, text: str) -> Hint:
         """Make a line that names a cause."""
-        made = super().__new__(cls, text)
-        made.cause = cause
-        return made
+        hint = super().__new__(cls, text)
+        hint.cause = cause
+        return hint
 
 
 @dataclass(frozen=True)

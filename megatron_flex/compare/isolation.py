@@ -53,8 +53,8 @@ def load_parameters(
         27
     """
     if not isinstance(dump, OpenDump):
-        with open_dump(dump) as found:
-            return load_parameters(flex, found, iteration, optimizer=optimizer)
+        with open_dump(dump) as opened:
+            return load_parameters(flex, opened, iteration, optimizer=optimizer)
     names = dump.parameters
     if not names:
         raise DumpError(f'{dump.path} has no parameters; dump them with parameters="**"', path=dump.path)

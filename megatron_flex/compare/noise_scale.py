@@ -150,10 +150,10 @@ class NoiseScale:
         """How far the parameters differ that were read so far, this module's included."""
         if item.kind == PARAMETER:
             return ParameterNoise()
-        own = self._parameters.get(_get_unit_name(item.site), ParameterNoise())
+        of_module = self._parameters.get(_get_unit_name(item.site), ParameterNoise())
         if _get_unit_name(item.site) == EMBEDDING:
-            own = ParameterNoise(own.row, own.row, max(own.peak, own.row))
-        self._read = self._read.join(own)
+            of_module = ParameterNoise(of_module.row, of_module.row, max(of_module.peak, of_module.row))
+        self._read = self._read.join(of_module)
         return self._read
 
     def bounds(self, item: ComparedTensor, depth: int) -> tuple[float, float]:

@@ -68,9 +68,9 @@ class ParameterDrift:
         before = self._last.get(item.site)
         self._last[item.site] = iteration
         if before is None:
-            found = DriftBound() if iteration == 0 else DriftBound(math.sqrt(fallback), math.sqrt(fallback))
-            self._bounds[item.site] = found
-            return found
+            initial = DriftBound() if iteration == 0 else DriftBound(math.sqrt(fallback), math.sqrt(fallback))
+            self._bounds[item.site] = initial
+            return initial
         bound = self._bounds[item.site]
         moved = self._measure_step(item, before, iteration)
         if moved is not None and not moved.sums.equal:
@@ -98,7 +98,7 @@ def estimate_unseen_drift(model: Mapping[str, object], learning_rate: float, ste
         learning_rate: of the steps.
         steps: their number.
     """
-    found = [value for k in INITIAL_SCALE_KEYS if isinstance(value := model.get(k), (int, float))]
-    scale = float(found[0]) if found else DEFAULT_WEIGHT_SCALE
-    one = 2 * learning_rate / scale
-    return DriftBound(one * math.sqrt(steps), one * steps)
+    scales = [value for k in INITIAL_SCALE_KEYS if isinstance(value := model.get(k), (int, float))]
+    scale = float(scales[0]) if scales else DEFAULT_WEIGHT_SCALE
+    step_share = 2 * learning_rate / scale
+    return DriftBound(step_share * math.sqrt(steps), step_share * steps)

@@ -16,18 +16,18 @@ UNLIKE = 1e-3  # of two factors that are not the same
 MOST_SAMPLES = 2  # whose factors are listed
 
 
-def find_rank_factors(pair: TensorPair, held: Mapping[int, Sequence[DimShares]], most: int) -> str:
+def find_rank_factors(pair: TensorPair, shares_by_dim: Mapping[int, Sequence[DimShares]], most: int) -> str:
     """Whether, in each sample, B is A times one factor for each rank that shards the tokens.
 
     Args:
         pair: the tensor in both dumps.
-        held: the shards, by dim.
+        shares_by_dim: the shards, by dim.
         most: maximum bytes of a block.
     """
     place = pair.along(TOKEN_AXIS)
     if place is None:
         return ""
-    for share in held.get(place, ()):
+    for share in shares_by_dim.get(place, ()):
         holders = {number: coord for coord, part in enumerate(share.parts) for number in part}
         coords = torch.tensor([holders.get(number, -1) for number in pair.numbers[place]])
         if int(coords.min()) < 0:

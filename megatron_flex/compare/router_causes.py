@@ -146,10 +146,10 @@ class RouterCauses(ComparedRuns):
         if item not in self.a.items() or 8 * math.prod(pair.shape) > self.most:
             return None
         array = self.a.array(item)
-        found = align_arrays(pair.item, pair.iteration, array, self.b.array(pair.item))
-        if isinstance(found, str) or len(found) != 1 or found[0].numbers != pair.numbers:
+        pairs = align_arrays(pair.item, pair.iteration, array, self.b.array(pair.item))
+        if isinstance(pairs, str) or len(pairs) != 1 or pairs[0].numbers != pair.numbers:
             return None
-        return found[0].read([slice(0, n) for n in pair.shape])[0].double()
+        return pairs[0].read([slice(0, n) for n in pair.shape])[0].double()
 
 
 def _describe_choice(model: Mapping[str, object]) -> str:
@@ -190,5 +190,5 @@ def compute_logits_gradient(
         out = out * float(str(scale))
         if not torch.allclose(out, probs, rtol=1e-2, atol=1e-3):
             return None
-        (found,) = torch.autograd.grad(out, leaf, grad)
-    return found
+        (logits_gradient,) = torch.autograd.grad(out, leaf, grad)
+    return logits_gradient

@@ -315,10 +315,10 @@ def _locate_token(pair: TensorPair, block: Sequence[slice], at: Sequence[int]) -
 
 def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
     """The router whose choice a tensor is the first to show in a dump without experts; None for another."""
-    found = AFTER_ROUTING.fullmatch(item.site)
-    if found is None or item.kind != VALUE:
+    matched = AFTER_ROUTING.fullmatch(item.site)
+    if matched is None or item.kind != VALUE:
         return None
-    return ComparedTensor(f"{found[1]}.mlp.router:probs", item.kind, item.call)
+    return ComparedTensor(f"{matched[1]}.mlp.router:probs", item.kind, item.call)
 
 
 def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:

@@ -37,14 +37,14 @@ def compute_shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[DimSha
         return []
     out = []
     for axis in live:
-        held: list[tuple[int, ...]] = []
+        entries_by_coord: list[tuple[int, ...]] = []
         for coord in range(sizes[axis]):
-            own_entries: set[int] = set()
+            entries: set[int] = set()
             for others in _list_coordinates({a: sizes[a] for a in live if a != axis}):
                 for start, stop in spans(dim, length, {**others, axis: coord}, sizes):
-                    own_entries |= set(range(start, stop))
-            held.append(tuple(sorted(own_entries)))
-        out.append(DimShares(run, axis, sizes[axis], tuple(held)))
+                    entries |= set(range(start, stop))
+            entries_by_coord.append(tuple(sorted(entries)))
+        out.append(DimShares(run, axis, sizes[axis], tuple(entries_by_coord)))
     return out
 
 
@@ -84,11 +84,11 @@ def find_dim_shares(runs: Sequence[ComparedDump], pair: TensorPair) -> dict[int,
             if pair.packed and pair.dims[place] in (SAMPLE_AXIS, TOKEN_AXIS):
                 continue  # the manifest's layout is of rows that are not packed
             if pair.dims[place] == SAMPLE_AXIS:
-                found = _find_sample_shares(source, pair, pair.numbers[place])
+                shares = _find_sample_shares(source, pair, pair.numbers[place])
             else:
-                found = _find_axis_shares(source, dim, _get_full_length(pair, place))
-            if found:
-                out.setdefault(place, []).extend(found)
+                shares = _find_axis_shares(source, dim, _get_full_length(pair, place))
+            if shares:
+                out.setdefault(place, []).extend(shares)
     return out
 
 

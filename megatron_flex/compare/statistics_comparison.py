@@ -97,43 +97,49 @@ class StatisticsFiles:
     """Statistics that a run wrote.
 
     Args:
-        found: the result of `open_statistics`.
+        statistics: the result of `open_statistics`.
         label: `A` or `B`.
     """
 
-    def __init__(self, found: OpenStatistics, label: str) -> None:
-        self.found, self.label = found, label
-        self.iterations: Sequence[int] = found.iterations
-        self.names: Sequence[str] = _sort_by_execution(found)
+    def __init__(self, statistics: OpenStatistics, label: str) -> None:
+        self.statistics, self.label = statistics, label
+        self.iterations: Sequence[int] = statistics.iterations
+        self.names: Sequence[str] = _sort_by_execution(statistics)
         self._own: dict[str, str] = {}  # the names in the files, where others are used here
 
     @property
     def gpt_names(self) -> GptNames:
         """The correspondence of the names in the files and a GPTModel's."""
-        return self.found.gpt_names
+        return self.statistics.gpt_names
 
     def use_gpt_names(self) -> None:
         """Name tensors as a GPTModel with the same weights does; what such a model has not is left out."""
-        gpt, names = self.gpt_names, _sort_by_execution(self.found)
-        self._own = {theirs: own for own in names if (theirs := gpt.to_gpt(own)) is not None}
+        gpt, names = self.gpt_names, _sort_by_execution(self.statistics)
+        self._own = {
+            gpt_name: stored_name
+            for stored_name in names
+            if (gpt_name := gpt.to_gpt(stored_name)) is not None
+        }
         self.names = list(self._own)
 
     def describe(self) -> str:
         """The folder, the mesh and the number of iterations."""
-        axes = {} if not self.found.headers else self.found.headers[-1].axes
+        axes = {} if not self.statistics.headers else self.statistics.headers[-1].axes
         mesh = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1 and a != "edp") or "one rank"
-        return f"{self.found.path} ({mesh}, {count_words(len(self.iterations), 'iteration')} of statistics)"
+        return (
+            f"{self.statistics.path} ({mesh}, {count_words(len(self.iterations), 'iteration')} of statistics)"
+        )
 
     def row(self, name: str, iteration: int) -> TensorStatistics | None:
         """The statistics of one tensor."""
-        row = self.found.by_iteration.get(iteration, {}).get(self._own.get(name, name))
+        row = self.statistics.by_iteration.get(iteration, {}).get(self._own.get(name, name))
         return None if row is None else expand_histogram(replace(row, site=name))
 
     def precision(self) -> tuple[torch.dtype | None, int]:
         """From the header."""
         model: Mapping[str, object] = {}
-        if self.found.headers:
-            known = self.found.headers[-1].settings.get("model")
+        if self.statistics.headers:
+            known = self.statistics.headers[-1].settings.get("model")
             model = known if isinstance(known, Mapping) else {}
         dtype = getattr(torch, str(model.get("dtype") or "none"), None)
         width = model.get("hidden_size")
@@ -164,8 +170,8 @@ class StatisticsOfDump:
 
     def precision(self) -> tuple[torch.dtype | None, int]:
         """From the manifest."""
-        found = read_precision(self.dump.manifest, [self.dump.array(i).dtype for i in self.dump.items()])
-        return found.computed or torch.float32, found.width
+        precision = read_precision(self.dump.manifest, [self.dump.array(i).dtype for i in self.dump.items()])
+        return precision.computed or torch.float32, precision.width
 
     def row(self, name: str, iteration: int) -> TensorStatistics | None:
         """The statistics of all calls of a tensor."""
@@ -174,11 +180,11 @@ class StatisticsOfDump:
             array = self.dump.array(item)
             if iteration not in array.iterations:
                 return None
-            here = array.at(iteration)
-            pieces = [piece.array for piece in here.microbatch_arrays()]
+            of_iteration = array.at(iteration)
+            pieces = [piece.array for piece in of_iteration.microbatch_arrays()]
             microbatches += len(pieces)
-            if here.packed:  # the padding of a pack is not counted
-                pieces = [each.array for each in here.sequence_arrays()]
+            if of_iteration.packed:  # the padding of a pack is not counted
+                pieces = [each.array for each in of_iteration.sequence_arrays()]
             for piece in pieces:
                 for block in split_into_blocks(piece.shape, self.most):
                     sums.add(piece[block].torch())
@@ -186,12 +192,12 @@ class StatisticsOfDump:
         return None if kind is None else make_statistics(name, kind, iteration, sums, microbatches)
 
 
-def _sort_by_execution(found: OpenStatistics) -> list[str]:
+def _sort_by_execution(opened: OpenStatistics) -> list[str]:
     """Values forward, gradients backward, gradients of parameters."""
     kinds: dict[str, str] = {}
-    for rows in found.by_iteration.values():
+    for rows in opened.by_iteration.values():
         kinds |= {name: row.kind for name, row in rows.items()}
-    order = {kind: [n for n in found.sites if kinds[n] == kind] for kind in set(kinds.values())}
+    order = {kind: [n for n in opened.sites if kinds[n] == kind] for kind in set(kinds.values())}
     return [
         *order.get(VALUE, []),
         *reversed(order.get(GRADIENT, [])),
@@ -325,8 +331,8 @@ def compare_statistics(
                     f"{two.count:,} in B"
                 )
             else:
-                found = tester.test(one, two, iteration)
-                rows.append(_make_row(one, two, *found, tester.count_not_finite(one, two)))
+                tested = tester.test(one, two, iteration)
+                rows.append(_make_row(one, two, *tested, tester.count_not_finite(one, two)))
     if not rows:
         raise DumpError(f"{a.describe()} and {b.describe()} have nothing in common: {'; '.join(missing)}")
     return Comparison(

@@ -161,14 +161,14 @@ def measure_block(
     relative = _relative_energies(sums)
     inside = torch.zeros(len(relative), dtype=torch.bool)
     inside[list(block.entries)] = True
-    seen = sums.count > 0
-    own, rest = relative[inside & seen], relative[~inside & seen]
-    if not len(own) or not len(rest):
+    has_entries = sums.count > 0
+    in_block, rest = relative[inside & has_entries], relative[~inside & has_entries]
+    if not len(in_block) or not len(rest):
         return 0.0, math.inf
     if bool((rest > 0).any()):
         rest = rest[rest > 0]
     floor = (unit / 2) ** 2
-    contrast = math.sqrt(float(own.median()) / (float(rest.median()) + floor))
+    contrast = math.sqrt(float(in_block.median()) / (float(rest.median()) + floor))
     if len(block.entries) < FEWEST_BLOCK_ENTRIES:
         return contrast, max(ENTRY_CONTRAST, least)
     if sums.dim in (TOKEN_AXIS, "s"):
@@ -199,9 +199,9 @@ def check_blocks(
             continue
         contrast, bound = measure_block(profile, block, unit, least)
         text = f"the difference is {contrast:.1f} times as large in {block.text} as elsewhere"
-        found = Outcome("block", contrast, bound, text, block.axis)
-        if best is None or found.excess > best.excess:
-            best = found
+        outcome = Outcome("block", contrast, bound, text, block.axis)
+        if best is None or outcome.excess > best.excess:
+            best = outcome
     return best
 
 
@@ -297,19 +297,22 @@ def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 
             ("B", grid.total_b, grid.total_a, "all of the tensor", "", profile.count),
             ("A", grid.total_a, grid.total_b, "all of the tensor", "", profile.count),
         )
-        found: list[tuple[str, float, float, str, str, float]] = list(everything)
+        candidates: list[tuple[str, float, float, str, str, float]] = list(everything)
         for block in blocks:
             where = list(block.entries)
             count = float(profile.by_dim[block.dim].count[where].sum())
             a, b = (float(t[block.dim][where].sum()) for t in (grid.a, grid.b))
-            found += [("B", b, a, block.text, block.axis, count), ("A", a, b, block.text, block.axis, count)]
-        for run, own, other, text, axis, count in found:
-            on_grid = count >= GRID_ENTRIES and own >= GRID_SHARE * count
+            candidates += [
+                ("B", b, a, block.text, block.axis, count),
+                ("A", a, b, block.text, block.axis, count),
+            ]
+        for run, rounded, other, text, axis, count in candidates:
+            on_grid = count >= GRID_ENTRIES and rounded >= GRID_SHARE * count
             if on_grid and other <= GRID_SHARE_OTHER * count:
-                line = f"in {text}, {own / count:.1%} of {run}'s values are rounded to {grid.name},"
+                line = f"in {text}, {rounded / count:.1%} of {run}'s values are rounded to {grid.name},"
                 return Outcome(
                     "narrower dtype",
-                    own / count,
+                    rounded / count,
                     GRID_SHARE_OTHER,
                     f"{line} a narrower dtype, and {other / count:.1%} of the other run's",
                     axis,
@@ -335,19 +338,19 @@ def check_partial_sums(
             return None
         part = part[part != 0]
         on_grid = [int(find_on_grid(part, grid.bits).sum()) for grid in profile.grids]
-        found = torch.tensor([part.numel(), *on_grid])
-        counts[axis, coord] = counts.get((axis, coord), torch.zeros_like(found)) + found
+        entry_counts = torch.tensor([part.numel(), *on_grid])
+        counts[axis, coord] = counts.get((axis, coord), torch.zeros_like(entry_counts)) + entry_counts
     for at, grid in enumerate(profile.grids, 1):
         other = (grid.total_a if run == "B" else grid.total_b) / max(profile.count, 1)
-        for (axis, coord), found in counts.items():
-            count, own = int(found[0]), int(found[at])
-            if count >= GRID_ENTRIES and own >= GRID_SHARE * count and other <= GRID_SHARE_OTHER:
+        for (axis, coord), entry_counts in counts.items():
+            count, rounded = int(entry_counts[0]), int(entry_counts[at])
+            if count >= GRID_ENTRIES and rounded >= GRID_SHARE * count and other <= GRID_SHARE_OTHER:
                 return Outcome(
                     "narrower dtype",
-                    own / count,
+                    rounded / count,
                     GRID_SHARE_OTHER,
-                    f"{own / count:.1%} of the partial sums of {axis} rank {coord} in {run} are rounded to "
-                    f"{grid.name}, a narrower dtype, and {other:.1%} of the other run's values",
+                    f"{rounded / count:.1%} of the partial sums of {axis} rank {coord} in {run} are rounded "
+                    f"to {grid.name}, a narrower dtype, and {other:.1%} of the other run's values",
                     axis,
                 )
     return None

@@ -189,8 +189,8 @@ def _check_dtype(c: Conditions) -> Outcome | None:
         return None
     outcome = None if c.full.is_constant else check_grid(profile, c.shards, c.rounded_bits)
     if outcome is None and profile.grids and c.item.kind == VALUE:
-        found = (check_partial_sums(profile, run, parts) for run, parts in c.partial_sums)
-        outcome = next((o for o in found if o is not None), None)
+        of_partial_sums = (check_partial_sums(profile, run, parts) for run, parts in c.partial_sums)
+        outcome = next((o for o in of_partial_sums if o is not None), None)
     return outcome
 
 

@@ -74,7 +74,7 @@ class DifferenceSums:
         start: Sequence[int] = (),
         profile: DifferenceProfile | None = None,
         places: Sequence[Tensor] = (),
-        found: BlockSums | None = None,
+        block_sums: BlockSums | None = None,
     ) -> None:
         """Add a block of both.
 
@@ -84,37 +84,39 @@ class DifferenceSums:
             start: position of the block in the full tensor; indices count from there.
             profile: receives the sums of real tensors too.
             places: as in `DifferenceProfile.add`.
-            found: `sum_real_block` of the two, if it is there already.
+            block_sums: `sum_real_block` of the two, if it is there already.
         """
         start = tuple(start) or (0,) * a.ndim
         self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
         if not a.numel():
             return
-        found = found or sum_real_block(a, b)
-        if found is None or not found.finite:
+        block_sums = block_sums or sum_real_block(a, b)
+        if block_sums is None or not block_sums.finite:
             for tile in split_into_tiles(a.shape):
                 self._add_exactly(a[tile], b[tile], _shift(start, tile))
         else:
-            self._add_sums(found, a, b, start)
-        if found is not None and profile is not None:
-            profile.add(found, a, b, places)
+            self._add_sums(block_sums, a, b, start)
+        if block_sums is not None and profile is not None:
+            profile.add(block_sums, a, b, places)
 
-    def _add_sums(self, found: BlockSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
+    def _add_sums(self, block_sums: BlockSums, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
         """Add a block of both whose entries are real and finite."""
-        squares_a, squares_b, dots, squares, _ = found.totals
-        self.count += found.numel
-        self.finite += found.numel
-        self.differing += found.differing
+        squares_a, squares_b, dots, squares, _ = block_sums.totals
+        self.count += block_sums.numel
+        self.finite += block_sums.numel
+        self.differing += block_sums.differing
         self.squares_a += squares_a
         self.squares_b += squares_b
         self.dots += squares_a + dots  # of the difference and A
         self.squares += squares
-        self.peak = max(self.peak, found.peak)
-        self.finite_gap = max(self.finite_gap, found.greatest)
-        if not self.broken and (found.greatest > self.greatest or not self._found):
-            a, b = a[found.worst], b[found.worst]
+        self.peak = max(self.peak, block_sums.peak)
+        self.finite_gap = max(self.finite_gap, block_sums.greatest)
+        if not self.broken and (block_sums.greatest > self.greatest or not self._found):
+            a, b = a[block_sums.worst], b[block_sums.worst]
             distance = (a.double() - b.double()).abs()
-            self._note_worst(a, b, distance, torch.zeros((), dtype=torch.bool), _shift(start, found.worst))
+            self._note_worst(
+                a, b, distance, torch.zeros((), dtype=torch.bool), _shift(start, block_sums.worst)
+            )
 
     def _add_exactly(self, a: Tensor, b: Tensor, start: Sequence[int]) -> None:
         """Add a tile of integers, of complex numbers, or with entries that are not finite."""
@@ -166,13 +168,13 @@ class DifferenceSums:
             return
         has_broken = bool(broken.any())
         flat = int((broken.int() if has_broken else distance).argmax())
-        found = float(distance.reshape(-1)[flat])
-        if has_broken or found > self.greatest or not self._found:
+        greatest = float(distance.reshape(-1)[flat])
+        if has_broken or greatest > self.greatest or not self._found:
             at = locate_entry(flat, distance.shape)
             self.worst = tuple(i + s for i, s in zip(at, start, strict=True))
             self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
             self._found = True
-        self.greatest = math.inf if has_broken else max(self.greatest, found)
+        self.greatest = math.inf if has_broken else max(self.greatest, greatest)
 
     @property
     def equal(self) -> bool:
@@ -362,8 +364,8 @@ class _PairBlock:
 
 def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> PairSums:
     """Sums over all blocks of all pairs; each block is read once."""
-    ((_, found),) = sum_in_order([pairs], most)
-    return found
+    ((_, sums),) = sum_in_order([pairs], most)
+    return sums
 
 
 def sum_in_order(
@@ -378,39 +380,39 @@ def sum_in_order(
         tensors: the pairs of each tensor, which are asked for as many tensors ahead as there are threads.
         most: bytes of a block in fp64.
     """
-    blocks = (found for pairs in tensors for found in _list_blocks(pairs, most))
+    blocks = (block_sums for pairs in tensors for block_sums in _list_blocks(pairs, most))
     memory = ReusedMemory()
     out: PairSums | None = None
 
-    def read(one: _PairBlock) -> tuple[Tensor, Tensor, BlockSums | None] | None:
-        if one.block is None:
+    def read(item: _PairBlock) -> tuple[Tensor, Tensor, BlockSums | None] | None:
+        if item.block is None:
             return None
-        a, b = one.pair.read(one.block, memory)
+        a, b = item.pair.read(item.block, memory)
         return a, b, sum_real_block(a, b)
 
     threads = max(1, min(MOST_THREADS, os.cpu_count() or 1))
-    for one, values in read_ahead(blocks, read, _PairBlock.is_small, threads):
-        out = out or _make_sums(one.pairs)
-        if one.block is not None and values is not None:
+    for item, values in read_ahead(blocks, read, _PairBlock.is_small, threads):
+        out = out or _make_sums(item.pairs)
+        if item.block is not None and values is not None:
             sums = out.sums
             before = sums.worst, sums.values, sums.broken
-            places = [] if out.profile is None else _locate_entries(out.profile, one.pair, one.block)
-            a, b, found = values
-            sums.add(a, b, tuple(s.start for s in one.block), out.profile, places, found)
+            places = [] if out.profile is None else _locate_entries(out.profile, item.pair, item.block)
+            a, b, block_sums = values
+            sums.add(a, b, tuple(s.start for s in item.block), out.profile, places, block_sums)
             if (sums.worst, sums.values, sums.broken) != before:
-                out.worst = one.pair
+                out.worst = item.pair
             memory.release(a, b)
-            del values, a, b, found
-        if one.is_last:
-            yield one.pairs, out
+            del values, a, b, block_sums
+        if item.is_last:
+            yield item.pairs, out
             out = None
 
 
 def _list_blocks(pairs: Sequence[TensorPair], most: int) -> list[_PairBlock]:
     """The blocks of all pairs of a tensor. Of a tensor without entries, one item with `block` None."""
-    found = [(pair, block) for pair in pairs for block in split_into_blocks(pair.shape, most)]
-    last = len(found) - 1
-    return [_PairBlock(pairs, pair, block, n == last) for n, (pair, block) in enumerate(found)] or [
+    pair_blocks = [(pair, block) for pair in pairs for block in split_into_blocks(pair.shape, most)]
+    last = len(pair_blocks) - 1
+    return [_PairBlock(pairs, pair, block, n == last) for n, (pair, block) in enumerate(pair_blocks)] or [
         _PairBlock(pairs, pairs[0], None, True)
     ]
 
@@ -439,11 +441,11 @@ def _locate_entries(profile: DifferenceProfile, pair: TensorPair, block: Sequenc
     """For each dim of the profile the indices of the entries of a pair's block."""
     known = profile.numbers[len(profile.numbers) - len(pair.numbers) :]
     out = [] if pair.microbatch is None else [torch.tensor([pair.microbatch])]
-    for mine, every, part in zip(pair.numbers, known, block, strict=True):
-        if mine == every:
+    for numbers, every, part in zip(pair.numbers, known, block, strict=True):
+        if numbers == every:
             out.append(torch.arange(part.start, part.stop))
         else:
-            out.append(torch.tensor([bisect_left(every, n) for n in mine[part]], dtype=torch.int64))
+            out.append(torch.tensor([bisect_left(every, n) for n in numbers[part]], dtype=torch.int64))
     return out
 
 
@@ -481,15 +483,15 @@ def _align_by_sequence(
     if left.keys() != right.keys():
         return f"{len(left)} sequences in A and {len(right)} in B: the two runs do not have the same ones"
     out: list[TensorPair] = []
-    for number, one in left.items():
-        sides = [one, right[number]]
+    for number, sequence_a in left.items():
+        sides = [sequence_a, right[number]]
         labels = [[(number,), *_list_labels(s.array)[1:]] for s in sides]
-        for side, own in zip(sides, labels, strict=True):
-            own[1] = tuple(int(p) for p in side.positions.tolist())
-        found = _make_pair(item, iteration, one.array, right[number].array, labels[0], labels[1])
-        if isinstance(found, str):
-            return f"{found} (sequence {number})"
-        out.append(replace(found, dims=(SAMPLE_AXIS, *found.dims[1:]), packed=True))
+        for side, side_labels in zip(sides, labels, strict=True):
+            side_labels[1] = tuple(int(p) for p in side.positions.tolist())
+        pair = _make_pair(item, iteration, sequence_a.array, right[number].array, labels[0], labels[1])
+        if isinstance(pair, str):
+            return f"{pair} (sequence {number})"
+        out.append(replace(pair, dims=(SAMPLE_AXIS, *pair.dims[1:]), packed=True))
     return out
 
 
@@ -501,10 +503,10 @@ def _align_by_microbatch(
         return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
     out: list[TensorPair] = []
     for number, (one, two) in enumerate(zip(left, right, strict=True)):
-        found = _align_by_label(item, iteration, one, two, number)
-        if isinstance(found, str):
-            return f"{found} (microbatch {number})"
-        out += found
+        pairs = _align_by_label(item, iteration, one, two, number)
+        if isinstance(pairs, str):
+            return f"{pairs} (microbatch {number})"
+        out += pairs
     return out
 
 
@@ -516,17 +518,17 @@ def _align_by_label(
         return f"dims {', '.join(a.dims)} in A and {', '.join(b.dims)} in B"
     if any(t is not None and t.ndim == 2 for t in (a.tokens, b.tokens)):
         return _align_by_sample(item, iteration, a, b)
-    found = _make_pair(item, iteration, a, b, _list_labels(a), _list_labels(b), microbatch)
-    return found if isinstance(found, str) else [found]
+    pair = _make_pair(item, iteration, a, b, _list_labels(a), _list_labels(b), microbatch)
+    return pair if isinstance(pair, str) else [pair]
 
 
 def _list_labels(array: DumpArray) -> list[tuple[int, ...]]:
     """The names of the entries of each dim."""
     known = {SAMPLE_AXIS: array.samples, TOKEN_AXIS: array.tokens}
-    found = [known.get(d) for d in array.dims]
+    labels = [known.get(d) for d in array.dims]
     return [
         _count_up(n) if t is None else _share(tuple(t.tolist()))
-        for n, t in zip(array.shape, found, strict=True)
+        for n, t in zip(array.shape, labels, strict=True)
     ]
 
 
@@ -554,12 +556,12 @@ def _make_pair(
     microbatch: int | None = None,
 ) -> TensorPair | str:
     numbers: list[tuple[int, ...]] = []
-    for dim, mine, other in zip(a.dims, numbers_a, numbers_b, strict=True):
-        if dim not in (SAMPLE_AXIS, TOKEN_AXIS) and len(mine) != len(other):
-            return f"{len(mine)} entries along {dim!r} in A and {len(other)} in B"
-        full = mine is other and mine is _count_up(len(mine))
-        both = mine if full else tuple(sorted(set(mine) & set(other)))
-        if not both and (mine or other):
+    for dim, labels_a, labels_b in zip(a.dims, numbers_a, numbers_b, strict=True):
+        if dim not in (SAMPLE_AXIS, TOKEN_AXIS) and len(labels_a) != len(labels_b):
+            return f"{len(labels_a)} entries along {dim!r} in A and {len(labels_b)} in B"
+        full = labels_a is labels_b and labels_a is _count_up(len(labels_a))
+        both = labels_a if full else tuple(sorted(set(labels_a) & set(labels_b)))
+        if not both and (labels_a or labels_b):
             return f"no {dim} that both have"
         numbers.append(both)
     one, two = (
@@ -581,9 +583,9 @@ def _align_by_sample(
             row, tokens = rows[number]
             sides.append(array[row : row + 1])
             labels.append([(number,), tokens, *(tuple(range(n)) for n in array.shape[2:])])
-        found = _make_pair(item, iteration, sides[0], sides[1], labels[0], labels[1])
-        if not isinstance(found, str):
-            out.append(found)
+        pair = _make_pair(item, iteration, sides[0], sides[1], labels[0], labels[1])
+        if not isinstance(pair, str):
+            out.append(pair)
     return out or "no sample and token that both have"
 
 
@@ -593,23 +595,23 @@ def _iterate_samples(array: DumpArray) -> Iterator[tuple[int, int, tuple[int, ..
     assert samples is not None, "tokens are drawn by sample"
     assert tokens is not None
     for row, number in enumerate(samples.tolist()):
-        own = tokens[row] if tokens.ndim == 2 else tokens
-        yield int(number), row, tuple(int(i) for i in own.tolist())
+        positions = tokens[row] if tokens.ndim == 2 else tokens
+        yield int(number), row, tuple(int(i) for i in positions.tolist())
 
 
-def _find_common_indices(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> CommonIndices:
-    if numbers == wanted:
+def _find_common_indices(numbers: tuple[int, ...], common: tuple[int, ...]) -> CommonIndices:
+    if numbers == common:
         return None
     places = {n: i for i, n in enumerate(numbers)}
-    return tuple(places[n] for n in wanted)
+    return tuple(places[n] for n in common)
 
 
 def _read_indices(
     array: DumpArray, picked: Sequence[CommonIndices], block: Sequence[slice], memory: ReusedMemory | None
 ) -> Tensor:
     index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
-    wanted = array[tuple(index)]
-    found = wanted.mapped()
-    if found is not None:
-        return found
-    return wanted.torch(out=None if memory is None else memory.take(wanted.shape, wanted.dtype))
+    selected = array[tuple(index)]
+    view = selected.mapped()
+    if view is not None:
+        return view
+    return selected.torch(out=None if memory is None else memory.take(selected.shape, selected.dtype))

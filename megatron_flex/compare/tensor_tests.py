@@ -122,7 +122,7 @@ class TensorTester:
     def test(
         self,
         pairs: Sequence[TensorPair],
-        found: PairSums,
+        sums_of_all: PairSums,
         reference: PairSums | None,
         ties: RoutingTies | None,
     ) -> TestedTensor:
@@ -130,18 +130,20 @@ class TensorTester:
 
         Args:
             pairs: the tensor in both runs.
-            found: its sums.
+            sums_of_all: its sums.
             reference: the sums of a reference run against the nearer of the two; None if there is none.
             ties: the tokens that were routed otherwise, for what shows them first.
         """
-        item, full = pairs[0].item, found.sums
+        item, full = pairs[0].item, sums_of_all.sums
         tied = ties is not None and ties.tied_tokens > 0 and not ties.others
         if tied and ties is not None:
             self.rerouted.add(item, ties)
         given = self.tolerances.given(item)
-        norm, peak = (given, given) if given is not None else self._bounds(item, found, reference)
+        norm, peak = (given, given) if given is not None else self._bounds(item, sums_of_all, reference)
         bounds = Bounds(norm, peak, self._bound_rerouted(item), given is not None)
-        overflowed = self.overflow.is_overflow(item, full, (found.worst.a.dtype, found.worst.b.dtype), peak)
+        overflowed = self.overflow.is_overflow(
+            item, full, (sums_of_all.worst.a.dtype, sums_of_all.worst.b.dtype), peak
+        )
         if overflowed:
             full = full.without_overflows()
         exceeded = given is None and bounds.are_exceeded(full)
@@ -150,17 +152,17 @@ class TensorTester:
             exceeded = bounds.are_exceeded(full)
         sums = self.rerouted.sum_others(pairs) if tied or (exceeded and self.rerouted.fraction) else full
         even = sums.finite == full.finite and not overflowed and not (ties is not None and ties.others)
-        conditions = self._conditions(item, found, bounds, sums, full, even)
+        conditions = self._conditions(item, sums_of_all, bounds, sums, full, even)
         outcomes = tuple(run_tests(conditions, None if reference is None else reference.profile))
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
             worst = max((o for o in outcomes if o.test in OVERALL), key=lambda o: o.excess)
         if sums.finite and given is None:
-            self._observe(item, found, sums, worst, even)
+            self._observe(item, sums_of_all, sums, worst, even)
         floor = bounds.norm if sums.finite else math.inf
         if full.finite and not sums.finite and given is None:
             floor = max(bounds.norm, bounds.rerouted)
-        factor_floor = self._factor_floor(conditions, found.profile) if given is None else given
+        factor_floor = self._factor_floor(conditions, sums_of_all.profile) if given is None else given
         return TestedTensor(worst, outcomes, floor, factor_floor, conditions.rerouted)
 
     def _explain_by_scores(self, item: ComparedTensor, sums: DifferenceSums, bounds: Bounds) -> Bounds:
@@ -174,12 +176,12 @@ class TensorTester:
 
     # -- bounds ----------------------------------------------------------------------------------------
 
-    def bound_ties(self, item: ComparedTensor, found: PairSums, tokens: int) -> tuple[list[float], int]:
+    def bound_ties(self, item: ComparedTensor, sums: PairSums, tokens: int) -> tuple[list[float], int]:
         """What one token may differ by, and how many may differ by more, as they have other experts.
 
         Args:
             item: a result of experts, or of their layer.
-            found: its sums.
+            sums: its sums.
             tokens: their number.
 
         Returns:
@@ -189,14 +191,14 @@ class TensorTester:
         fresh = self.tolerances.unit * math.sqrt(self.tolerances.depths.of(item))
         noise = max(fresh, 2 * self.noise.read_by(item).relative)
         allowed = count_ties(tokens, noise, self.a.manifest.model)
-        norm, peak = self._bounds(item, found, None)
+        norm, peak = self._bounds(item, sums, None)
         return [min(peak, norm * math.sqrt(tokens / (allowed + 1))), peak], allowed
 
     def _bounds(
-        self, item: ComparedTensor, found: PairSums, reference: PairSums | None
+        self, item: ComparedTensor, sums: PairSums, reference: PairSums | None
     ) -> tuple[float, float]:
         """What the norm and the peak of the difference may be."""
-        dtypes = found.worst.a.dtype, found.worst.b.dtype
+        dtypes = sums.worst.a.dtype, sums.worst.b.dtype
         cast = self.tolerances.cast(dtypes)
         derived = self.tolerances.derived(item, dtypes)
         if reference is not None:
@@ -210,20 +212,20 @@ class TensorTester:
                 return late, late
             bound = self.drift.bound(item, self.iteration, unit, self.tolerances.gradient_noise)
             return bound.relative + cast, bound.peak + cast
-        if found.sums.discrete:
+        if sums.sums.discrete:
             exact = self.noise.relative == 0 and self.noise.same_weights and not self.unseen_steps
             return (0.0, 0.0) if exact else (derived, derived)
-        if _is_constant_loss_gradient(item, found.sums):
+        if _is_constant_loss_gradient(item, sums.sums):
             few = LOSS_ROUNDINGS * max(map(get_unit_roundoff, dtypes))
             return few + cast, few + cast
         if self.unseen_steps and self.learning_rate is None:
             late = self._bound_late(derived, self.unseen_steps)
             return late, late
-        own = self.noise.bounds(item, self.tolerances.depths.of(item))
+        noise_bounds = self.noise.bounds(item, self.tolerances.depths.of(item))
         if not self.noise.same_weights or self.noise.softmax or self.unseen_steps:
-            return own[0] + cast, own[1] + cast
+            return noise_bounds[0] + cast, noise_bounds[1] + cast
         most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)
-        return min(own[0] + cast, derived), min(own[1] + cast, most)
+        return min(noise_bounds[0] + cast, derived), min(noise_bounds[1] + cast, most)
 
     @staticmethod
     def _bound_late(derived: float, steps: int) -> float:
@@ -251,40 +253,40 @@ class TensorTester:
     def _conditions(
         self,
         item: ComparedTensor,
-        found: PairSums,
+        sums_of_all: PairSums,
         bounds: Bounds,
         sums: DifferenceSums,
         full: DifferenceSums,
         even: bool,
     ) -> Conditions:
-        profile = found.profile
+        profile = sums_of_all.profile
         if not even or bounds.is_given or profile is None or full.broken or not profile.total("squares_a"):
             profile = None
-        iteration, runs = found.worst.iteration, (self.a, self.b)
+        iteration, runs = sums_of_all.worst.iteration, (self.a, self.b)
         return Conditions(
             item,
             bounds,
             sums,
             full,
             profile,
-            () if profile is None or full.equal else list_shard_blocks(runs, found.worst, profile),
+            () if profile is None or full.equal else list_shard_blocks(runs, sums_of_all.worst, profile),
             self.tolerances.unit,
             1.0 if self.unseen_steps else self.noise.read_by_last.relative,
             self.noise.same_weights and not self.unseen_steps,
             bool(self.rerouted.fraction or self.noise.softmax),
             self.noise.late_factor,
             None if profile is None or self._is_partial(item) else self._copies,
-            self._get_rounded_bits(found),
+            self._get_rounded_bits(sums_of_all),
             ((s.label, s.read_partial_sums(item, iteration, COMPARE_BLOCK)) for s in runs[::-1]),
         )
 
-    def _get_rounded_bits(self, found: PairSums) -> int:
+    def _get_rounded_bits(self, sums: PairSums) -> int:
         """The low bits of an fp32 gradient's mantissa that are zero where a run computes in half precision.
 
         A gradient in fp32 is one product in bf16, or the sum of several, as microbatches are divided. Values
         in fp32, such as a router's logits, are computed in it.
         """
-        if found.worst.a.dtype != torch.float32 or found.worst.item.kind == VALUE:
+        if sums.worst.a.dtype != torch.float32 or sums.worst.item.kind == VALUE:
             return 0
         return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions if p.computed)
 
@@ -295,24 +297,24 @@ class TensorTester:
     # -- what later tensors may differ by ---------------------------------------------------------------
 
     def _observe(
-        self, item: ComparedTensor, found: PairSums, sums: DifferenceSums, worst: Outcome, even: bool
+        self, item: ComparedTensor, sums_of_all: PairSums, sums: DifferenceSums, worst: Outcome, even: bool
     ) -> None:
         """Record a tensor that is within its bounds.
 
         Args:
             item: the tensor.
-            found: the sums over all of it.
+            sums_of_all: the sums over all of it.
             sums: those that were tested.
             worst: the test that is nearest to its bound.
             even: whether all entries were tested alike.
         """
         if item.kind == PARAMETER:
-            if found.profile is not None and worst.excess <= 1:
-                self.noise.parameter(item.site, measure_parameter(found.profile, sums.peak_share))
+            if sums_of_all.profile is not None and worst.excess <= 1:
+                self.noise.parameter(item.site, measure_parameter(sums_of_all.profile, sums.peak_share))
             return
         if worst.excess > 1 or sums.discrete:
             return
-        profile = found.profile if even else None
+        profile = sums_of_all.profile if even else None
         factor, error = (0.0, math.inf) if profile is None else estimate_factor(profile)
         self.noise.scores.observe(item, sums.error, sums.greatest)
         self.noise.observe(sums.relative, sums.peak_share, abs(factor) if math.isfinite(error) else 0.0)

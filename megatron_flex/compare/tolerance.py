@@ -63,10 +63,10 @@ class Precision:
         Args:
             dtype: of a tensor, for a run whose compute dtype is unknown.
         """
-        own = get_unit_roundoff(self.computed or dtype)
+        unit = get_unit_roundoff(self.computed or dtype)
         if self.fp8:
-            own = math.sqrt(own * FP8_ROUNDOFF)
-        return own + FP32_ROUNDOFF * math.sqrt(self.width)
+            unit = math.sqrt(unit * FP8_ROUNDOFF)
+        return unit + FP32_ROUNDOFF * math.sqrt(self.width)
 
 
 def make_precision(
@@ -167,8 +167,8 @@ class ReductionDepths:
 
 def parse_layer_number(name: str) -> int | None:
     """The layer number of a site; None outside of layers."""
-    found = LAYER_PATTERN.search(name)
-    return None if found is None else int(found[1])
+    matched = LAYER_PATTERN.search(name)
+    return None if matched is None else int(matched[1])
 
 
 def get_cast_roundoff(precisions: Sequence[Precision], dtypes: Sequence[torch.dtype]) -> float:
@@ -238,8 +238,8 @@ class Tolerances:
     def given(self, item: ComparedTensor) -> float | None:
         """The bound that the caller gave for a site; None if it is to be derived or measured."""
         if isinstance(self.given_tolerance, Mapping):
-            found = next((t for p, t in self.given_tolerance.items() if fnmatchcase(item.name, p)), None)
-            return None if found is None else float(found)
+            tolerance = next((t for p, t in self.given_tolerance.items() if fnmatchcase(item.name, p)), None)
+            return None if tolerance is None else float(tolerance)
         return None if self.given_tolerance is None else float(self.given_tolerance)
 
     def derived(
