@@ -85,9 +85,9 @@ def align(
     tokens = prepare_batch(batch, sequence_divisor(session.mesh, bool(config.sequence_parallel)))
     candidate = CandidateRun(flex, family_of(kind[0]))
     points = {other for match in candidate.matches for other in match.row.other}
-    theirs: Captures = {}
-    _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
-    comparer = _SiteComparer(candidate.matches, tokens, hf_model, config, tolerance, theirs)
+    hf_captures: Captures = {}
+    _on_first(flex, lambda: hf_captures.update(_run_reference(hf_model, points, tokens)))
+    comparer = _SiteComparer(candidate.matches, tokens, hf_model, config, tolerance, hf_captures)
     # `roots` is Megatron's adapter's, which was checked above
     with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
         captures = _run_candidate(candidate, comparer, flex, isolate)
@@ -95,19 +95,19 @@ def align(
 
     def finish() -> Alignment:
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
-        found = comparer.alignment(model, candidate.uncompared)
+        aligned = comparer.alignment(model, candidate.uncompared)
         with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
             if step is None:
-                return found
+                return aligned
             gradients = step.verdicts(comparer.tolerances)
-            return replace(found, gradients=gradients, notes=(*found.notes, *step.notes))
+            return replace(aligned, gradients=gradients, notes=(*aligned.notes, *step.notes))
 
     alignment: Alignment = _on_first(flex, finish)
     sites = {m.site: m for m in candidate.matches}
     if alignment.first is None or alignment.first.site not in sites:
         return alignment
     at, weights = alignment.first, _layer_weights(flex, alignment.first.site)
-    around = at, sites, theirs, captures, weights, hf_model, config, tokens
+    around = at, sites, hf_captures, captures, weights, hf_model, config, tokens
     causes = _on_first(flex, lambda: find_causes(Evidence(*around)))
     return replace(alignment, causes=tuple(causes))
 
@@ -122,7 +122,7 @@ def _run_candidate(
     if enough and not isolate:
         return captures
     captures = {}  # so that a rank holds the captures of one run
-    inputs = candidate.broadcast(_layer_inputs(candidate.matches, comparer.theirs))
+    inputs = candidate.broadcast(_layer_inputs(candidate.matches, comparer.hf_captures))
     captures = candidate.run(tokens, inputs)
     _on_first(flex, lambda: comparer.isolate(captures))
     return captures
@@ -182,15 +182,15 @@ def _on_first(flex: FlexModel, work: Callable[[], ResultT]) -> ResultT:
     Raises:
         FlexError: on all ranks.
     """
-    mesh, found, problem = flex.session.mesh, None, ""
+    mesh, outcome, problem = flex.session.mesh, None, ""
     if all(axis.coord == 0 for axis in mesh):
         try:
-            found = work()
+            outcome = work()
         except FlexError as error:
             problem = str(error)
         except Exception as error:  # of the Hugging Face model, on which the other ranks would wait
             problem = f"the Hugging Face model cannot be compared: {describe_error(error)}"
-    result, raised = broadcast_object((found, problem), mesh)
+    result, raised = broadcast_object((outcome, problem), mesh)
     if raised:
         raise FlexError(raised)
     shared: ResultT = result
@@ -206,23 +206,23 @@ def _describe_mesh(flex: FlexModel) -> str:
     )
 
 
-def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
+def _layer_inputs(matches: list[Match], hf_captures: Captures) -> Captures:
     """The input of each layer and of the final norm in the Hugging Face model, by the Megatron site."""
-    wanted = [
+    input_matches = [
         m for m in matches if m.site in FINAL_INPUTS or m.site == f"decoder.layers.{m.layer}{LAYER_INPUT}"
     ]
-    return {m.site: theirs[m.row.other[0]] for m in wanted if m.row.other[0] in theirs}
+    return {m.site: hf_captures[m.row.other[0]] for m in input_matches if m.row.other[0] in hf_captures}
 
 
 def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
     survey, gpt = flex.session.parameters.index, flex.session.sites.gpt_names
     layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
-    own = {gpt.to_gpt(n) or n if gpt.renames else n: n for n in survey.sites}
-    names = [n for n in own if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
+    stored_names = {gpt.to_gpt(n) or n if gpt.renames else n: n for n in survey.sites}
+    names = [n for n in stored_names if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
     out = {}
     for name in names:
-        full = full_parameters.gather_parameter(survey, own[name], ParameterRequest(), None)
+        full = full_parameters.gather_parameter(survey, stored_names[name], ParameterRequest(), None)
         if full is not None:
             out[name] = full
     return out
@@ -256,7 +256,7 @@ class _SiteComparer:
     hf_model: Any
     config: Any
     tolerance: float | None
-    theirs: Captures
+    hf_captures: Captures
     accumulated: _Pass = field(default_factory=_Pass)
     isolated: _Pass | None = None  # None: the accumulated differences are small enough
 
@@ -276,8 +276,8 @@ class _SiteComparer:
             Whether every difference, of all tokens, is small enough for layers with equal inputs. Then no
             layer differs by itself: its own error would show beside the small one that enters.
         """
-        found = self.accumulated = self._compare(captures, carried=True)
-        return not found.notes and not any(row.diverges for row in self._rows(found, True).values())
+        sums = self.accumulated = self._compare(captures, carried=True)
+        return not sums.notes and not any(row.diverges for row in self._rows(sums, True).values())
 
     def isolate(self, captures: Captures) -> None:
         """Compare a run with the layer inputs of Hugging Face."""
@@ -285,23 +285,23 @@ class _SiteComparer:
 
     def _compare(self, captures: Captures, carried: bool) -> _Pass:
         sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
-        routing = Routing(self.matches, self.theirs, captures, self.batch, self.tolerances, carried)
+        routing = Routing(self.matches, self.hf_captures, captures, self.batch, self.tolerances, carried)
         out = _Pass(notes=tuple(routing.notes))
         for match in self.matches:
-            there, here = reference_tensor(match.row, self.theirs, sizes), captures.get(match.site)
-            if there is None or here is None:
-                if not (match.row.optional and there is None and here is None):
-                    lacks = "Hugging Face" if there is None else "Megatron"
+            hf, megatron = reference_tensor(match.row, self.hf_captures, sizes), captures.get(match.site)
+            if hf is None or megatron is None:
+                if not (match.row.optional and hf is None and megatron is None):
+                    lacks = "Hugging Face" if hf is None else "Megatron"
                     out.absent[match.site] = f"{lacks} has no tensor there in this run"
                 continue
-            out.shapes[match.site], out.dtypes[match.site] = tuple(there.shape), (here.dtype, there.dtype)
-            pair = compared_pair(match.row, here, there, sizes, self.config)
+            out.shapes[match.site], out.dtypes[match.site] = tuple(hf.shape), (megatron.dtype, hf.dtype)
+            pair = compared_pair(match.row, megatron, hf, sizes, self.config)
             out.sums[match.site] = sum_site(*routing.select(match, *pair))
         return out
 
-    def _rows(self, found: _Pass, isolated: bool) -> dict[str, Row]:
+    def _rows(self, sums: _Pass, isolated: bool) -> dict[str, Row]:
         layers = {match.site: match.layer for match in self.matches}
-        return make_rows(self.tolerances, found.sums, found.dtypes, layers, isolated)
+        return make_rows(self.tolerances, sums.sums, sums.dtypes, layers, isolated)
 
     def alignment(self, model: str, uncompared: dict[str, str]) -> Alignment:
         """The verdicts for all sites.

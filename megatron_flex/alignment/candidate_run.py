@@ -75,8 +75,8 @@ class CandidateRun:
         self.session, self.names = flex.session, flex.interp.names
         self._gpt = self.session.sites.gpt_names
         parameters = frozenset(self._gpt.index(self.session.parameters.index.sites))
-        own = {site.name: site for site in self.session.sites}
-        sites = {name: own[n] for name, n in self._gpt.index(own).items()}
+        by_name = {site.name: site for site in self.session.sites}
+        sites = {name: by_name[n] for name, n in self._gpt.index(by_name).items()}
         self._own = {name: site.name for name, site in sites.items()}
         self.matches, self.uncompared = family.match(sites, parameters)
         self.weights = FullWeights(self.session, self.names)

@@ -52,10 +52,10 @@ def find_causes(evidence: Evidence) -> list[str]:
     Args:
         evidence: the tensors around the first difference.
     """
-    return list(dict.fromkeys(_confirmed(evidence))) or [found for h in GENERAL if (found := h(evidence))]
+    return list(dict.fromkeys(_confirmed(evidence))) or [cause for h in GENERAL if (cause := h(evidence))]
 
 
 def _confirmed(evidence: Evidence) -> Iterator[str]:
     for patterns, hypothesis in HYPOTHESES:
-        if any(fnmatchcase(evidence.site, p) for p in patterns) and (found := hypothesis(evidence)):
-            yield found
+        if any(fnmatchcase(evidence.site, p) for p in patterns) and (cause := hypothesis(evidence)):
+            yield cause

@@ -24,9 +24,9 @@ class Counterpart:
     Attributes:
         site: the Megatron site.
         other: points of the Hugging Face model; several are concatenated along the last axis.
-        here: the axes of the Megatron tensor.
-        there: the axes of each Hugging Face tensor.
-        part: which equal part of the last axis to take there, and of how many; None for all of it.
+        megatron_axes: the axes of the Megatron tensor.
+        hf_axes: the axes of each Hugging Face tensor.
+        part: which equal part of the last axis to take in Hugging Face, and of how many; None for all of it.
         bias: the Megatron parameter that Megatron adds after this site and Hugging Face before it.
         bias_part: which equal part of it, and of how many; None for all of it.
         rotary: whether the features of a head are in the order of rotary position embedding.
@@ -37,8 +37,8 @@ class Counterpart:
 
     site: str
     other: tuple[str, ...]
-    here: str
-    there: str
+    megatron_axes: str
+    hf_axes: str
     part: tuple[int, int] | None = None
     bias: str = ""
     bias_part: tuple[int, int] | None = None
@@ -58,8 +58,8 @@ class Counterpart:
             self,
             site=self.site.format_map(paths),
             other=tuple(o.format_map(paths) for o in self.other),
-            here=self.here.format_map(paths),
-            there=self.there.format_map(paths),
+            megatron_axes=self.megatron_axes.format_map(paths),
+            hf_axes=self.hf_axes.format_map(paths),
             bias=self.bias.format_map(paths),
         )
 
@@ -67,9 +67,9 @@ class Counterpart:
 Rows = tuple[Counterpart, ...]
 
 
-def _row(site: str, other: str, here: str, there: str = "", **more: object) -> Counterpart:
+def _row(site: str, other: str, megatron_axes: str, hf_axes: str = "", **more: object) -> Counterpart:
     # `more` has fields of several types
-    return Counterpart(site, tuple(other.split(" + ")), here, there or "b s h", **more)  # type: ignore[arg-type]
+    return Counterpart(site, tuple(other.split(" + ")), megatron_axes, hf_axes or "b s h", **more)  # type: ignore[arg-type]
 
 
 STREAM = "s b h"
@@ -164,28 +164,28 @@ PLAIN_MLP: Rows = (
 )
 
 
-def _gated(ours: str, theirs: str) -> Rows:
+def _gated(megatron: str, hf: str) -> Rows:
     """The rows of a gated MLP."""
-    bias = f"{ours}.linear_fc1.bias"
-    points = (("gate", f"{theirs}.gate_proj:output"), ("up", f"{theirs}.up_proj:output"))
+    bias = f"{megatron}.linear_fc1.bias"
+    points = (("gate", f"{hf}.gate_proj:output"), ("up", f"{hf}.up_proj:output"))
     return (
         *(
-            _row(f"{ours}.linear_fc1:{name}", other, "s b f", "b s f", bias=bias, bias_part=(index, 2))
+            _row(f"{megatron}.linear_fc1:{name}", other, "s b f", "b s f", bias=bias, bias_part=(index, 2))
             for index, (name, other) in enumerate(points)
         ),
         _row(
-            f"{ours}.linear_fc1:output",
-            f"{theirs}.gate_proj:output + {theirs}.up_proj:output",
+            f"{megatron}.linear_fc1:output",
+            f"{hf}.gate_proj:output + {hf}.up_proj:output",
             "s b f",
             "b s f",
             bias=bias,
         ),
-        _row(f"{ours}.linear_fc2:input", f"{theirs}.down_proj:input", "s b f", "b s f"),
+        _row(f"{megatron}.linear_fc2:input", f"{hf}.down_proj:input", "s b f", "b s f"),
         _row(
-            f"{ours}.linear_fc2:output",
-            f"{theirs}.down_proj:output",
+            f"{megatron}.linear_fc2:output",
+            f"{hf}.down_proj:output",
             STREAM,
-            bias=f"{ours}.linear_fc2.bias",
+            bias=f"{megatron}.linear_fc2.bias",
         ),
     )
 
@@ -350,10 +350,10 @@ class Family:
 
     @cached_property
     def _numbered(self) -> dict[str, list[tuple[int, Counterpart]]]:
-        found: dict[str, list[tuple[int, Counterpart]]] = {}
+        by_site: dict[str, list[tuple[int, Counterpart]]] = {}
         for number, row in enumerate(self.counterparts):
-            found.setdefault(row.site, []).append((number, row))
-        return found
+            by_site.setdefault(row.site, []).append((number, row))
+        return by_site
 
     def find(self, site: str, inside: Container[str] = ()) -> Match | None:
         """The row of a site; None if there is none.
@@ -381,14 +381,14 @@ class Family:
             sites: names of sites.
             parameters: as for `find`.
         """
-        found = {site: self.find(site, parameters) for site in sites}
-        matches = sorted((m for m in found.values() if m is not None), key=lambda m: m.time)
-        return matches, {site: self.reason(site) for site, m in found.items() if m is None}
+        by_site = {site: self.find(site, parameters) for site in sites}
+        matches = sorted((m for m in by_site.values() if m is not None), key=lambda m: m.time)
+        return matches, {site: self.reason(site) for site, m in by_site.items() if m is None}
 
     def reason(self, site: str) -> str:
         """Why a site has no counterpart."""
-        found = (why for pattern, why in WITHOUT_COUNTERPART if fnmatchcase(site, pattern))
-        return next(found, NO_ROW.format(family=self.name))
+        reasons = (why for pattern, why in WITHOUT_COUNTERPART if fnmatchcase(site, pattern))
+        return next(reasons, NO_ROW.format(family=self.name))
 
 
 class _Keep(dict[str, str]):
@@ -526,11 +526,11 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
         return SiteNames(rows + [(p, "", why) for p, why in WITHOUT_COUNTERPART])
     out = SiteNames()
     for site in sites:
-        found = family.find(site)
+        match = family.find(site)
         out.append(
             (site, "", family.reason(site))
-            if found is None
-            else (site, found.row.points, describe_axes(found.row))
+            if match is None
+            else (site, match.row.points, describe_axes(match.row))
         )
     return out
 
@@ -541,4 +541,4 @@ def describe_axes(row: Counterpart) -> str:
     norm = f", where the norm is {row.norm} the linear" if row.norm else ""
     of = f" (part {row.bias_part[0]} of {row.bias_part[1]})" if row.bias_part else ""
     bias = f", with {row.bias}{of} added" if row.bias else ""
-    return f"{row.there}{part} -> {row.here}{bias}{norm}"
+    return f"{row.hf_axes}{part} -> {row.megatron_axes}{bias}{norm}"

@@ -77,60 +77,60 @@ def align_dumps(
         llama in dumps/hf and Megatron in dumps/run
     """
     with open_dump(hf_dump) as one, open_dump(megatron_dump) as two:
-        theirs, ours = (two, one) if one.manifest.framework == MEGATRON else (one, two)
-        if ours.manifest.framework != MEGATRON or theirs.manifest.framework == MEGATRON:
+        hf, megatron = (two, one) if one.manifest.framework == MEGATRON else (one, two)
+        if megatron.manifest.framework != MEGATRON or hf.manifest.framework == MEGATRON:
             raise FlexError(
                 f"{hf_dump} and {megatron_dump} must be dumps of a Hugging Face model and of Megatron"
             )
-        family = family_of_dump(theirs) or family_of(str(theirs.manifest.model.get("model_type")))
-        return _DumpAlignment(theirs, ours, family, tolerance).run()
+        family = family_of_dump(hf) or family_of(str(hf.manifest.model.get("model_type")))
+        return _DumpAlignment(hf, megatron, family, tolerance).run()
 
 
 @dataclass
 class _DumpAlignment:
     """A comparison in progress."""
 
-    theirs: OpenDump
-    ours: OpenDump
+    hf: OpenDump
+    megatron: OpenDump
     family: Family
     tolerance: float | None
     _own: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Alignment:
-        common = sorted(set(self.theirs.iterations) & set(self.ours.iterations))
+        common = sorted(set(self.hf.iterations) & set(self.megatron.iterations))
         if not common:
             raise DumpError(
-                f"{self.theirs.path} has the iterations {self.theirs.iterations} and {self.ours.path} "
-                f"{self.ours.iterations}; dump one that both have",
-                path=self.theirs.path,
+                f"{self.hf.path} has the iterations {self.hf.iterations} and {self.megatron.path} "
+                f"{self.megatron.iterations}; dump one that both have",
+                path=self.hf.path,
             )
-        parameters = frozenset(self.ours.gpt_names.index(self.ours.parameters))
-        self._own = self.ours.gpt_names.index(self.ours.sites)
+        parameters = frozenset(self.megatron.gpt_names.index(self.megatron.parameters))
+        self._own = self.megatron.gpt_names.index(self.megatron.sites)
         matches, uncompared = self.family.match(self._own, parameters)
-        precisions = [read_precision(dump.manifest) for dump in (self.ours, self.theirs)]
+        precisions = [read_precision(dump.manifest) for dump in (self.megatron, self.hf)]
         tolerances = Tolerances(self.tolerance, [m.site for m in matches], precisions)
         verdicts = []
         for match in matches:
-            found = self._pair(match, common[0])
-            if isinstance(found, str):
-                uncompared[match.site] = found
+            pair = self._pair(match, common[0])
+            if isinstance(pair, str):
+                uncompared[match.site] = pair
                 continue
-            here, there = found
-            dtypes = here.dtype, there.dtype
+            megatron, hf = pair
+            dtypes = megatron.dtype, hf.dtype
             item = ComparedTensor(match.site, VALUE)
-            row = hold_to(tolerances.bound(item, dtypes), item, sum_site(here, there))
-            verdicts.append(make_verdict(match.row.points, match.part, there.shape, dtypes, row))
+            row = hold_to(tolerances.bound(item, dtypes), item, sum_site(megatron, hf))
+            verdicts.append(make_verdict(match.row.points, match.part, hf.shape, dtypes, row))
         if not verdicts:
             raise DumpError(
-                f"{self.theirs.path} and {self.ours.path} have no tensor in common: {uncompared}",
-                path=self.theirs.path,
+                f"{self.hf.path} and {self.megatron.path} have no tensor in common: {uncompared}",
+                path=self.hf.path,
             )
         later = (
             (f"iteration {common[0]} was compared, of {len(common)} that both have",)
             if len(common) > 1
             else ()
         )
-        name = f"{self.family.name} in {self.theirs.path} and Megatron in {self.ours.path}"
+        name = f"{self.family.name} in {self.hf.path} and Megatron in {self.megatron.path}"
         return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared, isolates=False)
 
     def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
@@ -138,32 +138,32 @@ class _DumpAlignment:
         row, captures = match.row, {}
         samples: list[list[int] | None] = []
         for point in row.other:
-            if point not in self.theirs:
+            if point not in self.hf:
                 return NOT_DUMPED.format(which="the Hugging Face model")
-            array = self.theirs[point].at(iteration)[0]
+            array = self.hf[point].at(iteration)[0]
             captures[point] = array.torch()
             samples.append(_numbers(array))
-        array = self.ours[self._own[match.site]].at(iteration)[0]
-        here = array.torch()
+        array = self.megatron[self._own[match.site]].at(iteration)[0]
+        megatron = array.torch()
         samples.append(_numbers(array))
-        if row.bias and self.ours.manifest.model.get("add_bias_linear", True):
-            own_bias = self.ours.gpt_names.index(self.ours.parameters).get(row.bias)
+        if row.bias and self.megatron.manifest.model.get("add_bias_linear", True):
+            own_bias = self.megatron.gpt_names.index(self.megatron.parameters).get(row.bias)
             if own_bias is None:
                 return NEEDS_BIAS.format(bias=row.bias)
-            bias = self.ours.parameter(own_bias).at(iteration)[0].torch()
-            here = here + take_part(bias, row.bias_part).to(here)
-        there = reference_tensor(row, captures, self._sizes(len(here)))
-        assert there is not None, "every point was read"
+            bias = self.megatron.parameter(own_bias).at(iteration)[0].torch()
+            megatron = megatron + take_part(bias, row.bias_part).to(megatron)
+        hf = reference_tensor(row, captures, self._sizes(len(megatron)))
+        assert hf is not None, "every point was read"
         stored = batch_first(row)
-        here, there = compared_pair(stored, here, there, self._sizes(len(here)), self._config)
-        return _common_samples(here, there, samples[-1], samples[0])
+        megatron, hf = compared_pair(stored, megatron, hf, self._sizes(len(megatron)), self._config)
+        return _common_samples(megatron, hf, samples[-1], samples[0])
 
     @property
     def _config(self) -> Any:
-        return SimpleNamespace(**self.ours.manifest.model)
+        return SimpleNamespace(**self.megatron.manifest.model)
 
     def _sizes(self, samples: int) -> Mapping[str, int]:
-        return axis_sizes(SimpleNamespace(**self.theirs.manifest.model), samples)
+        return axis_sizes(SimpleNamespace(**self.hf.manifest.model), samples)
 
 
 def _numbers(array: Any) -> list[int] | None:
@@ -172,18 +172,18 @@ def _numbers(array: Any) -> list[int] | None:
 
 
 def _common_samples(
-    here: Tensor, there: Tensor, ours: list[int] | None, theirs: list[int] | None
+    megatron: Tensor, hf: Tensor, megatron_numbers: list[int] | None, hf_numbers: list[int] | None
 ) -> tuple[Tensor, Tensor] | str:
     """The samples that both have, by number."""
     if (
-        ours is None
-        or theirs is None
-        or ours == theirs
-        or len(theirs) != len(there)
-        or len(ours) != len(here)
+        megatron_numbers is None
+        or hf_numbers is None
+        or megatron_numbers == hf_numbers
+        or len(hf_numbers) != len(hf)
+        or len(megatron_numbers) != len(megatron)
     ):
-        return here, there
-    both = sorted(set(ours) & set(theirs))
+        return megatron, hf
+    both = sorted(set(megatron_numbers) & set(hf_numbers))
     if not both:
         return "the two dumps have no sample in common"
-    return here[[ours.index(n) for n in both]], there[[theirs.index(n) for n in both]]
+    return megatron[[megatron_numbers.index(n) for n in both]], hf[[hf_numbers.index(n) for n in both]]

@@ -23,8 +23,8 @@ class Evidence:
     Attributes:
         first: the verdict of the site.
         matches: all compared sites by name.
-        theirs: the tensors of the Hugging Face model by point.
-        ours: those of the Megatron model by site, with the layer inputs of the Hugging Face model.
+        hf_captures: the tensors of the Hugging Face model by point.
+        captures: those of the Megatron model by site, with the layer inputs of the Hugging Face model.
         weights: full Megatron parameters of the site's layer and of those outside of layers.
         hf_model: the Hugging Face model.
         config: Megatron's configuration.
@@ -34,8 +34,8 @@ class Evidence:
 
     first: SiteVerdict
     matches: Mapping[str, Match]
-    theirs: Captures
-    ours: Captures
+    hf_captures: Captures
+    captures: Captures
     weights: Captures
     hf_model: Any
     config: Any
@@ -65,23 +65,23 @@ class Evidence:
     def pair(self, site: str) -> tuple[Tensor, Tensor] | None:
         """The two tensors of a site in the same order, in fp32, Megatron's first; None if one is missing."""
         match = self.matches.get(site)
-        if match is None or site not in self.ours:
+        if match is None or site not in self.captures:
             return None
-        there = reference_tensor(match.row, self.theirs, self.sizes)
-        if there is None:
+        hf = reference_tensor(match.row, self.hf_captures, self.sizes)
+        if hf is None:
             return None
-        here, there = compared_pair(match.row, self.ours[site], there, self.sizes, self.config)
-        return (here.float(), there.float()) if here.is_floating_point() else (here, there)
+        megatron, hf = compared_pair(match.row, self.captures[site], hf, self.sizes, self.config)
+        return (megatron.float(), hf.float()) if megatron.is_floating_point() else (megatron, hf)
 
-    def here(self, site: str) -> Tensor | None:
+    def megatron(self, site: str) -> Tensor | None:
         """Megatron's tensor at a site, as `pair` has it."""
-        found = self.pair(site)
-        return None if found is None else found[0]
+        pair = self.pair(site)
+        return None if pair is None else pair[0]
 
-    def there(self, site: str) -> Tensor | None:
+    def hf(self, site: str) -> Tensor | None:
         """Hugging Face's tensor at a site, as `pair` has it."""
-        found = self.pair(site)
-        return None if found is None else found[1]
+        pair = self.pair(site)
+        return None if pair is None else pair[1]
 
     def equal(self, a: Tensor | None, b: Tensor | None) -> bool:
         """Whether two tensors are equal up to the tolerance."""
@@ -94,5 +94,5 @@ class Evidence:
 
     def parameter(self, name: str) -> Tensor | None:
         """A parameter of the Hugging Face model on the CPU in fp32; None if it has none of that name."""
-        found = dict(self.hf_model.named_parameters(remove_duplicate=False)).get(name)
-        return None if found is None else found.detach().float().cpu()
+        parameter = dict(self.hf_model.named_parameters(remove_duplicate=False)).get(name)
+        return None if parameter is None else parameter.detach().float().cpu()

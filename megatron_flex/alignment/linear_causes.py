@@ -26,27 +26,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def swapped_projections(e: Evidence) -> str:
     """Queries, keys and values are exchanged."""
-    path, mine = e.site.rpartition(":")[::2]
-    here = e.here(e.site)
+    path, role = e.site.rpartition(":")[::2]
+    megatron = e.megatron(e.site)
     for other in "qkv":
-        if other != mine and e.equal(here, e.there(f"{path}:{other}")):
-            return f"q, k and v are in another order: Megatron's {mine} is the {other} of Hugging Face"
+        if other != role and e.equal(megatron, e.hf(f"{path}:{other}")):
+            return f"q, k and v are in another order: Megatron's {role} is the {other} of Hugging Face"
     return ""
 
 
 def concatenated_projections(e: Evidence) -> str:
     """The fused weight has all queries, all keys, all values, where Megatron reads them group by group."""
     path = e.site.rpartition(":")[0]
-    found = [e.pair(f"{path}:{part}") for part in "qkv"]
-    if any(p is None for p in found):
+    pairs = [e.pair(f"{path}:{part}") for part in "qkv"]
+    if any(p is None for p in pairs):
         return ""
-    here, there = zip(*(p for p in found if p is not None), strict=True)
-    groups, size = there[1].shape[2:]
-    each = there[0].shape[2] // groups
-    joined = torch.cat([t.flatten(2) for t in there], -1)
+    megatron, hf = zip(*(p for p in pairs if p is not None), strict=True)
+    groups, size = hf[1].shape[2:]
+    each = hf[0].shape[2] // groups
+    joined = torch.cat([t.flatten(2) for t in hf], -1)
     read = joined.unflatten(-1, (groups, each + 2, size))
     parts = (read[..., :each, :].flatten(2, 3), read[..., each, :], read[..., each + 1, :])
-    if all(e.equal(h, p) for h, p in zip(here, parts, strict=True)):
+    if all(e.equal(h, p) for h, p in zip(megatron, parts, strict=True)):
         return (
             "q, k and v are concatenated in linear_qkv: Megatron reads them group by group, [queries "
             "of a group, key, value]"
@@ -56,14 +56,14 @@ def concatenated_projections(e: Evidence) -> str:
 
 def rotary_row_order(e: Evidence) -> str:
     """The features of each head are in the order of the other rotary form."""
-    found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape or found[0].ndim != 4:
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape or pair[0].ndim != 4:
         return ""
-    here, there = found
-    pairs = torch.stack(there.chunk(2, -1), -1).flatten(-2)
-    halves = torch.cat([there[..., 0::2], there[..., 1::2]], -1)
+    megatron, hf = pair
+    pairs = torch.stack(hf.chunk(2, -1), -1).flatten(-2)
+    halves = torch.cat([hf[..., 0::2], hf[..., 1::2]], -1)
     for order, name in ((pairs, "interleaved pairs"), (halves, "two halves")):
-        if e.equal(here, order):
+        if e.equal(megatron, order):
             return (
                 f"the features of each head are in the order of {name}: the rows of q and k are "
                 "permuted for the "
@@ -92,19 +92,19 @@ def swapped_gate(e: Evidence) -> str:
 def other_activation(e: Evidence) -> str:
     """Another activation function, or the factors of a gated one exchanged."""
     path = e.site.rpartition(".")[0]
-    here = e.here(e.site)
-    gate, up, plain = (e.there(f"{path}.linear_fc1:{point}") for point in ("gate", "up", "output"))
-    own = getattr(
+    megatron = e.megatron(e.site)
+    gate, up, plain = (e.hf(f"{path}.linear_fc1:{point}") for point in ("gate", "up", "output"))
+    hf_name = getattr(
         e.hf_model.config, "hidden_act", getattr(e.hf_model.config, "activation_function", "its own")
     )
     for name, function in ACTIVATIONS.items():
         if gate is not None and up is not None:
-            if e.equal(here, function(gate) * up):
-                return f"the activation of Megatron is {name}, that of Hugging Face {own}"
-            if e.equal(here, function(up) * gate):
+            if e.equal(megatron, function(gate) * up):
+                return f"the activation of Megatron is {name}, that of Hugging Face {hf_name}"
+            if e.equal(megatron, function(up) * gate):
                 return f"gate and up are swapped: Megatron computes {name}(up) * gate"
-        elif plain is not None and e.equal(here, function(plain)):
-            return f"the activation of Megatron is {name}, that of Hugging Face {own}"
+        elif plain is not None and e.equal(megatron, function(plain)):
+            return f"the activation of Megatron is {name}, that of Hugging Face {hf_name}"
     return ""
 
 
@@ -115,7 +115,7 @@ def other_layer(e: Evidence) -> str:
         return ""
     path = row.other[0].partition(":")[0]
     module = e.module()
-    entering = e.theirs.get(f"{path}:input")
+    entering = e.hf_captures.get(f"{path}:input")
     if entering is None or not isinstance(getattr(module, "weight", None), Tensor):
         entering = _entering(e)
     if entering is None or module is None or not isinstance(getattr(module, "weight", None), Tensor):
@@ -129,8 +129,8 @@ def other_layer(e: Evidence) -> str:
         with torch.no_grad():
             value = other(entering.to(next(other.parameters()))).cpu()
         point = row.other[0]
-        made = reference_tensor(row, {**e.theirs, point: value}, e.sizes)
-        if made is not None and e.equal(e.here(e.site), made.float()):
+        expected = reference_tensor(row, {**e.hf_captures, point: value}, e.sizes)
+        if expected is not None and e.equal(e.megatron(e.site), expected.float()):
             return f"the weights are those of layer {layer}: the layers are in another order"
     return ""
 
@@ -140,24 +140,24 @@ def _entering(e: Evidence) -> Tensor | None:
     path = e.site.partition(":")[0]
     for site in (f"{path}:input", f"{path}.linear_qkv:input"):
         match = e.matches.get(site)
-        if match is not None and match.row.other[0] in e.theirs:
-            return e.theirs[match.row.other[0]]
+        if match is not None and match.row.other[0] in e.hf_captures:
+            return e.hf_captures[match.row.other[0]]
     return None
 
 
 def input_order(e: Evidence) -> str:
     """The columns of a weight are in another order, or the weight is transposed."""
     path = e.site.partition(":")[0]
-    ours = e.weights.get(f"{path}.weight")
-    theirs = e.parameter(f"{e.match.row.other[0].partition(':')[0]}.weight")
-    if ours is None or theirs is None or ours.ndim != 2:
+    megatron = e.weights.get(f"{path}.weight")
+    hf = e.parameter(f"{e.match.row.other[0].partition(':')[0]}.weight")
+    if megatron is None or hf is None or megatron.ndim != 2:
         return ""
-    ours = ours.float()
+    megatron = megatron.float()
     if type(e.module()).__name__ == "Conv1D":
-        theirs = theirs.T  # transformers stores it as [in, out]
-    if ours.shape == theirs.shape[::-1] and torch.equal(ours, theirs.T) and not torch.equal(ours, theirs):
+        hf = hf.T  # transformers stores it as [in, out]
+    if megatron.shape == hf.shape[::-1] and torch.equal(megatron, hf.T) and not torch.equal(megatron, hf):
         return f"{path}.weight is transposed"
-    order = match_columns(ours, theirs, e.tolerance)
+    order = match_columns(megatron, hf, e.tolerance)
     if order is None:
         return ""
     heads = e.sizes["n"]
@@ -173,7 +173,7 @@ def input_order(e: Evidence) -> str:
 
 def untied_output(e: Evidence) -> str:
     """The output layer is tied to the embedding in one of the models only."""
-    entering, logits = e.there("output_layer:input"), e.here(e.site)
+    entering, logits = e.hf("output_layer:input"), e.megatron(e.site)
     table = e.parameter(
         e.matches["embedding.word_embeddings:output"].row.other[0].replace(":output", ".weight")
     )

@@ -14,16 +14,16 @@ from megatron_flex.lens.tensor_views import normalize_stream
 def _norm_of(e: Evidence) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float] | None:
     """Megatron's output, the common input, and the weight, bias and epsilon of the Hugging Face norm."""
     path = e.match.row.other[0].partition(":")[0]
-    here, entering, weight = (
-        e.here(e.site),
-        e.there(e.site.replace(":output", ":input")),
+    megatron, entering, weight = (
+        e.megatron(e.site),
+        e.hf(e.site.replace(":output", ":input")),
         e.parameter(f"{path}.weight"),
     )
-    if here is None or entering is None or weight is None:
+    if megatron is None or entering is None or weight is None:
         return None
     module = e.module()
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
-    return here, entering, weight, e.parameter(f"{path}.bias"), float(epsilon)
+    return megatron, entering, weight, e.parameter(f"{path}.bias"), float(epsilon)
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool) -> Tensor:
@@ -38,14 +38,14 @@ def _rms(e: Evidence) -> bool:
 
 def other_epsilon(e: Evidence) -> str:
     """The epsilon that explains Megatron's output."""
-    found = _norm_of(e)
-    if found is None:
+    norm = _norm_of(e)
+    if norm is None:
         return ""
-    here, x, weight, bias, theirs = found
+    megatron, x, weight, bias, hf_epsilon = norm
     rms = _rms(e)
     centred = x if rms else x - x.mean(-1, keepdim=True)
     square = centred.square().mean(-1, keepdim=True)
-    scaled = here if bias is None else here - bias
+    scaled = megatron if bias is None else megatron - bias
     # The factor of each token by least squares; the smallest tokens show epsilon best.
     product = centred * weight
     factor = (scaled * product).sum(-1, keepdim=True) / product.square().sum(-1, keepdim=True)
@@ -55,21 +55,21 @@ def other_epsilon(e: Evidence) -> str:
     if fitted <= 0:
         return ""
     for epsilon in (float(f"{fitted:.0e}"), float(f"{fitted:.2e}")):
-        if epsilon != theirs and e.equal(here, _apply(x, weight, bias, epsilon, rms)):
-            return f"the epsilon of the norm is {epsilon:g} in Megatron and {theirs:g} in Hugging Face"
+        if epsilon != hf_epsilon and e.equal(megatron, _apply(x, weight, bias, epsilon, rms)):
+            return f"the epsilon of the norm is {epsilon:g} in Megatron and {hf_epsilon:g} in Hugging Face"
     return ""
 
 
 def other_weight(e: Evidence) -> str:
     """The norm has the weight of another norm."""
-    found = _norm_of(e)
-    if found is None:
+    norm = _norm_of(e)
+    if norm is None:
         return ""
-    here, x, weight, bias, epsilon = found
-    own = e.match.row.other[0].partition(":")[0]
+    megatron, x, weight, bias, epsilon = norm
+    own_path = e.match.row.other[0].partition(":")[0]
     for path, other, other_bias in _norms(e, weight.shape):
-        if path != own and e.equal(
-            here, _apply(x, other, other_bias if bias is not None else None, epsilon, _rms(e))
+        if path != own_path and e.equal(
+            megatron, _apply(x, other, other_bias if bias is not None else None, epsilon, _rms(e))
         ):
             return f"the norm has the weight of {path}: a wrong post-norm or pre-norm"
     return ""
@@ -85,10 +85,10 @@ def _norms(e: Evidence, shape: torch.Size) -> Iterator[tuple[str, Tensor, Tensor
 
 def other_form(e: Evidence) -> str:
     """RMSNorm instead of LayerNorm, weights around zero, or no weight."""
-    found = _norm_of(e)
-    if found is None:
+    norm = _norm_of(e)
+    if norm is None:
         return ""
-    here, x, weight, bias, epsilon = found
+    megatron, x, weight, bias, epsilon = norm
     rms = _rms(e)
     forms = (
         (
@@ -112,4 +112,4 @@ def other_form(e: Evidence) -> str:
         ),
         (x, "the norm is missing in Megatron"),
     )
-    return next((text for value, text in forms if e.equal(here, value)), "")
+    return next((text for value, text in forms if e.equal(megatron, value)), "")

@@ -245,5 +245,5 @@ def _eager_experts(model: nn.Module) -> Iterator[None]:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of a model's modules, each once."""
-    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return [c for c in found.values() if hasattr(c, "model_type")]
+    by_id = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [c for c in by_id.values() if hasattr(c, "model_type")]

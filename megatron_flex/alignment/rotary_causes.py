@@ -32,31 +32,31 @@ def rotate(x: Tensor, frequencies: Tensor, interleaved: bool, scale: float = 1.0
 def _state(e: Evidence) -> tuple[Tensor, Tensor, Tensor] | None:
     """Megatron's rotated tensor, the tensor before the rotation, and the frequencies of Hugging Face."""
     name = e.site[-1]
-    here, before = e.here(e.site), e.there(f"{e.layer}.self_attention:{name}")
+    megatron, before = e.megatron(e.site), e.hf(f"{e.layer}.self_attention:{name}")
     frequencies = next((b for n, b in e.hf_model.named_buffers() if n.endswith("rotary_emb.inv_freq")), None)
-    if here is None or before is None or frequencies is None or here.shape != before.shape:
+    if megatron is None or before is None or frequencies is None or megatron.shape != before.shape:
         return None
-    return here, before, frequencies.detach().float().cpu()
+    return megatron, before, frequencies.detach().float().cpu()
 
 
 def no_rotation(e: Evidence) -> str:
     """Megatron does not rotate."""
-    found = _state(e)
-    if found is None or not e.equal(found[0], found[1]):
+    state = _state(e)
+    if state is None or not e.equal(state[0], state[1]):
         return ""
     return "rotary position embedding is missing in Megatron"
 
 
 def interleaved_rotation(e: Evidence) -> str:
     """Megatron rotates pairs of neighbours, Hugging Face halves, or the other way round."""
-    found = _state(e)
-    if found is None:
+    state = _state(e)
+    if state is None:
         return ""
-    here, before, frequencies = found
+    megatron, before, frequencies = state
     # `pair` has brought an interleaved result into the order of halves already.
     turned = rotate(before, frequencies, True)
     in_halves = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
-    if e.equal(here, turned) or e.equal(here, in_halves):
+    if e.equal(megatron, turned) or e.equal(megatron, in_halves):
         return (
             "rotary interleaving: Megatron rotates neighbouring features "
             "(rotary_interleaved=True), Hugging Face the "
@@ -67,33 +67,33 @@ def interleaved_rotation(e: Evidence) -> str:
 
 def other_frequencies(e: Evidence) -> str:
     """Megatron rotates by other angles: another base, or frequencies that are not scaled."""
-    found = _state(e)
-    if found is None or found[0].shape[1] < 2 or getattr(e.config, "rotary_interleaved", False):
+    state = _state(e)
+    if state is None or state[0].shape[1] < 2 or getattr(e.config, "rotary_interleaved", False):
         return ""
-    here, before, frequencies = found
-    angles = _angles(here, before, len(frequencies))
+    megatron, before, frequencies = state
+    angles = _angles(megatron, before, len(frequencies))
     exponents = torch.arange(1, len(frequencies)) / len(frequencies)
     if len(exponents) == 0 or bool((angles[1:] <= 0).any()):
         return ""
     base = float(angles[1].double() ** (-1 / exponents[0].double()))
-    wanted = float(_base(e))
-    for value in (wanted, float(f"{base:.1e}"), float(f"{base:.{MOST_PLACES - 1}g}"), base):
+    hf_base = float(_base(e))
+    for value in (hf_base, float(f"{base:.1e}"), float(f"{base:.{MOST_PLACES - 1}g}"), base):
         plain = value ** -(torch.arange(len(frequencies)) / len(frequencies))
-        if e.equal(here, rotate(before, plain, False)):
-            if value == wanted:
+        if e.equal(megatron, rotate(before, plain, False)):
+            if value == hf_base:
                 return (
                     f"the scaling of rotary frequencies is missing in Megatron ({_scaling(e)} in "
                     "Hugging Face)"
                 )
-            return f"the rotary base is {value:g} in Megatron and {wanted:g} in Hugging Face"
+            return f"the rotary base is {value:g} in Megatron and {hf_base:g} in Hugging Face"
     return "Megatron and Hugging Face rotate q and k differently: compare the rotary base and its scaling"
 
 
-def _angles(here: Tensor, before: Tensor, count: int) -> Tensor:
+def _angles(rotated: Tensor, before: Tensor, count: int) -> Tensor:
     """The angle of each pair of features at position 1."""
     size = 2 * count
     a, b = before[:, 1, :, -size:].chunk(2, -1)
-    c, d = here[:, 1, :, -size:].chunk(2, -1)
+    c, d = rotated[:, 1, :, -size:].chunk(2, -1)
     real, imaginary = (a * c + b * d).sum((0, 1)), (a * d - b * c).sum((0, 1))
     return torch.atan2(imaginary, real)
 

@@ -27,8 +27,8 @@ class Routing:
 
     Args:
         matches: the compared sites.
-        theirs: the tensors of the Hugging Face model.
-        ours: those of the Megatron model.
+        hf_captures: the tensors of the Hugging Face model.
+        captures: those of the Megatron model.
         batch: the tokens.
         tolerances: of the sites.
         carried: whether a layer's output is the next layer's input; else each layer has its own input.
@@ -40,8 +40,8 @@ class Routing:
     def __init__(
         self,
         matches: Sequence[Match],
-        theirs: Captures,
-        ours: Captures,
+        hf_captures: Captures,
+        captures: Captures,
         batch: TokenBatch,
         tolerances: Tolerances,
         carried: bool,
@@ -52,25 +52,25 @@ class Routing:
         self._maps: dict[int, tuple[Tensor, Tensor]] = {}  # `[b, s, e]`
         self.notes: list[str] = []
         for match in matches:
-            if match.layer is None or not match.site.endswith(ROUTER_MAP) or match.site not in ours:
+            if match.layer is None or not match.site.endswith(ROUTER_MAP) or match.site not in captures:
                 continue
-            there, logits = (
-                theirs.get(match.row.other[0]),
-                theirs.get(match.row.other[0].replace(":map", ":output")),
+            hf, logits = (
+                hf_captures.get(match.row.other[0]),
+                hf_captures.get(match.row.other[0].replace(":map", ":output")),
             )
-            if there is None or logits is None:
+            if hf is None or logits is None:
                 continue
             shape = (*batch.real.shape, -1)
-            here, there, logits = (
-                ours[match.site].transpose(0, 1).bool(),
-                there.reshape(shape),
+            megatron, hf, logits = (
+                captures[match.site].transpose(0, 1).bool(),
+                hf.reshape(shape),
                 logits.reshape(shape),
             )
-            if here.shape != there.shape:
+            if megatron.shape != hf.shape:
                 continue
             scored = ComparedTensor(match.site.replace(":map", ":logits"), VALUE)
-            bound = NEAR_TIE * tolerances.bound(scored, (ours[scored.site].dtype, logits.dtype))
-            _, tied = find_ties(here, there, logits.float(), bound * float(logits.abs().amax()))
+            bound = NEAR_TIE * tolerances.bound(scored, (captures[scored.site].dtype, logits.dtype))
+            _, tied = find_ties(megatron, hf, logits.float(), bound * float(logits.abs().amax()))
             if bool((tied & batch.real).any()) and carried:
                 self.notes.append(
                     f"{int((tied & batch.real).sum())} tokens choose other experts in layer "
@@ -78,7 +78,7 @@ class Routing:
                     "are equal up to round-off; they, and the tokens that see them, are not "
                     "compared from there on"
                 )
-            self._maps[match.layer], self._tied[match.layer] = (here, there), tied
+            self._maps[match.layer], self._tied[match.layer] = (megatron, hf), tied
 
     def _tokens(self, match: Match) -> Tensor:
         """The tokens that are compared at a site, `[b, s]`."""
@@ -90,13 +90,13 @@ class Routing:
                 out = out & (tied.int().cumsum(1) == 0)  # attention carries it to the tokens that follow
         return out
 
-    def select(self, match: Match, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, match: Match, megatron: Tensor, hf: Tensor) -> tuple[Tensor, Tensor]:
         """The entries of both tensors that are compared.
 
         Args:
             match: the site.
-            here: Megatron's tensor `[b, s, ...]`, or `[rows, ...]` of an expert.
-            there: Hugging Face's.
+            megatron: Megatron's tensor `[b, s, ...]`, or `[rows, ...]` of an expert.
+            hf: Hugging Face's.
 
         Returns:
             Tensors `[tokens, ...]`.
@@ -105,17 +105,17 @@ class Routing:
         if match.expert >= 0:
             maps = self._maps.get(match.layer if match.layer is not None else -1)
             if maps is None:
-                return here, there
-            own = [m[..., match.expert].T.reshape(-1) for m in maps]  # in the order of rows: [s, b]
-            both = own[0] & own[1] & tokens.T.reshape(-1)
-            if len(here) != int(own[0].sum()) or len(there) != int(own[1].sum()):
-                return here, there
-            return here[both[own[0]]], there[both[own[1]]]
-        if here.shape[:2] != tokens.shape or there.shape[:2] != tokens.shape:
-            return here, there
+                return megatron, hf
+            chosen = [m[..., match.expert].T.reshape(-1) for m in maps]  # in the order of rows: [s, b]
+            both = chosen[0] & chosen[1] & tokens.T.reshape(-1)
+            if len(megatron) != int(chosen[0].sum()) or len(hf) != int(chosen[1].sum()):
+                return megatron, hf
+            return megatron[both[chosen[0]]], hf[both[chosen[1]]]
+        if megatron.shape[:2] != tokens.shape or hf.shape[:2] != tokens.shape:
+            return megatron, hf
         if bool(tokens.all()):
-            return here, there
-        return here[tokens], there[tokens]
+            return megatron, hf
+        return megatron[tokens], hf[tokens]
 
 
 def _routed(match: Match) -> bool:

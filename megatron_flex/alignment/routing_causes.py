@@ -11,10 +11,10 @@ from megatron_flex.alignment.tensor_causes import match_columns
 
 def router_order(e: Evidence) -> str:
     """The router's experts are in another order."""
-    found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape:
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape:
         return ""
-    order = match_columns(found[0].flatten(0, 1), found[1].flatten(0, 1), e.tolerance)
+    order = match_columns(pair[0].flatten(0, 1), pair[1].flatten(0, 1), e.tolerance)
     return "" if order is None else f"the experts are in another order in the router: {order}"
 
 
@@ -23,18 +23,18 @@ def other_expert(e: Evidence) -> str:
     path = f"{e.layer}.mlp.experts.local_experts.{e.match.expert}"
     module = e.module(e.match.row.other[0].partition(":")[0].rpartition(".")[0])
     weights = getattr(module, "gate_up_proj", None)
-    rows, gate, up = (e.here(f"{path}.linear_fc1:{point}") for point in ("input", "gate", "up"))
+    rows, gate, up = (e.megatron(f"{path}.linear_fc1:{point}") for point in ("input", "gate", "up"))
     if not isinstance(weights, Tensor) or rows is None or gate is None or up is None or not len(rows):
         return ""
-    ours = torch.cat([gate, up], -1)
+    megatron = torch.cat([gate, up], -1)
     for expert, weight in enumerate(weights.detach().float().cpu()):
-        made = rows @ weight.T
-        if e.equal(ours, made) and expert != e.match.expert:
+        projected = rows @ weight.T
+        if e.equal(megatron, projected) and expert != e.match.expert:
             return (
                 f"the experts are in another order: expert {e.match.expert} has the weights of expert "
                 f"{expert}"
             )
-        if e.equal(ours, torch.cat(made.chunk(2, -1)[::-1], -1)):
+        if e.equal(megatron, torch.cat(projected.chunk(2, -1)[::-1], -1)):
             return "gate and up are swapped in linear_fc1 of the experts"
     return ""
 
@@ -42,13 +42,13 @@ def other_expert(e: Evidence) -> str:
 def missing_router_scaling(e: Evidence) -> str:
     """The weights of the chosen experts are not multiplied by the factor of the configuration."""
     factor = getattr(e.hf_model.config, "routed_scaling_factor", None)
-    found = e.pair(e.site)
-    if not factor or factor == 1 or found is None or not e.equal(found[0] * factor, found[1]):
+    pair = e.pair(e.site)
+    if not factor or factor == 1 or pair is None or not e.equal(pair[0] * factor, pair[1]):
         return ""
-    ours = getattr(e.config, "moe_router_topk_scaling_factor", None)
+    megatron_factor = getattr(e.config, "moe_router_topk_scaling_factor", None)
     return (
         f"the router's scaling is missing in Megatron: routed_scaling_factor={factor:g} in Hugging Face, "
-        f"moe_router_topk_scaling_factor={ours} in Megatron"
+        f"moe_router_topk_scaling_factor={megatron_factor} in Megatron"
     )
 
 
@@ -83,10 +83,10 @@ def missing_expert_bias(e: Evidence) -> str:
 def other_normalization(e: Evidence) -> str:
     """The weights of the chosen experts are normalized in one model only, or come from another function."""
     path = f"{e.layer}.mlp.router"
-    found, chosen, logits = e.pair(f"{path}:probs"), e.pair(f"{path}:map"), e.pair(f"{path}:logits")
-    if found is None or chosen is None or logits is None or not e.equal(*logits):
+    pair, chosen, logits = e.pair(f"{path}:probs"), e.pair(f"{path}:map"), e.pair(f"{path}:logits")
+    if pair is None or chosen is None or logits is None or not e.equal(*logits):
         return ""
-    here, there = found
+    megatron, hf = pair
     mask, given = chosen[0].bool(), logits[0]
     forms = {
         "softmax over all experts": given.softmax(-1) * mask,
@@ -95,14 +95,14 @@ def other_normalization(e: Evidence) -> str:
         "sigmoid, normalized": _normalized(given.sigmoid() * mask),
     }
     names = [
-        next((name for name, value in forms.items() if e.equal(value, side)), "") for side in (here, there)
+        next((name for name, value in forms.items() if e.equal(value, side)), "") for side in (megatron, hf)
     ]
     if all(names) and names[0] != names[1]:
         return (
             f"the weights of the chosen experts are {names[0]} in Megatron and {names[1]} in Hugging "
             "Face (norm_topk_prob)"
         )
-    if e.equal(_normalized(here), _normalized(there)):
+    if e.equal(_normalized(megatron), _normalized(hf)):
         return "the weights of the chosen experts have another sum: they are normalized in one model only"
     return ""
 
@@ -113,11 +113,11 @@ def _normalized(weights: Tensor) -> Tensor:
 
 def missing_shared_experts(e: Evidence) -> str:
     """The shared experts are not added, or not scaled alike."""
-    found, shared = e.pair(e.site), e.there(f"{e.layer}.mlp.shared_experts:output")
-    if found is None or shared is None:
+    pair, shared = e.pair(e.site), e.hf(f"{e.layer}.mlp.shared_experts:output")
+    if pair is None or shared is None:
         return ""
     return (
         "the output of the shared experts is not added in Megatron"
-        if e.equal(found[0] + shared, found[1])
+        if e.equal(pair[0] + shared, pair[1])
         else ""
     )

@@ -43,12 +43,12 @@ def reference_tensor(
         captures: tensors by point.
         sizes: the lengths of axes.
     """
-    found = [captures.get(point) for point in row.other]
-    if any(t is None for t in found):
+    captured = [captures.get(point) for point in row.other]
+    if any(t is None for t in captured):
         return None
-    tensors = [t for t in found if t is not None]
+    tensors = [t for t in captured if t is not None]
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
-    return rearrange(take_part(joined, row.part), row.there, canonical_axes(row.here), sizes)
+    return rearrange(take_part(joined, row.part), row.hf_axes, canonical_axes(row.megatron_axes), sizes)
 
 
 def take_part(tensor: Tensor, part: tuple[int, int] | None) -> Tensor:
@@ -65,7 +65,7 @@ def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int],
         sizes: the lengths of axes.
         config: Megatron's configuration.
     """
-    out = rearrange(tensor, row.here, canonical_axes(row.here), sizes)
+    out = rearrange(tensor, row.megatron_axes, canonical_axes(row.megatron_axes), sizes)
     interleaved = getattr(config, "rotary_interleaved", False) and not getattr(
         config, "multi_latent_attention", False
     )
@@ -74,23 +74,23 @@ def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int],
 
 
 def compared_pair(
-    row: Counterpart, here: Tensor, there: Tensor, sizes: Mapping[str, int], config: Any
+    row: Counterpart, megatron: Tensor, hf: Tensor, sizes: Mapping[str, int], config: Any
 ) -> tuple[Tensor, Tensor]:
     """The tensors of a row in the same order, without masked scores and the padding of the vocabulary.
 
     Megatron masks scores after this site, and Hugging Face before it.
     """
-    ours = candidate_tensor(row, here, sizes, config)
-    if row.site == LOGITS and ours.shape[-1] > there.shape[-1]:
-        ours = ours[..., : there.shape[-1]]  # Megatron pads the vocabulary at its end
-    if row.causal and ours.shape == there.shape:
-        masked = there < torch.finfo(there.dtype).min / 2
-        return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)
-    return ours, there
+    candidate = candidate_tensor(row, megatron, sizes, config)
+    if row.site == LOGITS and candidate.shape[-1] > hf.shape[-1]:
+        candidate = candidate[..., : hf.shape[-1]]  # Megatron pads the vocabulary at its end
+    if row.causal and candidate.shape == hf.shape:
+        masked = hf < torch.finfo(hf.dtype).min / 2
+        return candidate.masked_fill(masked, 0.0), hf.masked_fill(masked, 0.0)
+    return candidate, hf
 
 
 def batch_first(row: Counterpart) -> Counterpart:
     """The row with Megatron's axes as dumps have them: samples and positions first."""
-    dims = [f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in parse_axes(row.here)]
+    dims = [f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in parse_axes(row.megatron_axes)]
     first = [axis for axis in (SAMPLES, POSITIONS) if axis in dims]
-    return replace(row, here=" ".join([*first, *(dim for dim in dims if dim not in first)]))
+    return replace(row, megatron_axes=" ".join([*first, *(dim for dim in dims if dim not in first)]))

@@ -21,23 +21,23 @@ from megatron_flex.dump import VALUE
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
-def sum_site(here: Tensor, there: Tensor) -> DifferenceSums:
+def sum_site(megatron: Tensor, hf: Tensor) -> DifferenceSums:
     """Sums over the two tensors of a site. Other shapes, and entries that are not finite, are broken.
 
     Args:
-        here: Megatron's.
-        there: Hugging Face's, with the same axes.
+        megatron: Megatron's.
+        hf: Hugging Face's, with the same axes.
     """
-    if here.shape != there.shape:
-        count = max(there.numel(), 1)
+    if megatron.shape != hf.shape:
+        count = max(hf.numel(), 1)
         return DifferenceSums(count, differing=count, broken=count, greatest=math.inf)
-    here, there = here.detach().cpu(), there.detach().cpu()
-    sums = sum_tensors(here, there)
+    megatron, hf = megatron.detach().cpu(), hf.detach().cpu()
+    sums = sum_tensors(megatron, hf)
     if sums.finite == sums.count:
         return sums
-    finite = here.isfinite() & there.isfinite()
-    at = locate_entry(int(finite.int().argmin()), here.shape)
-    values, broken = (float(here[at]), float(there[at])), sums.count - sums.finite
+    finite = megatron.isfinite() & hf.isfinite()
+    at = locate_entry(int(finite.int().argmin()), megatron.shape)
+    values, broken = (float(megatron[at]), float(hf[at])), sums.count - sums.finite
     return replace(sums, differing=max(sums.differing, broken), broken=broken, worst=at, values=values)
 
 
@@ -67,11 +67,13 @@ def make_rows(
     """
     out: dict[str, Row] = {}
     softmax, layer = SoftmaxNoise(), None
-    for site, found in sums.items():
+    for site, site_sums in sums.items():
         if isolated and layers[site] != layer:
             softmax = SoftmaxNoise()
         item, layer = ComparedTensor(site, VALUE), layers[site]
-        row = out[site] = hold_to(tolerances.bound(item, dtypes[site], isolated, softmax.later), item, found)
+        row = out[site] = hold_to(
+            tolerances.bound(item, dtypes[site], isolated, softmax.later), item, site_sums
+        )
         if not row.diverges:
             softmax.observe(item, row.error, row.max_abs)
     return out

@@ -58,10 +58,10 @@ class StepGradients:
         if not bool(self._counted.any()):
             raise FlexError("no token predicts another; give sequences of two tokens or more")
         _clear_gradients(adapter.chunks)
-        found = adapter.runner.run_backward(batch.tokens, self._labels, self._counted)
-        self._loss = _full_loss(flex, found.loss)
+        result = adapter.runner.run_backward(batch.tokens, self._labels, self._counted)
+        self._loss = _full_loss(flex, result.loss)
         try:
-            gradients = dict(_full_gradients(flex, found.reduced))
+            gradients = dict(_full_gradients(flex, result.reduced))
         except FlexError as error:
             raise FlexError(
                 f"gradients cannot be compared here ({error}); align without gradients, or wrap the "
@@ -86,13 +86,13 @@ class StepGradients:
         """
         assert self._placed is not None, "the first rank has the model"
         loss, gradients = self._reference()
-        ours, theirs = torch.tensor([self._loss]), torch.tensor([loss])
-        out = [self._verdict(LOSS, ours, theirs, tolerances, VALUE)]
+        megatron_loss, hf_loss = torch.tensor([self._loss]), torch.tensor([loss])
+        out = [self._verdict(LOSS, megatron_loss, hf_loss, tolerances, VALUE)]
         for name, placed in reversed(list(self._placed.named_parameters())):
             gradient = gradients.get(name)
-            there = torch.zeros_like(placed) if gradient is None else gradient
-            found = placed.detach().cpu(), there.detach().cpu()
-            out.append(self._verdict(name, *found, tolerances, PARAMETER_GRADIENT))
+            hf_gradient = torch.zeros_like(placed) if gradient is None else gradient
+            pair = placed.detach().cpu(), hf_gradient.detach().cpu()
+            out.append(self._verdict(name, *pair, tolerances, PARAMETER_GRADIENT))
         return tuple(out)
 
     def _reference(self) -> tuple[float, dict[str, Tensor]]:
@@ -151,11 +151,11 @@ class StepGradients:
             embedding.padding_idx = token
 
     @staticmethod
-    def _verdict(name: str, here: Tensor, there: Tensor, tolerances: Tolerances, kind: str) -> SiteVerdict:
-        dtypes = here.dtype, there.dtype
+    def _verdict(name: str, megatron: Tensor, hf: Tensor, tolerances: Tolerances, kind: str) -> SiteVerdict:
+        dtypes = megatron.dtype, hf.dtype
         item = ComparedTensor(name, kind)
-        row = hold_to(tolerances.bound(item, dtypes), item, sum_site(here, there))
-        return make_verdict(name, PART, there.shape, dtypes, row)
+        row = hold_to(tolerances.bound(item, dtypes), item, sum_site(megatron, hf))
+        return make_verdict(name, PART, hf.shape, dtypes, row)
 
 
 def _full_loss(flex: FlexModel, part: float | None) -> float:

@@ -30,36 +30,36 @@ AXIS_WORDS = {
 }
 
 
-def match_columns(here: Tensor, there: Tensor, tolerance: float) -> list[int] | None:
-    """For each column of `here` the equal column of `there`; None unless that is a permutation.
+def match_columns(a: Tensor, b: Tensor, tolerance: float) -> list[int] | None:
+    """For each column of `a` the equal column of `b`; None unless that is a permutation.
 
     Args:
-        here: `[rows, columns]`.
-        there: likewise.
+        a: `[rows, columns]`.
+        b: likewise.
         tolerance: relative to the norm of a column.
     """
-    if here.shape != there.shape or not 1 < here.shape[1] <= MOST_MATCHED_ROWS:
+    if a.shape != b.shape or not 1 < a.shape[1] <= MOST_MATCHED_ROWS:
         return None
-    place, distance = match_rows(here.T, there.T)
+    place, distance = match_rows(a.T, b.T)
     order: list[int] = place.tolist()
     if sorted(order) != list(range(len(order))) or order == sorted(order):
         return None
-    norms = there[:MOST_MATCHED_COLUMNS, place].double().norm(dim=0)
+    norms = b[:MOST_MATCHED_COLUMNS, place].double().norm(dim=0)
     close = distance <= 4 * max(tolerance, 1e-6) * norms.clamp_min(1e-12)
     return order if bool(close.all()) else None
 
 
 def other_order(e: Evidence) -> str:
     """The entries along one axis are in another order."""
-    found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape or not found[0].is_floating_point():
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape or not pair[0].is_floating_point():
         return ""
-    here, there = found
-    axes = canonical_axes(e.match.row.here)
+    megatron, hf = pair
+    axes = canonical_axes(e.match.row.megatron_axes)
     for dim, axis in enumerate(axes):
         if axis in TOKEN_AXES:
             continue
-        flat = [t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in (here, there)]
+        flat = [t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in (megatron, hf)]
         order = match_columns(flat[0], flat[1], e.tolerance)
         if order is not None:
             return (
@@ -90,14 +90,14 @@ def scaled_embeddings(e: Evidence) -> str:
 
 def _ratio(e: Evidence) -> float | None:
     """The factor between the two tensors, if that is all."""
-    found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape or not found[0].is_floating_point():
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape or not pair[0].is_floating_point():
         return None
-    here, there = (t.double() for t in found)
-    ratio = sum_tensors(there.cpu(), here.cpu()).factor
+    megatron, hf = (t.double() for t in pair)
+    ratio = sum_tensors(hf.cpu(), megatron.cpu()).factor
     if not abs(ratio - 1) > e.tolerance or not ratio:
         return None
-    return ratio if e.equal(here, there * ratio) else None
+    return ratio if e.equal(megatron, hf * ratio) else None
 
 
 def constant_factor(e: Evidence) -> str:
@@ -116,22 +116,19 @@ def other_softmax_scale(e: Evidence) -> str:
 
 def missing_bias(e: Evidence) -> str:
     """The difference is the same vector for all tokens."""
-    found = e.pair(e.site)
-    if (
-        found is None
-        or found[0].shape != found[1].shape
-        or found[0].ndim < 2
-        or not found[0].is_floating_point()
-    ):
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape or pair[0].ndim < 2 or not pair[0].is_floating_point():
         return ""
-    here, there = found
-    tokens = [i for i, axis in enumerate(canonical_axes(e.match.row.here)) if axis in (*TOKEN_AXES, "k")]
-    rows = math.prod(here.shape[i] for i in tokens)
+    megatron, hf = pair
+    tokens = [
+        i for i, axis in enumerate(canonical_axes(e.match.row.megatron_axes)) if axis in (*TOKEN_AXES, "k")
+    ]
+    rows = math.prod(megatron.shape[i] for i in tokens)
     if rows < FEWEST_ROWS:
         return ""
-    here, there = (t.movedim(tokens, list(range(len(tokens)))).reshape(rows, -1) for t in found)
-    mean, _ = fit_common_vector(here - there)
-    if not e.equal(here, there + mean):
+    megatron, hf = (t.movedim(tokens, list(range(len(tokens)))).reshape(rows, -1) for t in pair)
+    mean, _ = fit_common_vector(megatron - hf)
+    if not e.equal(megatron, hf + mean):
         return ""
     path = e.match.row.other[0].partition(":")[0]
     for name, sign in ((f"{path}.bias", -1), (f"{path}.bias", 1)):
@@ -159,11 +156,11 @@ def bf16_values(e: Evidence) -> str:
     module = e.site.partition(":")[0]
     for name, weight in e.weights.items():
         if name.startswith(f"{module}.") and bool(weight.any()) and _is_bf16(weight):
-            theirs = [p for p in e.hf_model.parameters() if p.shape == weight.shape]
-            if not any(_is_bf16(p.detach()) for p in theirs):
+            hf_weights = [p for p in e.hf_model.parameters() if p.shape == weight.shape]
+            if not any(_is_bf16(p.detach()) for p in hf_weights):
                 return f"every value of {name} is a bf16 number: the weight was rounded to bf16"
-    found = e.pair(e.site)
-    if found is not None and _is_bf16(found[0]) and not _is_bf16(found[1]):
+    pair = e.pair(e.site)
+    if pair is not None and _is_bf16(pair[0]) and not _is_bf16(pair[1]):
         return (
             "every value of Megatron's tensor is a bf16 number: it is computed in bf16, and in fp32 "
             "by Hugging Face"
@@ -177,27 +174,28 @@ def _is_bf16(tensor: Tensor) -> bool:
 
 def other_mask(e: Evidence) -> str:
     """Other positions are masked."""
-    found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape:
+    pair = e.pair(e.site)
+    if pair is None or pair[0].shape != pair[1].shape:
         return ""
-    here, there = ((t > 0).sum(-1)[:, -1].flatten() for t in found)
-    if bool((here == there).all()):
+    megatron, hf = ((t > 0).sum(-1)[:, -1].flatten() for t in pair)
+    if bool((megatron == hf).all()):
         return ""
     window = getattr(e.hf_model.config, "sliding_window", None)
     name = f" (sliding_window={window} in Hugging Face)" if window else ""
     return (
-        f"attention sees {int(here.max())} positions in Megatron and {int(there.max())} in Hugging Face{name}"
+        f"attention sees {int(megatron.max())} positions in Megatron and {int(hf.max())} in Hugging "
+        f"Face{name}"
     )
 
 
 def shifted_vocabulary(e: Evidence) -> str:
     """The rows of the vocabulary are elsewhere."""
-    here, table = e.here(e.site), e.parameter(e.match.row.other[0].replace(":output", ".weight"))
-    if here is None or table is None:
+    megatron, table = e.megatron(e.site), e.parameter(e.match.row.other[0].replace(":output", ".weight"))
+    if megatron is None or table is None:
         return ""
     tokens = e.batch.tokens.reshape(-1)
     ids = tokens.unique()
-    rows = torch.stack([here.reshape(-1, here.shape[-1])[(tokens == i).int().argmax()] for i in ids])
+    rows = torch.stack([megatron.reshape(-1, megatron.shape[-1])[(tokens == i).int().argmax()] for i in ids])
     nearest, distance = match_rows(rows, table)
     greatest = float(table[:, :MOST_MATCHED_COLUMNS].norm(dim=1).max())
     if float(distance.max()) > max(e.tolerance, 1e-6) * 4 * greatest:
@@ -220,7 +218,7 @@ def shifted_vocabulary(e: Evidence) -> str:
 
 def wrong_positions(e: Evidence) -> str:
     """The position embeddings are missing or of other positions."""
-    sums, words = e.here(e.site), e.there("embedding.word_embeddings:output")
+    sums, words = e.megatron(e.site), e.hf("embedding.word_embeddings:output")
     table = e.parameter("transformer.wpe.weight")
     if sums is None or words is None or table is None:
         return ""

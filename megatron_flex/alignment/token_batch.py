@@ -39,11 +39,11 @@ def prepare_batch(batch: Any, divisor: int) -> TokenBatch:
     Raises:
         FlexError: there are no tokens, or the mask has another shape or a gap between tokens.
     """
-    found = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    tokens, mask = found.get("input_ids"), found.get("attention_mask")
+    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
         raise FlexError(
-            f"a batch with {', '.join(map(str, found)) or 'nothing'}; give input_ids [batch, sequence]"
+            f"a batch with {', '.join(map(str, inputs)) or 'nothing'}; give input_ids [batch, sequence]"
         )
     tokens = torch.as_tensor(tokens)
     if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():

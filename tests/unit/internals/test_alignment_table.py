@@ -37,9 +37,9 @@ def test_other_axes_are_refused(axes: str, named: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_have_the_same_axes_on_both_sides(family: str) -> None:
     for row in family_of(family).counterparts:
-        there = [axis for dim in parse_axes(row.there) for axis in dim if axis != "1"]
-        assert sorted(canonical_axes(row.here)) == sorted(there), row
-        assert "{" not in row.here + row.there, row
+        hf_axes = [axis for dim in parse_axes(row.hf_axes) for axis in dim if axis != "1"]
+        assert sorted(canonical_axes(row.megatron_axes)) == sorted(hf_axes), row
+        assert "{" not in row.megatron_axes + row.hf_axes, row
         assert not [
             role for role in ("attn", "norm1", "mlp", "block") if f"{{{role}}}" in " ".join(row.other)
         ]
