@@ -358,12 +358,12 @@ def _experts(config: Any, count: int, width: int) -> dict[str, Any]:
 
 
 def _rotary(config: Any) -> Rotary:
-    found = dict(config.rope_parameters or {})
-    kind = found.pop("rope_type", "default")
-    base = found.pop("rope_theta", getattr(config, "default_theta", 10000.0))
-    if found.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
+    settings = dict(config.rope_parameters or {})
+    kind = settings.pop("rope_type", "default")
+    base = settings.pop("rope_theta", getattr(config, "default_theta", 10000.0))
+    if settings.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
         refuse_setting(config, "partial_rotary_factor", "below 1", "all entries of a head are turned")
-    return Rotary(float(base), kind, found)
+    return Rotary(float(base), kind, settings)
 
 
 def _rotary_model(config: Any) -> dict[str, Any]:
@@ -431,12 +431,12 @@ def _yarn_scales(config: Any, given: dict[str, Any], factor: float) -> dict[str,
         return {"mscale": float(given["mscale"]), "mscale_all_dim": all_dims}
     if attention is None and not all_dims:
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
-    wanted = 1.0 + unit if attention is None else float(attention)
+    rotary_factor = 1.0 + unit if attention is None else float(attention)
     if not unit:
-        if wanted != 1.0:
-            refuse_setting(config, "attention_factor", wanted, "it is 1 for a factor of 1")
+        if rotary_factor != 1.0:
+            refuse_setting(config, "attention_factor", rotary_factor, "it is 1 for a factor of 1")
         return {"mscale": 1.0, "mscale_all_dim": all_dims}
-    return {"mscale": (wanted * (1.0 + unit * all_dims) - 1.0) / unit, "mscale_all_dim": all_dims}
+    return {"mscale": (rotary_factor * (1.0 + unit * all_dims) - 1.0) / unit, "mscale_all_dim": all_dims}
 
 
 LATENT_SCALINGS: dict[str, Callable[[Any, Rotary], dict[str, Any]]] = {

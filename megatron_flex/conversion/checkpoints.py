@@ -68,9 +68,9 @@ class FolderWeights:
                 ) from error
             self._files[path] = file
             for name in file.keys():  # noqa: SIM118 - the file has no iterator
-                found = file.get_slice(name)
-                self._of[name] = found
-                self.forms[name] = TensorForm(tuple(found.get_shape()), found.get_dtype())
+                tensor = file.get_slice(name)
+                self._of[name] = tensor
+                self.forms[name] = TensorForm(tuple(tensor.get_shape()), tensor.get_dtype())
 
     def read(self, name: str, index: Index) -> Tensor:
         """A part of a tensor."""
@@ -176,8 +176,8 @@ def check_empty(folder: Path) -> None:
     Raises:
         FlexError: it has.
     """
-    if found := next(folder.glob("*.safetensors*"), None):
-        raise FlexError(f"{found} already exists; name a folder without weights")
+    if weights_file := next(folder.glob("*.safetensors*"), None):
+        raise FlexError(f"{weights_file} already exists; name a folder without weights")
 
 
 def open_weights(source: Any) -> FolderWeights | ModelWeights:
@@ -233,11 +233,11 @@ def count_tokens(source: Any) -> int | None:
     if isinstance(source, nn.Module) or not (folder_of(source) / TOKENIZER).is_file():
         return None
     path = folder_of(source) / TOKENIZER
-    found = _read_object(path)
+    tokenizer = _read_object(path)
     try:
-        vocabulary = found.get("model", {}).get("vocab", {})
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
         numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in found.get("added_tokens", ())]
+        added = [token["id"] for token in tokenizer.get("added_tokens", ())]
         return 1 + max(map(index, [*numbers, *added]), default=-1)
     except (AttributeError, KeyError, TypeError) as error:
         raise FlexError(f"{path}: has no vocabulary with a number of each token; copy it again") from error
@@ -269,12 +269,12 @@ def _read_object(path: Path) -> dict[str, Any]:
         FlexError: the file cannot be read, or has something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FlexError(f"{path}: is not JSON ({describe_error(error)}); copy the file again") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise FlexError(f"{path}: is JSON, but not an object; copy the file again")
-    return found
+    return value
 
 
 def _read_indexed_files(index: Path) -> list[str]:
@@ -299,9 +299,9 @@ def _list_files(folder: Path) -> Iterable[Path]:
         return [folder / name for name in names]
     if (folder / TENSORS).is_file():
         return [folder / TENSORS]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise FlexError(
             f"{folder} has no *.safetensors; load the model with transformers, write it by save_pretrained"
         )
-    return found
+    return files

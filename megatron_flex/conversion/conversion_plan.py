@@ -130,13 +130,13 @@ class PlanMaker:
             candidates = [
                 self._named(rule, fields, strip) for rule, fields in self._rules_for(name, plain, where)
             ]
-            found = next((c for c in candidates if all(n in forms for n, _ in c[1])), None)
-            if found is None:
+            rule_and_parts = next((c for c in candidates if all(n in forms for n, _ in c[1])), None)
+            if rule_and_parts is None:
                 lacking = next(n for n, _ in candidates[0][1] if n not in forms)
                 raise FlexError(
                     f"{lacking} is missing in {where}: {name} is made of it{suggest_nearest(lacking, forms)}"
                 )
-            planned[name] = self._planned(name, plain, shapes[name], *found, forms)
+            planned[name] = self._planned(name, plain, shapes[name], *rule_and_parts, forms)
         used = {part.name for parameter in planned.values() for part in parameter.parts}
         unused = [name for name in forms if name not in used]
         for name in unused:
@@ -172,10 +172,10 @@ class PlanMaker:
             fields.update({k: v for k, v in match.groupdict().items() if v is not None})
         general = FIELDS.sub(lambda m: f"{{{m.lastgroup}}}", plain)
         literal = general.removesuffix("{kind}") + fields.get("kind", "")
-        found = [*self._rules.get(general, ()), *(self._rules.get(literal, ()) if literal != general else ())]
-        if not found:
+        rules = [*self._rules.get(general, ()), *(self._rules.get(literal, ()) if literal != general else ())]
+        if not rules:
             raise FlexError(f"{name} of the Megatron model has no counterpart in {where}")
-        return [(rule, fields) for rule in found]
+        return [(rule, fields) for rule in rules]
 
     def _named(
         self, rule: WeightRule, fields: Mapping[str, str], strip: str
@@ -216,9 +216,9 @@ class PlanMaker:
                     "model with a vocabulary of at least as many"
                 )
             if part.shape != (count, *shape[1:]):
-                wanted = _stored((count, *shape[1:]), part.transposed)
+                needed = _stored((count, *shape[1:]), part.transposed)
                 held = form.shape if part.entry is None else form.shape[1:]
-                raise FlexError(f"{part.name} has shape {held}; {name} of shape {shape} needs {wanted}")
+                raise FlexError(f"{part.name} has shape {held}; {name} of shape {shape} needs {needed}")
             if form.dtype not in FLOATS:
                 raise FlexError(
                     f"{part.name} has dtype {form.dtype}: convert it to one of {', '.join(FLOATS)}"

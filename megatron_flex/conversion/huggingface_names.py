@@ -25,12 +25,12 @@ def translate_module(name: str) -> list[str]:
         >>> translate_module("model.layers.*.self_attn")
         ['decoder.layers.*.self_attention']
     """
-    found = (
-        ours.format_map({"layer": "*", "expert": "*"} | match.groupdict())
-        for theirs, ours in _list_modules()
-        if (match := theirs.fullmatch(name))
+    modules = (
+        module.format_map({"layer": "*", "expert": "*"} | match.groupdict())
+        for pattern, module in _list_modules()
+        if (match := pattern.fullmatch(name))
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(modules))
 
 
 @cache

@@ -42,28 +42,28 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
         root: the model of Megatron, unwrapped.
     """
     hybrid = bool(getattr(root, "hybrid_layer_pattern", None))
-    wanted = {k: v for k, v in arguments.transformer.items() if k not in FREE}
+    expected = {k: v for k, v in arguments.transformer.items() if k not in FREE}
     if hybrid:
-        wanted.pop(OF_PATTERN, None)
-        wanted["num_layers"] = len(arguments.hybrid_layer_pattern)
-    held = {name: getattr(root.config, name, None) for name in wanted}
-    if held.get(GROUPS[0]) == held.get(GROUPS[1]):
-        held |= {name: None for name in GROUPS if name in held}
+        expected.pop(OF_PATTERN, None)
+        expected["num_layers"] = len(arguments.hybrid_layer_pattern)
+    actual = {name: getattr(root.config, name, None) for name in expected}
+    if actual.get(GROUPS[0]) == actual.get(GROUPS[1]):
+        actual |= {name: None for name in GROUPS if name in actual}
     for name, attribute in ATTRIBUTES.items():
         if hasattr(root, attribute) and not (arguments.latent and name.startswith("ro")):
-            wanted[name] = arguments.model.get(name, DEFAULTS.get(name))
-            held[name] = getattr(root, attribute)
+            expected[name] = arguments.model.get(name, DEFAULTS.get(name))
+            actual[name] = getattr(root, attribute)
     if arguments.model["position_embedding_type"] == "learned_absolute":
-        wanted.pop("rotary_base", None)
-    if held["activation_func"] is gelu and getattr(root.config, "bias_activation_fusion", False):
-        held["activation_func"] = ACTIVATIONS[
+        expected.pop("rotary_base", None)
+    if actual["activation_func"] is gelu and getattr(root.config, "bias_activation_fusion", False):
+        actual["activation_func"] = ACTIVATIONS[
             "gelu_new"
         ]  # what the fused function computes (fused_bias_gelu.py)
     layers = len(arguments.experts)
     out = []
-    for name, value in wanted.items():
-        if _plain(name, held[name], layers) != _plain(name, value, layers):
-            out.append(f"{name} is {_text(held[name])}, not {_text(value)}")
+    for name, value in expected.items():
+        if _plain(name, actual[name], layers) != _plain(name, value, layers):
+            out.append(f"{name} is {_text(actual[name])}, not {_text(value)}")
     return tuple(out)
 
 
@@ -78,9 +78,9 @@ def check_structure(differences: Sequence[str], writing: bool = False) -> None:
         FlexError: the heads, or the tensors, differ.
     """
     names = (*OF_ROWS, *OF_TENSORS) if writing else OF_ROWS
-    found = next((d for d in differences if d.startswith(names)), None)
-    if found is not None:
-        raise FlexError(f"{found}: build the Megatron model with the arguments of config_from_hf")
+    difference = next((d for d in differences if d.startswith(names)), None)
+    if difference is not None:
+        raise FlexError(f"{difference}: build the Megatron model with the arguments of config_from_hf")
 
 
 def _plain(name: str, value: Any, layers: int) -> Any:

@@ -31,12 +31,12 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     Args:
         names: the global names of all parameters, on all stages.
     """
-    found: dict[str, str] = {}
+    gpt_names: dict[str, str] = {}
     layers: list[tuple[str, int, str]] = []
     for name in names:
         match = LAYER.fullmatch(name)
         if match is None:
-            found[name] = name.replace(f"{HYBRID_FINAL_NORM}.", f"{GPT_FINAL_NORM}.")
+            gpt_names[name] = name.replace(f"{HYBRID_FINAL_NORM}.", f"{GPT_FINAL_NORM}.")
             continue
         layers.append((name, int(match[1]), _plain_name(match[2])))
     numbers = {
@@ -46,8 +46,8 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
         for of_mlp in (False, True)
     }
     for name, layer, part in layers:
-        found[name] = f"decoder.layers.{numbers[_of_mlp(part)][layer]}.{part}"
-    return found
+        gpt_names[name] = f"decoder.layers.{numbers[_of_mlp(part)][layer]}.{part}"
+    return gpt_names
 
 
 def _of_mlp(part: str) -> bool:

@@ -126,9 +126,9 @@ def config_from_hf(source: Any, vocabulary_multiple: int = 1) -> MegatronArgumen
         (4, 64)
     """
     config = read_config(source)
-    found = find_architecture(config).arguments(config)
+    arguments = find_architecture(config).arguments(config)
     rows = -(-config.vocab_size // vocabulary_multiple) * vocabulary_multiple
-    return replace(found, model={**found.model, "vocab_size": rows})
+    return replace(arguments, model={**arguments.model, "vocab_size": rows})
 
 
 def load_hf(
@@ -172,32 +172,32 @@ def load_hf(
 
     def plan() -> tuple[ConversionPlan, tuple[str, ...]]:
         config = read_config(source)
-        found = architecture or find_architecture(config)
-        differences = compare_settings(found.arguments(config), model.root)
+        chosen = architecture or find_architecture(config)
+        differences = compare_settings(chosen.arguments(config), model.root)
         weights.append(open_weights(source))
         try:
             check_structure(differences)
-            made = _plan_maker(found, config).match(model.shapes, weights[0].forms, weights[0].where)
-            check_entries(made, weights[0].forms)
+            conversion = _plan_maker(chosen, config).match(model.shapes, weights[0].forms, weights[0].where)
+            check_entries(conversion, weights[0].forms)
             _check_tokens(source, model)
             model.check_plain()
         except FlexError as error:
             raise FlexError(_with_differences(str(error), differences)) from error
-        return made, differences
+        return conversion, differences
 
     try:
-        made, differences = _on_all_ranks(plan, model.adapter)
+        conversion, differences = _on_all_ranks(plan, model.adapter)
         model.check_same(weights[0].forms, weights[0].where)
         if differences and model.leader:
             warnings.warn(_describe_differences(differences), FlexWarning, stacklevel=2)
         model.adapter.storage.wait_until_ready()
-        read = sum(model.write(made.parameters[name], weights[0]) for name in model.own_names)
+        read = sum(model.write(conversion.parameters[name], weights[0]) for name in model.own_names)
     finally:
         for opened in weights:
             opened.close()
     if optimizer is not None:
         optimizer.reload_model_params()
-    return LoadedWeights(tuple(model.own_names), read, made.unused, differences)
+    return LoadedWeights(tuple(model.own_names), read, conversion.unused, differences)
 
 
 def to_hf(
@@ -237,18 +237,18 @@ def to_hf(
         if target is None and given:
             return None
         known = read_config(config if config is not None else target)
-        found = architecture or find_architecture(known)
-        check_structure(compare_settings(found.arguments(known), model.root), writing=True)
-        maker = _plan_maker(found, known)
+        chosen = architecture or find_architecture(known)
+        check_structure(compare_settings(chosen.arguments(known), model.root), writing=True)
+        maker = _plan_maker(chosen, known)
         if isinstance(target, nn.Module):
-            held = ModelWeights(target)
-            made = maker.match(model.shapes, held.forms, held.where)
-            check_entries(made, held.forms)
-            return made, held
-        made = maker.write(model.shapes)
+            weights = ModelWeights(target)
+            conversion = maker.match(model.shapes, weights.forms, weights.where)
+            check_entries(conversion, weights.forms)
+            return conversion, weights
+        conversion = maker.write(model.shapes)
         if not model.leader:
             return None
-        return made, FolderWriter(Path(target), _with_dtype(known, model.dtype))
+        return conversion, FolderWriter(Path(target), _with_dtype(known, model.dtype))
 
     prepared = _on_all_ranks(prepare, model.adapter)
     problem = ""
@@ -288,9 +288,9 @@ class MegatronWeights:
         self.adapter.check()  # some settings change what is in a parameter, such as interleaved gates
         self.root: Any = self.adapter.roots[0]
         # Checkpoints of Hugging Face have the biases of routers as parameters.
-        self._own = own = [*self.adapter.parameters(), *self.adapter.buffers()]
-        mine = [site.remote() for site in own], self.adapter.without_layout()
-        reports = gather_objects(mine, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
+        self._local_sites = local_sites = [*self.adapter.parameters(), *self.adapter.buffers()]
+        local_report = [site.remote() for site in local_sites], self.adapter.without_layout()
+        reports = gather_objects(local_report, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
         unknown = {name: kind for _, names in reports for name, kind in names.items()}
         if unknown:
             name, kind = next(iter(unknown.items()))
@@ -298,7 +298,7 @@ class MegatronWeights:
                 f"{name} belongs to a {kind}, whose layout is not known; no weights are converted"
             )
         everywhere = dict.fromkeys(site for sites, _ in reports for site in sites)
-        self.index = ParameterIndex(self.adapter, own, list(everywhere))
+        self.index = ParameterIndex(self.adapter, local_sites, list(everywhere))
         sizes = self.adapter.mesh.sizes
         self.shapes = {
             name: full_shape(PADDED.layout(site, sizes), site.local, sizes)
@@ -318,7 +318,7 @@ class MegatronWeights:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first parameter."""
-        return next(site.parameter.dtype for site in self._own if site.parameter is not None)
+        return next(site.parameter.dtype for site in self._local_sites if site.parameter is not None)
 
     def check_same(self, forms: Mapping[str, TensorForm], where: str) -> None:
         """Validate that all ranks have the same tensors before them. Collective.
@@ -454,10 +454,12 @@ def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Mo
         if target is None:
             return
         config = read_config(target)
-        held = ModelWeights(target)
-        made = _plan_maker(find_architecture(config), config).match(model.shapes, held.forms, held.where)
+        weights = ModelWeights(target)
+        conversion = _plan_maker(find_architecture(config), config).match(
+            model.shapes, weights.forms, weights.where
+        )
         for name, full in tensors.items():
-            _write_parameter(made.parameters[name], full, held)
+            _write_parameter(conversion.parameters[name], full, weights)
 
     _on_all_ranks(place, model.adapter)
 
@@ -507,10 +509,10 @@ def _write_parameter(parameter: PlannedParameter, full: Tensor, target: ModelWei
             index = part.locate(slice(run.origin, run.origin + run.rows), rest)
             target.write(part.name, index, rows.T if part.transposed else rows)
         return
-    made = [torch.empty(part.shape, dtype=full.dtype) for part in parameter.parts]
+    parts = [torch.empty(part.shape, dtype=full.dtype) for part in parameter.parts]
     for run in parameter.runs:
-        made[run.part][run.origin : run.origin + run.rows] = full[run.start : run.start + run.rows]
-    for part, tensor in zip(parameter.parts, made, strict=True):
+        parts[run.part][run.origin : run.origin + run.rows] = full[run.start : run.start + run.rows]
+    for part, tensor in zip(parameter.parts, parts, strict=True):
         target.add(part.name, tensor.T if part.transposed else tensor)
 
 

@@ -174,8 +174,8 @@ class CacheSource:
     def _keys(self) -> dict[str, str]:
         """Names to the cache's keys, site names first."""
         aliases = self.cache.lens_names.aliases
-        own = {a.site: n for n in self.cache if (a := aliases.get(n)) is not None and _is_site_tensor(a)}
-        return {**own, **{name: name for name in self.cache}}
+        of_sites = {a.site: n for n in self.cache if (a := aliases.get(n)) is not None and _is_site_tensor(a)}
+        return {**of_sites, **{name: name for name in self.cache}}
 
     @property
     def names(self) -> list[str]:
@@ -216,28 +216,28 @@ def _is_site_tensor(alias: Alias) -> bool:
     return type(alias.view) in (View, BatchFirst) and alias.view in (View(), BatchFirst())
 
 
-def _check_sample(name: str, sample: int, there: int) -> None:
-    if not 0 <= sample < there:
-        raise FigureError(f"{name} has samples 0 to {there - 1}, no {sample}")
+def _check_sample(name: str, sample: int, count: int) -> None:
+    if not 0 <= sample < count:
+        raise FigureError(f"{name} has samples 0 to {count - 1}, no {sample}")
 
 
-def last_iteration(found: TensorSource, name: str, iteration: int | None) -> int:
+def last_iteration(source: TensorSource, name: str, iteration: int | None) -> int:
     """The requested iteration: by default the last one; 0 for a cache.
 
     Raises:
         FigureError: the source lacks it.
     """
-    there = found.iterations(name)
-    if isinstance(found, CacheSource):
+    iterations = source.iterations(name)
+    if isinstance(source, CacheSource):
         if iteration:
             raise FigureError(f"a cache is of one run: it has no iteration {iteration}; leave it out")
         return 0
-    if not there:
-        raise FigureError(f"{found.where} has no complete iteration with {name}")
-    if iteration is not None and iteration not in there:
-        few = f"{there[0]} to {there[-1]}, {len(there)} in all"
-        raise FigureError(f"{found.where} has {name} of iterations {few}; not of {iteration}")
-    return there[-1] if iteration is None else iteration
+    if not iterations:
+        raise FigureError(f"{source.where} has no complete iteration with {name}")
+    if iteration is not None and iteration not in iterations:
+        few = f"{iterations[0]} to {iterations[-1]}, {len(iterations)} in all"
+        raise FigureError(f"{source.where} has {name} of iterations {few}; not of {iteration}")
+    return iterations[-1] if iteration is None else iteration
 
 
 def as_fp32(values: Tensor) -> Tensor:
@@ -254,34 +254,34 @@ class StatisticsSource:
     """Statistics as a source: numbers of tensors, not the tensors.
 
     Attributes:
-        found: the statistics.
+        statistics: the statistics.
     """
 
-    found: OpenStatistics
+    statistics: OpenStatistics
 
     @property
     def where(self) -> str:
         """The source as text."""
-        return str(self.found.path)
+        return str(self.statistics.path)
 
     @property
     def names(self) -> list[str]:
         """The tensors that were measured."""
-        return self.found.sites
+        return self.statistics.sites
 
     @property
     def iterations(self) -> list[int]:
         """The iterations with measurements."""
-        return self.found.iterations
+        return self.statistics.iterations
 
     def rows(self, names: Sequence[str]) -> Iterator[TensorStatistics]:
         """The measurements of some tensors, by iteration."""
-        wanted = set(names)
-        return (row for row in self.found.rows() if row.site in wanted)
+        selected = set(names)
+        return (row for row in self.statistics.rows() if row.site in selected)
 
     def layout(self, name: str) -> str:
         """The layout of a tensor, as text."""
-        for header in reversed(self.found.headers):
+        for header in reversed(self.statistics.headers):
             for record in header.sites:
                 if record.name == name.removesuffix(".grad"):
                     return describe_layout(layout_from_json(dict(record.layout)), header.axes)
@@ -319,13 +319,13 @@ def open_tensor_source(source: Source, what: str) -> Iterator[TensorSource]:
     Raises:
         FigureError: it has statistics only.
     """
-    with open_source(source) as found:
-        if isinstance(found, StatisticsSource):
+    with open_source(source) as opened:
+        if isinstance(opened, StatisticsSource):
             raise FigureError(
-                f"{found.where} has numbers of tensors, not the tensors that {what} is made of: dump them "
+                f"{opened.where} has numbers of tensors, not the tensors that {what} is made of: dump them "
                 "(mf.Dump), or keep them in a cache (flex.interp.run_with_cache)"
             )
-        yield found
+        yield opened
 
 
 def _is_statistics(path: Path) -> bool:
@@ -334,22 +334,22 @@ def _is_statistics(path: Path) -> bool:
     return path.is_dir() and not any(path.glob("run-*")) and bool(list_files(path))
 
 
-def match_names(found: TensorSource | StatisticsSource, pattern: str) -> list[str]:
+def match_names(source: TensorSource | StatisticsSource, pattern: str) -> list[str]:
     """The names that match a pattern, as for hooks: a module's name means its output.
 
     Raises:
         FigureError: there is no match.
     """
-    if pattern in found.names:
+    if pattern in source.names:
         return [pattern]
-    table = SiteTable(Site(name, Layout(()), ()) for name in found.names)
+    table = SiteTable(Site(name, Layout(()), ()) for name in source.names)
     for point in ("output", ""):
         try:
             return [site.name for site in table.match(pattern, point)]
         except SiteError:
             continue
     raise FigureError(
-        f"{found.where} has nothing that {pattern!r} means{suggest_nearest(pattern, found.names)}; dump "
+        f"{source.where} has nothing that {pattern!r} means{suggest_nearest(pattern, source.names)}; dump "
         "or record it"
     )
 
@@ -368,12 +368,12 @@ def make_caption(what: str, iterations: Sequence[int], *more: str, layout: str =
     return " · ".join(part for part in (what, *numbers, *more, layout) if part)
 
 
-def caption_iterations(found: TensorSource | StatisticsSource, iterations: Sequence[int]) -> Sequence[int]:
+def caption_iterations(source: TensorSource | StatisticsSource, iterations: Sequence[int]) -> Sequence[int]:
     """The iterations for a caption; none for a cache, which has one run."""
-    return [] if isinstance(found, CacheSource) else iterations
+    return [] if isinstance(source, CacheSource) else iterations
 
 
-def describe_layouts(found: TensorSource | StatisticsSource, names: Sequence[str]) -> str:
+def describe_layouts(source: TensorSource | StatisticsSource, names: Sequence[str]) -> str:
     """The layout of several tensors, as text, or that they differ."""
-    several = list(dict.fromkeys(found.layout(name) for name in names))
+    several = list(dict.fromkeys(source.layout(name) for name in names))
     return several[0] if len(several) == 1 else f"{len(several)} different layouts"

@@ -75,69 +75,75 @@ def logit_lens(
     """
     if top < 1:
         raise FigureError(f"top={top}: at least the likeliest token must be kept, top=1")
-    with open_tensor_source(source, "a logit lens") as found:
-        names = _find_streams(found)
+    with open_tensor_source(source, "a logit lens") as opened:
+        names = _find_streams(opened)
         first = next(iter(names.values()))
-        number = last_iteration(found, first, iteration)
+        number = last_iteration(opened, first, iteration)
         logits = (
-            found.cache.logit_lens
-            if isinstance(found, CacheSource)
-            else _read_unembedding(found, number, tied)
+            opened.cache.logit_lens
+            if isinstance(opened, CacheSource)
+            else _read_unembedding(opened, number, tied)
         )
         kept: list[int] | None = None
         places: tuple[int, ...] = ()
-        wanted = None if targets is None else torch.tensor([int(t) for t in targets], dtype=torch.int64)
+        target_ids = None if targets is None else torch.tensor([int(t) for t in targets], dtype=torch.int64)
         lenses: list[_Lens] = []
         for name in reversed(names.values()):  # the last one first: its answer is what others are ranked by
-            rows = found.rows(name, number, sample)
+            rows = opened.rows(name, number, sample)
             if kept is None:
                 kept = _chosen_positions(positions, len(rows.tokens))
                 places = tuple(rows.tokens[i] for i in kept)
-            if wanted is not None and len(wanted) != len(kept):
-                raise FigureError(f"targets has {len(wanted)} tokens, and there are {len(kept)} positions")
-            lenses.insert(0, _read_lens(rows.all()[torch.tensor(kept)], logits, top, wanted))
-            wanted = lenses[0].targets
+            if target_ids is not None and len(target_ids) != len(kept):
+                raise FigureError(
+                    f"targets has {len(target_ids)} tokens, and there are {len(kept)} positions"
+                )
+            lenses.insert(0, _read_lens(rows.all()[torch.tensor(kept)], logits, top, target_ids))
+            target_ids = lenses[0].targets
         text = make_caption(
             f"logit lens of {STREAM_SITES}",
-            caption_iterations(found, [number]),
+            caption_iterations(opened, [number]),
             f"sample {rows.sample}",
-            layout=describe_layouts(found, list(names.values())),
+            layout=describe_layouts(opened, list(names.values())),
         )
         return LogitLens(tuple(names), places, *_stacked(lenses, number, text))
 
 
-def _find_streams(found: TensorSource) -> dict[int, str]:
+def _find_streams(source: TensorSource) -> dict[int, str]:
     """The streams by the number of layers before them."""
-    there = set(found.names)
-    inside = [n for n in there if n.startswith("decoder.layers.") and n.count(".") == 2]
+    names = set(source.names)
+    inside = [n for n in names if n.startswith("decoder.layers.") and n.count(".") == 2]
     numbers = sorted({int(n.removeprefix("decoder.layers.").partition(":")[0]) for n in inside})
     out: dict[int, str] = {}
     for layers_before in range(numbers[-1] + 2 if numbers else 0):
         before = [f"decoder.layers.{layers_before - 1}:output"] if layers_before else []
         last = [] if layers_before else ["embedding:output"]
         name = next(
-            (n for n in (*before, f"decoder.layers.{layers_before}:input", *last) if n in there), None
+            (n for n in (*before, f"decoder.layers.{layers_before}:input", *last) if n in names), None
         )
         if name is not None:
             out[layers_before] = name
     if not out:
         raise FigureError(
-            f"{found.where} has no residual stream: {found.record.format(repr(STREAM_SITES))}, outputs of "
+            f"{source.where} has no residual stream: {source.record.format(repr(STREAM_SITES))}, outputs of "
             "layers"
         )
     return out
 
 
-def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]:
+def _chosen_positions(positions: slice | Sequence[int], token_count: int) -> list[int]:
     given = f"{positions!r:.80}"
     if isinstance(positions, slice):
-        positions = range(there)[positions]
+        positions = range(token_count)[positions]
     if not positions:
-        raise FigureError(f"positions={given} selects none of {there} tokens; leave positions out for all")
-    wrong = next((t for t in positions if not -there <= t < there), None)
+        raise FigureError(
+            f"positions={given} selects none of {token_count} tokens; leave positions out for all"
+        )
+    wrong = next((t for t in positions if not -token_count <= t < token_count), None)
     if wrong is not None:
-        raise FigureError(f"positions={given} has {wrong}, and there are {there} tokens, 0 to {there - 1}")
-    return [range(there)[t] for t in positions]
+        raise FigureError(
+            f"positions={given} has {wrong}, and there are {token_count} tokens, 0 to {token_count - 1}"
+        )
+    return [range(token_count)[t] for t in positions]
 
 
 class _Lens(NamedTuple):
@@ -169,21 +175,21 @@ def _read_lens(streams: Tensor, logits: Logits, top: int, targets: Tensor | None
     step = 1
     at = 0
     while at < len(streams):
-        found = logits(as_fp32(streams[at : at + step]))
-        shares = found.log_softmax(-1)
-        best, which = shares.topk(min(top, found.shape[-1]), -1)
-        wanted = which[:, 0] if targets is None else targets[at : at + step].to(which.device)
-        outside = [t for t in wanted.tolist() if not 0 <= t < found.shape[-1]]
+        scores = logits(as_fp32(streams[at : at + step]))
+        shares = scores.log_softmax(-1)
+        best, which = shares.topk(min(top, scores.shape[-1]), -1)
+        target_tokens = which[:, 0] if targets is None else targets[at : at + step].to(which.device)
+        outside = [t for t in target_tokens.tolist() if not 0 <= t < scores.shape[-1]]
         if outside:
             raise FigureError(
-                f"targets has token {outside[0]}; the vocabulary has 0 to {found.shape[-1] - 1}"
+                f"targets has token {outside[0]}; the vocabulary has 0 to {scores.shape[-1] - 1}"
             )
-        ranks = 1 + (shares > shares.gather(-1, wanted[:, None])).sum(-1)
+        ranks = 1 + (shares > shares.gather(-1, target_tokens[:, None])).sum(-1)
         parts.append(
-            _Lens(which, best.exp(), -torch.xlogy(shares.exp(), shares.exp()).sum(-1), ranks, wanted)
+            _Lens(which, best.exp(), -torch.xlogy(shares.exp(), shares.exp()).sum(-1), ranks, target_tokens)
         )
         at += step
-        step = max(1, MAX_LOGITS // found.shape[-1])  # the first token gives the vocabulary size
+        step = max(1, MAX_LOGITS // scores.shape[-1])  # the first token gives the vocabulary size
     return _Lens(*(torch.cat(several) for several in zip(*parts, strict=True)))
 
 
@@ -219,22 +225,24 @@ class Unembedding:
         return torch.cat([stream @ piece.to(stream.dtype).T for piece in pieces], -1)
 
 
-def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) -> Unembedding:
-    assert isinstance(found, DumpSource)
-    dump = found.dump
+def _read_unembedding(source: TensorSource, iteration: int, tied: bool | None) -> Unembedding:
+    assert isinstance(source, DumpSource)
+    dump = source.dump
     model = dump.manifest.model
     kind, epsilon = model.get("normalization"), model.get("layernorm_epsilon")
     if kind not in ("RMSNorm", "LayerNorm") or not isinstance(epsilon, (int, float)):
         raise FigureError(
-            f"{found.where} does not tell the final norm of its model (of {dump.manifest.framework}): logit "
+            f"{source.where} does not tell the final norm of its model (of {dump.manifest.framework}): logit "
             "lenses are made of Megatron's dumps, or of a cache (flex.interp.run_with_cache(tokens))"
         )
     norm = next((n for n in FINAL_NORMS if f"{n}.weight" in dump.parameters), None)
     words = _unembedding_name(dump, tied)
     if norm is None or words is None:
-        lacking = [n for n, there in (("decoder.final_*", norm), (OUTPUT_WEIGHT, words)) if there is None]
+        lacking = [
+            n for n, parameter in (("decoder.final_*", norm), (OUTPUT_WEIGHT, words)) if parameter is None
+        ]
         raise FigureError(
-            f"{found.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
+            f"{source.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
             f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings "
             f"{EMBEDDING_WEIGHT!r}, and pass "
             "tied=True here"

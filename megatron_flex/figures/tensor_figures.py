@@ -74,12 +74,12 @@ def norms(source: Source, pattern: str = LAYER_OUTPUTS, *, tokens: bool = False)
         >>> figures.norms("dumps/run").values.shape
         (2, 4)
     """
-    with open_source(source) as found:
-        names = match_names(found, pattern)
+    with open_source(source) as opened:
+        names = match_names(opened, pattern)
         rows = (
-            _norms_of_statistics(found, names)
-            if isinstance(found, StatisticsSource)
-            else _norms_of_tensors(found, names)
+            _norms_of_statistics(opened, names)
+            if isinstance(opened, StatisticsSource)
+            else _norms_of_tensors(opened, names)
         )
         iterations = sorted({number for number, _ in rows})
         table = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
@@ -91,11 +91,11 @@ def norms(source: Source, pattern: str = LAYER_OUTPUTS, *, tokens: bool = False)
         values, counts, broken = table[0], table[1].long(), table[2].long()
         named = names[0] if len(names) == 1 else pattern
         text = make_caption(
-            f"norm of {named}", caption_iterations(found, iterations), layout=describe_layouts(found, names)
+            f"norm of {named}", caption_iterations(opened, iterations), layout=describe_layouts(opened, names)
         )
         of_tokens = None
-        if tokens and not isinstance(found, StatisticsSource):
-            of_tokens = as_array(_token_norms(found, names, iterations))
+        if tokens and not isinstance(opened, StatisticsSource):
+            of_tokens = as_array(_token_norms(opened, names, iterations))
         return Norms(
             tuple(names),
             tuple(iterations),
@@ -110,9 +110,9 @@ def norms(source: Source, pattern: str = LAYER_OUTPUTS, *, tokens: bool = False)
 NormRow = tuple[float, int, int]  # norm, finite values, others
 
 
-def _norms_of_statistics(found: StatisticsSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+def _norms_of_statistics(source: StatisticsSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
     out: dict[tuple[int, str], NormRow] = {}
-    for row in found.rows(names):
+    for row in source.rows(names):
         broken = row.nans + row.infinities
         out[row.iteration, row.site] = (
             math.nan if row.norm is None else row.norm,
@@ -122,12 +122,12 @@ def _norms_of_statistics(found: StatisticsSource, names: Sequence[str]) -> dict[
     return out
 
 
-def _norms_of_tensors(found: TensorSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+def _norms_of_tensors(source: TensorSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
     out: dict[tuple[int, str], NormRow] = {}
     for name in names:
-        for number in found.iterations(name) or [0]:
+        for number in source.iterations(name) or [0]:
             sums = MomentSums(histogram=False)
-            for block in found.blocks(name, number):
+            for block in source.blocks(name, number):
                 sums.add(block)
             row = sums.row.tolist()
             broken = round(row[NANS] + row[INFINITIES])
@@ -135,16 +135,16 @@ def _norms_of_tensors(found: TensorSource, names: Sequence[str]) -> dict[tuple[i
     return out
 
 
-def _token_norms(found: TensorSource, names: Sequence[str], iterations: Sequence[int]) -> Tensor:
+def _token_norms(source: TensorSource, names: Sequence[str], iterations: Sequence[int]) -> Tensor:
     """`[3, iteration, site]`: mean, 10th and 90th percentile of the finite norms of tokens."""
     out = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
     for column, name in enumerate(names):
-        there = found.iterations(name) or [0]
+        available = source.iterations(name) or [0]
         for line, number in enumerate(iterations):
-            if number not in there:
+            if number not in available:
                 continue
             try:
-                rows = [found.rows(name, number, n) for n in range(found.samples(name, number))]
+                rows = [source.rows(name, number, n) for n in range(source.samples(name, number))]
             except FigureError:  # a tensor without tokens
                 break
             each = torch.cat([as_fp32(r.all()).flatten(1).double().norm(dim=1) for r in rows])
@@ -172,15 +172,15 @@ def histograms(source: Source, site: str) -> Histograms:
         >>> figures.histograms("stats/run", "decoder.layers.3").counts.sum(-1)
         array([2048, 2048])
     """
-    with open_source(source) as found:
-        name = _only_name(match_names(found, site), site)
-        if isinstance(found, StatisticsSource):
-            rows = {row.iteration: list(row.histogram) for row in found.rows([name]) if row.histogram}
+    with open_source(source) as opened:
+        name = _only_name(match_names(opened, site), site)
+        if isinstance(opened, StatisticsSource):
+            rows = {row.iteration: list(row.histogram) for row in opened.rows([name]) if row.histogram}
             if not rows:
-                raise FigureError(f"{found.where} has no histograms of {name}: record with histogram=True")
+                raise FigureError(f"{opened.where} has no histograms of {name}: record with histogram=True")
         else:
-            rows = {number: _count_bins(found, name, number) for number in found.iterations(name) or [0]}
-        text = make_caption(name, caption_iterations(found, list(rows)), layout=found.layout(name))
+            rows = {number: _count_bins(opened, name, number) for number in opened.iterations(name) or [0]}
+        text = make_caption(name, caption_iterations(opened, list(rows)), layout=opened.layout(name))
         bounds, counts = (
             torch.tensor(compute_bin_edges(), dtype=torch.float64),
             torch.tensor(list(rows.values())),
@@ -188,10 +188,10 @@ def histograms(source: Source, site: str) -> Histograms:
         return Histograms(name, tuple(rows), as_array(bounds), as_array(counts), text)
 
 
-def _count_bins(found: TensorSource, name: str, iteration: int) -> list[int]:
+def _count_bins(source: TensorSource, name: str, iteration: int) -> list[int]:
     """In the order of a row of statistics: negative ones, zeros, positive ones."""
     sums = MomentSums()
-    for block in found.blocks(name, iteration):
+    for block in source.blocks(name, iteration):
         sums.add(block)
     counts = [round(n) for n in sums.row[HISTOGRAM:].tolist()]
     return [*counts[:BINS_PER_SIGN], round(float(sums.row[ZEROS])), *counts[BINS_PER_SIGN:]]
@@ -223,22 +223,22 @@ def heat(
         >>> figures.heat("dumps/run", "decoder.layers.3").values.shape
         (16, 32)
     """
-    with open_tensor_source(source, "a heat map") as found:
-        name = _only_name(match_names(found, site), site)
-        number = last_iteration(found, name, iteration)
-        rows = found.rows(name, number, sample)
+    with open_tensor_source(source, "a heat map") as opened:
+        name = _only_name(match_names(opened, site), site)
+        number = last_iteration(opened, name, iteration)
+        rows = opened.rows(name, number, sample)
         sizes = len(rows.tokens), prod(rows.features)
         if 0 in sizes:
-            raise FigureError(f"{found.where}: {name} has no values in iteration {number}")
+            raise FigureError(f"{opened.where}: {name} has no values in iteration {number}")
         block = ceil(sizes[0] / max(1, most[0])), ceil(sizes[1] / max(1, most[1]))
         values = as_fp32(rows.all()).reshape(sizes) if block == (1, 1) else _block_means(rows, sizes, block)
         folded = "" if block == (1, 1) else f"means of |x| over {block[0]} x {block[1]} (tokens x features)"
         text = make_caption(
             name,
-            caption_iterations(found, [number]),
+            caption_iterations(opened, [number]),
             f"sample {rows.sample}",
             folded,
-            layout=found.layout(name),
+            layout=opened.layout(name),
         )
         columns = tuple(range(0, sizes[1], block[1]))
         return Heat(name, number, as_array(values), rows.tokens[:: block[0]], columns, block, text)
@@ -293,16 +293,16 @@ def attention(source: Source, layer: int, iteration: int | None = None, sample: 
         >>> figures.attention("dumps/run", layer=1).values.shape
         (4, 16, 16)
     """
-    with open_tensor_source(source, "an attention pattern") as found:
-        there = _pattern_names(found)
-        if layer not in there:
-            raise FigureError(f"{found.where} has {_describe_layers(list(there))}, but not layer {layer}")
-        name = there[layer]
-        number = last_iteration(found, name, iteration)
-        rows = found.rows(name, number, sample)
+    with open_tensor_source(source, "an attention pattern") as opened:
+        by_layer = _pattern_names(opened)
+        if layer not in by_layer:
+            raise FigureError(f"{opened.where} has {_describe_layers(list(by_layer))}, but not layer {layer}")
+        name = by_layer[layer]
+        number = last_iteration(opened, name, iteration)
+        rows = opened.rows(name, number, sample)
         values = as_fp32(rows.all()).transpose(0, 1).contiguous()
         text = make_caption(
-            name, caption_iterations(found, [number]), f"sample {rows.sample}", layout=found.layout(name)
+            name, caption_iterations(opened, [number]), f"sample {rows.sample}", layout=opened.layout(name)
         )
         keys = tuple(range(values.shape[-1]))
         return Attention(layer, number, as_array(values), rows.tokens, keys, text)
@@ -330,37 +330,37 @@ def induction(source: Source, iteration: int | None = None) -> Induction:
         >>> figures.induction(cache).scores.shape  # [layer, head]
         (4, 4)
     """
-    with open_tensor_source(source, "an induction score") as found:
-        there = _pattern_names(found)
-        names = list(there.values())
-        number = last_iteration(found, names[0], iteration)
-        _check_repeated(found, number)
-        scores = [_induction_scores(found, name, number) for name in names]
+    with open_tensor_source(source, "an induction score") as opened:
+        by_layer = _pattern_names(opened)
+        names = list(by_layer.values())
+        number = last_iteration(opened, names[0], iteration)
+        _check_repeated(opened, number)
+        scores = [_induction_scores(opened, name, number) for name in names]
         if len({len(both[0]) for both in scores}) > 1:
-            raise FigureError(f"{found.where}: layers have different numbers of heads; draw them one by one")
+            raise FigureError(f"{opened.where}: layers have different numbers of heads; draw them one by one")
         followed, previous = (torch.stack([both[i] for both in scores]) for i in (0, 1))
-        length = len(found.rows(names[0], number, 0).tokens)
+        length = len(opened.rows(names[0], number, 0).tokens)
         uniform = float((1 / torch.arange(length // 2 + 1, length + 1)).mean())
         text = make_caption(
             ATTENTION_SITES if len(names) > 1 else names[0],
-            caption_iterations(found, [number]),
-            f"mean over {found.samples(names[0], number)} samples",
-            layout=describe_layouts(found, names),
+            caption_iterations(opened, [number]),
+            f"mean over {opened.samples(names[0], number)} samples",
+            layout=describe_layouts(opened, names),
         )
-        return Induction(tuple(there), as_array(followed), as_array(previous), uniform, number, text)
+        return Induction(tuple(by_layer), as_array(followed), as_array(previous), uniform, number, text)
 
 
-def _pattern_names(found: TensorSource) -> dict[int, str]:
+def _pattern_names(source: TensorSource) -> dict[int, str]:
     """The names of attention patterns by layer.
 
     Raises:
         FigureError: there are none.
     """
-    matches = (PATTERN_SITES.fullmatch(name) for name in found.names)
+    matches = (PATTERN_SITES.fullmatch(name) for name in source.names)
     out = {int(match[1]): match[0] for match in matches if match is not None}
     if not out:
         raise FigureError(
-            f"{found.where} has no attention patterns: {found.record.format(repr(ATTENTION_SITES))}, "
+            f"{source.where} has no attention patterns: {source.record.format(repr(ATTENTION_SITES))}, "
             "which layers of "
             "the local spec have (--transformer-impl local)"
         )
@@ -373,16 +373,16 @@ def _describe_layers(layers: list[int]) -> str:
     return f"the attention patterns of {which}"
 
 
-def _induction_scores(found: TensorSource, name: str, iteration: int) -> tuple[Tensor, Tensor]:
+def _induction_scores(source: TensorSource, name: str, iteration: int) -> tuple[Tensor, Tensor]:
     """`[head]` each: attention to the token after the earlier copy, and to the previous token."""
     followed, previous = [], []
-    for sample in range(found.samples(name, iteration)):
-        rows = found.rows(name, iteration, sample)
+    for sample in range(source.samples(name, iteration)):
+        rows = source.rows(name, iteration, sample)
         pattern = as_fp32(rows.all()).transpose(0, 1)
         queries, keys = pattern.shape[-2:]
         if queries != keys or queries % 2 or rows.tokens != tuple(range(queries)):
             raise FigureError(
-                f"{found.where}: {name} has {queries} queries and {keys} keys; induction scores need all "
+                f"{source.where}: {name} has {queries} queries and {keys} keys; induction scores need all "
                 "tokens of a sequence of even length"
             )
         half = queries // 2
@@ -392,15 +392,15 @@ def _induction_scores(found: TensorSource, name: str, iteration: int) -> tuple[T
     return torch.stack(followed).mean(0), torch.stack(previous).mean(0)
 
 
-def _check_repeated(found: TensorSource, iteration: int) -> None:
-    name = next((n for n in EMBEDDING_NAMES if n in found.names), None)
-    if name is None or (found.iterations(name) and iteration not in found.iterations(name)):
+def _check_repeated(source: TensorSource, iteration: int) -> None:
+    name = next((n for n in EMBEDDING_NAMES if n in source.names), None)
+    if name is None or (source.iterations(name) and iteration not in source.iterations(name)):
         return
-    for sample in range(found.samples(name, iteration)):
-        first, second = found.rows(name, iteration, sample).all().tensor_split(2)
+    for sample in range(source.samples(name, iteration)):
+        first, second = source.rows(name, iteration, sample).all().tensor_split(2)
         if not torch.equal(first, second):
             raise FigureError(
-                f"{found.where}: the second half of sample {sample} does not repeat the first one, which "
+                f"{source.where}: the second half of sample {sample} does not repeat the first one, which "
                 "induction scores need: run on torch.cat([tokens, tokens], 1)"
             )
 

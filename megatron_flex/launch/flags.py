@@ -198,8 +198,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(f"megatron_flex: {flag.group}")
-        there = parser._option_string_actions  # a flag of the script's own keeps its name
-        names = [n for n in (flag.option, flag.long_option) if n not in there]
+        existing = parser._option_string_actions  # a flag of the script's own keeps its name
+        names = [n for n in (flag.option, flag.long_option) if n not in existing]
         groups[flag.group].add_argument(*names, dest=flag.dest, **_argparse_arguments(flag))
 
 
@@ -377,21 +377,21 @@ def settings_from_argv(
     return settings_of(namespace, environment), rest
 
 
-def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
+def settings_from_values(values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings of values as `values_of` returns them, on top of files and the environment."""
     environment = os.environ if environment is None else environment
-    found = merge_values(_read_environment(environment), found)
+    values = merge_values(_read_environment(environment), values)
     out: dict[str, Any] = {}
-    for path in found.pop("config", []):
+    for path in values.pop("config", []):
         out = merge_values(out, read_settings_file(path))
-    dump = found.pop("dump", None)
+    dump = values.pop("dump", None)
     if dump is not None and "path" not in dump:
         raise FlexError(f"{_first_given_option('dump', dump)} needs --flex-dump DIR")
-    statistics = found.get("statistics")
+    statistics = values.get("statistics")
     if statistics is not None and "path" not in statistics and not out.get("statistics"):
         raise FlexError(f"{_first_given_option('statistics', statistics)} needs --flex-stats")
     settings = validate_settings(
-        merge_values(out, found if dump is None else {**found, "dumps": [dump]}), _option_of_field
+        merge_values(out, values if dump is None else {**values, "dumps": [dump]}), _option_of_field
     )
     settings.check_sites()
     return settings
@@ -417,9 +417,9 @@ def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str]
         >>> installation.uninstall()
     """
     environment = os.environ if environment is None else environment
-    found = _read_environment(environment)
-    files_first = [*(os.fspath(file) for file in files), *found.pop("config", [])]
-    return settings_from_values({**found, "config": files_first}, {})
+    values = _read_environment(environment)
+    files_first = [*(os.fspath(file) for file in files), *values.pop("config", [])]
+    return settings_from_values({**values, "config": files_first}, {})
 
 
 def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Settings:
@@ -450,7 +450,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         ) from None
     try:
         namespace, rest = split_argv(words)
-        found = values_of(namespace)
+        values = values_of(namespace)
     except FlexError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {error}") from None
     if rest and rest[0].startswith(FLAG_PREFIX):
@@ -459,19 +459,19 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         raise FlexError(
             f"{FLAGS_VARIABLE}: {rest[0]!r} is not one of our flags, which begin with {FLAG_PREFIX}"
         )
-    return found
+    return values
 
 
-def _first_given_option(part: str, found: Mapping[str, Any]) -> str:
-    return next(f.option for f in FLAGS if f.field[:1] == (part,) and f.field[1] in found)
+def _first_given_option(part: str, values: Mapping[str, Any]) -> str:
+    return next(f.option for f in FLAGS if f.field[:1] == (part,) and f.field[1] in values)
 
 
 def _option_of_field(field: tuple[str | int, ...]) -> str:
     """The flag that sets a field, or what it is called in YAML."""
     names = [str(f) for f in field if isinstance(f, str)]
     names[0] = "dump" if names[0] == "dumps" else names[0]
-    found = [f.option for f in FLAGS if f.field and list(f.field) == names[: len(f.field)]]
-    return found[0] if found else ".".join(names)
+    options = [f.option for f in FLAGS if f.field and list(f.field) == names[: len(f.field)]]
+    return options[0] if options else ".".join(names)
 
 
 __all__ = [

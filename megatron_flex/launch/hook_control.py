@@ -93,16 +93,16 @@ class Control:
             ...     train_step(chunks)
             >>> control.close()
         """
-        found = None if self._watcher is None else self._watcher.take()
+        change = None if self._watcher is None else self._watcher.take()
         out, back = self._signals.take()
-        out_now, back_now, read = max_over_ranks([out, back, int(found is not None)], self._mesh)
+        out_now, back_now, read = max_over_ranks([out, back, int(change is not None)], self._mesh)
         when = f"iteration {self._steps if iteration is None else iteration}"
         self._steps += 1
         if not out_now and not back_now and not read:
             return
         why = str(self._path)
         if read:
-            (content,) = broadcast_object(found or (None,), self._mesh)
+            (content,) = broadcast_object(change or (None,), self._mesh)
             try:
                 self._switches = self._read(content)
             except FlexError as error:

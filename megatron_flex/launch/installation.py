@@ -151,12 +151,12 @@ class Installation:
         settings = self._remember_failure(self._parsed)
         if settings.idle:
             return original(*args, **kwargs)
-        found = self._remember_failure(self.running.prepare)
+        resolved = self._remember_failure(self.running.prepare)
         out = original(*args, **kwargs)
         previews = settings.list_sites is not None or settings.estimate or settings.align is not None
         flex = self._remember_failure(lambda: self.running.attach(out[0], write=not previews))
         if previews:
-            self._look(flex, found)
+            self._look(flex, resolved)
         return out
 
     def _parsed(self) -> Settings:
@@ -169,14 +169,14 @@ class Installation:
             self.running = TrainingRun(self.settings, Path(DEFAULT_REPORT_FILE))
         return self.settings
 
-    def _look(self, flex: FlexModel, found: ResolvedSettings) -> NoReturn:
+    def _look(self, flex: FlexModel, resolved: ResolvedSettings) -> NoReturn:
         """Print the preview, and end all ranks before training and before any data are read."""
         from megatron.training import get_args
 
         from megatron_flex.launch.preview import describe_preview
 
         preview_text = self._remember_failure(
-            lambda: describe_preview(flex, self.running.settings, found, get_args())
+            lambda: describe_preview(flex, self.running.settings, resolved, get_args())
         )
         if dist.get_rank() == 0:
             sys.stdout.write(preview_text)
@@ -316,20 +316,20 @@ def install(settings: Settings | str | PathLike[str] | None = None, *, holds: bo
         >>> # pretrain(...)
         >>> installation.uninstall()
     """
-    there = _CurrentInstallation.installed
-    if there is not None and there.settings is None:  # settings that Megatron's parser would have read
-        there.uninstall()
-        there = None
+    existing = _CurrentInstallation.installed
+    if existing is not None and existing.settings is None:  # settings that Megatron's parser would have read
+        existing.uninstall()
+        existing = None
     if settings is None:
-        if there is not None and not any(map(is_own_flag, sys.argv[1:])):
-            return there
+        if existing is not None and not any(map(is_own_flag, sys.argv[1:])):
+            return existing
         settings, sys.argv[1:] = flags.settings_from_argv(sys.argv[1:])
         print_notice(describe_foreign_flags(sys.argv[1:]))
     elif not isinstance(settings, Settings):
         settings = load_settings(settings)
-    if there is not None:
-        if there.settings == settings:
-            return there
+    if existing is not None:
+        if existing.settings == settings:
+            return existing
         raise FlexError("megatron_flex.launch is installed with other settings; uninstall() those first")
     new = Installation(settings, holds)
     new.install()

@@ -46,10 +46,10 @@ def align_with_folder(flex: FlexModel, folder: str, tokens: str | None, report: 
     batch, problem = broadcast_object((batch, problem), mesh)
     if problem:
         raise FlexError(problem)
-    found: Alignment = align(hf_model, flex, batch)
+    alignment: Alignment = align(hf_model, flex, batch)
     if first and report is not None:
-        Path(report).write_text(format_json(found.to_json()))
-    return str(found).splitlines()
+        Path(report).write_text(format_json(alignment.to_json()))
+    return str(alignment).splitlines()
 
 
 def _load(folder: str, flex: FlexModel) -> nn.Module:
@@ -70,7 +70,7 @@ def _read_tokens(file: str | None, vocabulary: int) -> Any:
     if file is None:
         generator = torch.Generator().manual_seed(SEED)
         return torch.randint(0, vocabulary, (SAMPLES, LENGTH), generator=generator)
-    found = json.loads(Path(file).read_text())
-    if isinstance(found, dict):
-        return {name: torch.tensor(rows) for name, rows in found.items()}
-    return torch.tensor(found)
+    stored = json.loads(Path(file).read_text())
+    if isinstance(stored, dict):
+        return {name: torch.tensor(rows) for name, rows in stored.items()}
+    return torch.tensor(stored)

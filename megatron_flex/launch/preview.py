@@ -16,13 +16,13 @@ from megatron_flex.notebook_html import count_words
 from megatron_flex.text_table import format_table
 
 
-def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSettings, args: Namespace) -> str:
+def describe_preview(flex: FlexModel, settings: Settings, resolved: ResolvedSettings, args: Namespace) -> str:
     """The preview, or the alignment, that the settings request, as lines of text. Collective over the mesh.
 
     Args:
         flex: the model, with its edits.
         settings: the settings, of which only those of previews are used.
-        found: the resolved settings.
+        resolved: the resolved settings.
         args: Megatron's arguments.
 
     Raises:
@@ -33,7 +33,7 @@ def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSetting
         out += describe_sites(flex, settings.list_sites)
     if settings.estimate:
         out += [""] if out else []
-        out += _describe_estimates(flex, found, args)
+        out += _describe_estimates(flex, resolved, args)
     if settings.align is not None:
         out += [""] if out else []
         out += align_with_folder(flex, settings.align, settings.align_tokens, settings.align_report)
@@ -46,9 +46,9 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
     Raises:
         SiteError: the pattern matches nothing.
     """
-    mesh, found = flex.session.mesh, flex.sites(pattern)
+    mesh, sites = flex.session.mesh, flex.sites(pattern)
     rows = [("site", "full shape", "layout", "stage", "")]
-    for site in found:
+    for site in sites:
         shown = format_shape(site.dims, site.shape) if site.dims else "as it passes"
         layout = site.layout.describe(mesh.sizes) if site.dims else ""
         why = (
@@ -59,16 +59,16 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
             else ""
         )
         rows.append((site.name, shown, layout, str(site.stage), why))
-    hidden = sum(bool(s.hidden) for s in found)
-    return [*format_table(rows), f"{count_words(len(found), 'site')} on {mesh.describe()}; {hidden} hidden"]
+    hidden = sum(bool(s.hidden) for s in sites)
+    return [*format_table(rows), f"{count_words(len(sites), 'site')} on {mesh.describe()}; {hidden} hidden"]
 
 
-def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespace) -> Iterator[str]:
-    if not found.dumps and not found.edits:
+def _describe_estimates(flex: FlexModel, resolved: ResolvedSettings, args: Namespace) -> Iterator[str]:
+    if not resolved.dumps and not resolved.edits:
         raise FlexError(
             "--flex-estimate: nothing would be written or edited; give --flex-dump or --flex-edit"
         )
-    for dump in found.dumps:
+    for dump in resolved.dumps:
         estimate = estimate_live_dump(flex, args, dump)
         yield f"dump to {dump.path}"
         yield from format_table(
@@ -78,7 +78,7 @@ def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespac
         if dump.samples is not None:
             yield "all samples are counted, of which only some would be written"
         yield ""
-    for hook in found.edits:
+    for hook in resolved.edits:
         yield from _fold_equal_sites(flex.explain(hook))
 
 

@@ -100,18 +100,18 @@ def print_notice(line: str) -> None:
 
 def _should_print(message: str) -> bool:
     """Whether this rank prints the message."""
-    store, mine = _common_store(), current_rank()
+    store, rank = _common_store(), current_rank()
     if store is None:
         return True
     key = f"megatron_flex/error/{message}"
-    return mine == 0 or not _first_rank_prints(store, key, mine)
+    return rank == 0 or not _first_rank_prints(store, key, rank)
 
 
-def _first_rank_prints(store: Any, key: str, mine: int) -> bool:
+def _first_rank_prints(store: Any, key: str, rank: int) -> bool:
     """Whether the first rank prints the same message."""
     try:
         store.wait([key], timedelta(seconds=FIRST_RANK_TIMEOUT))
-        store.set(f"{key}/{mine}", "heard")
+        store.set(f"{key}/{rank}", "heard")
     except Exception:  # a timeout and an exited first rank raise exceptions of several classes
         return False
     return True

@@ -73,30 +73,30 @@ def _list_patterns(settings: Settings) -> Iterator[str]:
 
 def _check_layer(pattern: str, words: Sequence[str]) -> None:
     """Refuse a layer beyond the number that the script's flags give."""
-    found = re.match(r"decoder\.layers\.(\d+)(?=[.:]|$)", pattern)
+    matched = re.match(r"decoder\.layers\.(\d+)(?=[.:]|$)", pattern)
     given = [
         after if word == "--num-layers" else word.partition("=")[2]
         for word, after in zip(words, [*words[1:], ""], strict=True)
         if word.partition("=")[0] == "--num-layers"
     ]
-    if found and given and given[-1].isdecimal() and int(found[1]) >= int(given[-1]):
+    if matched and given and given[-1].isdecimal() and int(matched[1]) >= int(given[-1]):
         raise FlexError(
-            f"{pattern!r} names layer {found[1]}, and --num-layers is {given[-1]}; of decoder.layers there "
+            f"{pattern!r} names layer {matched[1]}, and --num-layers is {given[-1]}; of decoder.layers there "
             f"are 0-{int(given[-1]) - 1}"
         )
 
 
-def _describe_settings(settings: Settings, found: ResolvedSettings) -> Iterator[str]:
+def _describe_settings(settings: Settings, resolved: ResolvedSettings) -> Iterator[str]:
     """A line for each edit, dump and statistics."""
-    for hook in found.edits:
+    for hook in resolved.edits:
         yield f"edit: {hook.describe()}"
-    for dump in found.dumps:
+    for dump in resolved.dumps:
         runs = len(list(list_begun_runs(Path(dump.path)))) if Path(dump.path).is_dir() else 0
         more = f"; continues the {count_words(runs, 'run')} in it" if runs else ""
         yield f"dump: {count_words(len(dump.sites), 'pattern')} to {dump.path}{more}"
-    for one in found.statistics:
+    for one in resolved.statistics:
         yield f"statistics: {count_words(len(one.sites), 'pattern')} to {one.path}"
-    if not (found.edits or found.dumps or found.statistics):
+    if not (resolved.edits or resolved.dumps or resolved.statistics):
         checks = ("list_sites", "estimate", "verify", "gradient_norms", "align")
         names = [name.replace("_", "-") for name in checks if getattr(settings, name)]
         yield f"checks before training: {', '.join(names)}"

@@ -124,15 +124,15 @@ def looks_secret(name: str) -> bool:
     return SECRET_NAME.search(NOT_SECRET.sub("", name)) is not None
 
 
-def describe_start(flex: FlexModel, found: ResolvedSettings, verified: int) -> str:
+def describe_start(flex: FlexModel, resolved: ResolvedSettings, verified: int) -> str:
     """The hooks, dumps and statistics of a run, as one line: how many sites, and which folders.
 
     Args:
         flex: the model with its hooks.
-        found: the resolved settings.
+        resolved: the resolved settings.
         verified: the number of steps in which the ranks are compared.
     """
-    parts = [*_describe_edits(flex, found), *_describe_sinks(flex)]
+    parts = [*_describe_edits(flex, resolved), *_describe_sinks(flex)]
     if verified:
         steps = "the first step" if verified == 1 else f"the first {verified} steps"
         parts.append(f"--flex-verify: the ranks' tensors are compared with their layouts in {steps}")
@@ -142,12 +142,12 @@ def describe_start(flex: FlexModel, found: ResolvedSettings, verified: int) -> s
     return "; ".join(parts)
 
 
-def _describe_edits(flex: FlexModel, found: ResolvedSettings) -> Iterator[str]:
-    if found.edits:
-        entries = [e for e in flex.session.registry.entries if e.hook in found.edits]
+def _describe_edits(flex: FlexModel, resolved: ResolvedSettings) -> Iterator[str]:
+    if resolved.edits:
+        entries = [e for e in flex.session.registry.entries if e.hook in resolved.edits]
         sites = {name for entry in entries for name in entry.names}
-        off = f", {len(found.waiting)} of them switched off" if found.waiting else ""
-        yield f"{count_words(len(found.edits), 'edit')} at {count_words(len(sites), 'site')}{off}"
+        off = f", {len(resolved.waiting)} of them switched off" if resolved.waiting else ""
+        yield f"{count_words(len(resolved.edits), 'edit')} at {count_words(len(sites), 'site')}{off}"
 
 
 def _describe_sinks(flex: FlexModel) -> Iterator[str]:
@@ -155,8 +155,8 @@ def _describe_sinks(flex: FlexModel) -> Iterator[str]:
         what = _describe_selection(len(sink.chosen.sites), sink.chosen.parameters, sink.settings.gradients)
         yield f"dump of {what}{_describe_every(sink.settings.every)} to {sink.settings.path}"
     for measured in flex.session.sinks.statistics:
-        wanted, settings = measured.wanted, measured.settings
-        what = _describe_selection(len(wanted.values), wanted.parameters, bool(wanted.gradients))
+        selected, settings = measured.wanted, measured.settings
+        what = _describe_selection(len(selected.values), selected.parameters, bool(selected.gradients))
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
 
 

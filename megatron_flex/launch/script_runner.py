@@ -77,7 +77,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     if list(argv[:1]) in (["-h"], ["--help"]):
         sys.stdout.write(format_help() if current_rank() == 0 else "")
         raise SystemExit(0)
-    found, words = flags.settings_from_argv(argv)
+    parsed, words = flags.settings_from_argv(argv)
     named = words[1:] if words[:1] == ["-m"] else words
     if not named or named[0].startswith("-"):
         what = f"{named[0]} is not a script" if named else "no script"
@@ -85,7 +85,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     if named is words and not Path(named[0]).exists():
         raise FlexError(f"no script {named[0]}: {USAGE}; our flags come after it")
     print_notice(describe_foreign_flags(words))
-    return found, words
+    return parsed, words
 
 
 def _execute(words: list[str]) -> None:

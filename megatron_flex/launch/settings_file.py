@@ -59,13 +59,13 @@ def read_settings_file(path: str | PathLike[str]) -> dict[str, Any]:
         raise FlexError(
             f"{name}:{_line_number(root)}: must map keys to values, such as `sites: [decoder.layers.*]`"
         )
-    found = _NodeReader(name, lines).value(root, ())
+    values = _NodeReader(name, lines).value(root, ())
 
     def where(at: KeyPath) -> str:
         line = next(lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in lines)
         return ":".join([name, str(line), f" {_dotted_path(at)}"])
 
-    return validate_settings(found, where, lambda at: lines.get(at, 0)).model_dump(exclude_unset=True)
+    return validate_settings(values, where, lambda at: lines.get(at, 0)).model_dump(exclude_unset=True)
 
 
 class _NodeReader:
@@ -105,11 +105,11 @@ class _NodeReader:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise self.wrong(key, at, "a key must be a name")
-            here = (*at, key.value)
+            path = (*at, key.value)
             if key.value in out:
-                raise self.wrong(key, here, f"occurs twice, first on line {self.lines[here]}")
-            self.lines[here] = _line_number(key)
-            out[key.value] = self.value(value, here)
+                raise self.wrong(key, path, f"occurs twice, first on line {self.lines[path]}")
+            self.lines[path] = _line_number(key)
+            out[key.value] = self.value(value, path)
         return out
 
     def scalar(self, node: yaml.ScalarNode, at: KeyPath) -> Any:
@@ -131,12 +131,12 @@ class _NodeReader:
 
 
 def validate_settings(
-    found: Mapping[str, Any], where: Callable[[KeyPath], str], order: Callable[[KeyPath], int] = lambda _: 0
+    values: Mapping[str, Any], where: Callable[[KeyPath], str], order: Callable[[KeyPath], int] = lambda _: 0
 ) -> Settings:
     """Validate plain values and build the settings.
 
     Args:
-        found: the values by field name.
+        values: the values by field name.
         where: returns the description of a key path for an error message.
         order: sort key of key paths; of several errors the first is reported.
 
@@ -144,7 +144,7 @@ def validate_settings(
         FlexError: a field does not exist, or its value is invalid.
     """
     try:
-        return Settings.model_validate(found)
+        return Settings.model_validate(values)
     except ValidationError as error:
         first: Any = min(error.errors(include_url=False), key=lambda e: order(e["loc"]))
         raise FlexError(f"{where(first['loc'])}: {_describe_validation_error(first)}") from None

@@ -51,12 +51,12 @@ def load_function(reference: str) -> Any:
 
 def _load_one(reference: str) -> Any:
     in_file = FILE_FUNCTION.fullmatch(reference)
-    found = in_file or MODULE_FUNCTION.fullmatch(reference)
-    if found is None:
+    matched = in_file or MODULE_FUNCTION.fullmatch(reference)
+    if matched is None:
         _reject_missing_colon(reference)
         return edits.parse(reference)
-    module = _import_file(found["file"]) if in_file else _import_named_module(found["module"])
-    out = _find_attribute(module, found["name"], reference.rpartition(":")[0])
+    module = _import_file(matched["file"]) if in_file else _import_named_module(matched["module"])
+    out = _find_attribute(module, matched["name"], reference.rpartition(":")[0])
     if not callable(out):
         raise FlexError(
             f"{reference} is of type {type(out).__name__}, not a function; name what can be called"
@@ -170,7 +170,7 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 
 
 def _check_settings(settings: Settings) -> None:
-    wanted = settings.edits or settings.dumps or settings.statistics is not None
+    has_hooks = settings.edits or settings.dumps or settings.statistics is not None
     checks = (
         settings.list_sites
         or settings.estimate
@@ -178,7 +178,7 @@ def _check_settings(settings: Settings) -> None:
         or settings.gradient_norms
         or settings.align
     )
-    if not settings.idle and not (wanted or checks):
+    if not settings.idle and not (has_hooks or checks):
         raise FlexError(
             "nothing to do; give --flex-dump, --flex-stats, --flex-edit, "
             "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"

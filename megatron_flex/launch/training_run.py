@@ -103,21 +103,21 @@ class TrainingRun:
             >>> running.finish()
         """
         self.abort()
-        found = self.found or self.prepare()
+        resolved = self.found or self.prepare()
         self.found = None  # edits may have state: a rebuilt model gets new edits
         flex = FlexModel(chunks)
         try:
-            run_or_raise_on_all(flex.session.mesh, lambda: _add_edit_hooks(flex, found))
+            run_or_raise_on_all(flex.session.mesh, lambda: _add_edit_hooks(flex, resolved))
             if write:
-                for dump in found.dumps:
+                for dump in resolved.dumps:
                     flex.register_dump(dump)
-                for statistics in found.statistics:
+                for statistics in resolved.statistics:
                     flex.register_statistics(statistics)
                 if self.settings.verify:
                     flex.verify(self.settings.verify)
                     self._unverified = self.settings.verify
                 self.report.take_warnings()
-                self.report.write_line(describe_start(flex, found, self.settings.verify))
+                self.report.write_line(describe_start(flex, resolved, self.settings.verify))
                 if self.settings.gradient_norms is not None:
                     self._norms = NormFile(flex, Path(self.settings.gradient_norms))
                 if self.settings.control is not None:
@@ -262,6 +262,6 @@ def _describe_verified(flex: FlexModel, steps: int) -> str:
     return f"--flex-verify: in {count_words(steps, 'step')} {compared} agreed with their layouts"
 
 
-def _add_edit_hooks(flex: FlexModel, found: ResolvedSettings) -> None:
-    for hook in found.edits:
+def _add_edit_hooks(flex: FlexModel, resolved: ResolvedSettings) -> None:
+    for hook in resolved.edits:
         flex.session.hooks.add(hook)

@@ -152,9 +152,9 @@ class NamedTensors(Mapping[str, Tensor]):
     def _check_mlp(self, layer: int) -> bool:
         """True; an error if the layer has no MLP, or is after the last."""
         if not self._has(layer, "mlp_out"):
-            there = [str(n) for n in range(self._layers) if self._has(n, "mlp_out")]
+            layers = [str(n) for n in range(self._layers) if self._has(n, "mlp_out")]
             raise FlexError(
-                f"mlp_input=True: layer {layer} has no MLP; layers with one are {', '.join(there) or 'none'}"
+                f"mlp_input=True: layer {layer} has no MLP; layers with one are {', '.join(layers) or 'none'}"
             )
         return True
 
@@ -390,8 +390,8 @@ class ActivationCache(NamedTensors):
             torch.Size([4, 2, 16, 32])
         """
         keys: list[CacheKey] = [(activation_name, n, sublayer_type) for n in range(self._number(layer))]
-        there = [key for key in keys if key in self or self._full(key) in self._fetch.names.aliases]
-        return torch.stack([self[key] for key in there or keys])
+        present = [key for key in keys if key in self or self._full(key) in self._fetch.names.aliases]
+        return torch.stack([self[key] for key in present or keys])
 
     # -- with weights ----------------------------------------------------------------------------------
 
@@ -442,9 +442,11 @@ class ActivationCache(NamedTensors):
         self.compute_head_results()
         last = self._number(layer)
         kept = [n for n in range(last) if f"blocks.{n}.attn.hook_result" in self._tensors]
-        found = [slice_dim(self["result", n], pos_slice, -3) for n in kept]
-        labels = [f"L{n}H{m}" for n, piece in zip(kept, found, strict=True) for m in range(piece.shape[-2])]
-        return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
+        head_results = [slice_dim(self["result", n], pos_slice, -3) for n in kept]
+        labels = [
+            f"L{n}H{m}" for n, piece in zip(kept, head_results, strict=True) for m in range(piece.shape[-2])
+        ]
+        return self._stacked(head_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
     @_needs_decoder
     def get_neuron_results(
@@ -487,11 +489,13 @@ class ActivationCache(NamedTensors):
         kept = [
             n for n in range(self._number(layer)) if f"blocks.{n}.mlp.hook_post" in self._fetch.names.aliases
         ]
-        found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in kept]
+        neuron_results = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in kept]
         width = self["post", kept[0]].shape[-1] if kept else 0
         numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
         labels = [f"L{n}N{m}" for n in kept for m in numbers]
-        return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
+        return self._stacked(
+            neuron_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln
+        )
 
     @_needs_decoder
     def get_full_resid_decomposition(
@@ -624,7 +628,7 @@ class ActivationCache(NamedTensors):
 
     def _stacked(
         self,
-        found: list[Tensor],
+        pieces: list[Tensor],
         labels: list[str],
         layer: int,
         return_labels: bool,
@@ -635,7 +639,7 @@ class ActivationCache(NamedTensors):
         """Pieces `[..., piece, h]` of several layers as components, and the remainder of the stream."""
         last = self._number(layer)
         stream = slice_dim(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
-        stack = torch.cat(found, -2).movedim(-2, 0) if found else stream.new_zeros(0, *stream.shape)
+        stack = torch.cat(pieces, -2).movedim(-2, 0) if pieces else stream.new_zeros(0, *stream.shape)
         if incl_remainder:
             stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]
         if apply_ln:

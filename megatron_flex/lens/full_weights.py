@@ -65,11 +65,11 @@ class FullWeights:
         if missing:
             self._agreement.compare(f"weights {', '.join(missing)}")
         for name in missing:
-            found = full_parameters.gather_parameter(
+            full = full_parameters.gather_parameter(
                 self._session.parameters.index, name, ParameterRequest(everywhere=True), None
             )
-            assert found is not None
-            self._kept[name] = found
+            assert full is not None
+            self._kept[name] = full
         return {n: self._kept[n] for n in wanted}
 
     def output(self, layer: int) -> Tensor:
@@ -128,8 +128,8 @@ class FullWeights:
         """Refuse a head of which only its rank knows that it does more than multiply. Collective, once."""
         if self._head is None:
             made_of, mesh = self.names.made_of, self._session.mesh
-            mine = "" if made_of is None else made_of.not_linear
-            self._head = next(filter(None, gather_objects(mine, mesh, ["pp"])), "")
+            problem = "" if made_of is None else made_of.not_linear
+            self._head = next(filter(None, gather_objects(problem, mesh, ["pp"])), "")
         if self._head:
             raise FlexError(f"{self._head}; use the logits of run_with_cache() instead")
 
@@ -142,5 +142,5 @@ class FullWeights:
         """
         made_of = self.names.made_of
         assert made_of is not None
-        found = [self(n) for n in self.names.norm(self.names.final_norm)]
-        return found[0] + float(made_of.unit_offset), found[1] if len(found) > 1 else None
+        parameters = [self(n) for n in self.names.norm(self.names.final_norm)]
+        return parameters[0] + float(made_of.unit_offset), parameters[1] if len(parameters) > 1 else None

@@ -163,30 +163,30 @@ class LensNames:
 
     def __init__(self, sites: SiteTable, made_of: Architecture | None, parameters: Sequence[str]) -> None:
         self.sites, self.made_of, self._parameters = sites, made_of, set(parameters)
-        found = (re.match(r"decoder\.layers\.(\d+)[.:]", s.name) for s in sites)
-        self.layers = 1 + max((int(m[1]) for m in found if m), default=-1) if made_of else 0
+        layer_matches = (re.match(r"decoder\.layers\.(\d+)[.:]", s.name) for s in sites)
+        self.layers = 1 + max((int(m[1]) for m in layer_matches if m), default=-1) if made_of else 0
         every = self._all(made_of) if made_of else iter(())
         self.aliases = {a.name: a for a in every if a.site in sites}
 
-    def matching(self, wanted: Filter) -> list[Alias]:
+    def matching(self, selection: Filter) -> list[Alias]:
         """The names that a filter selects, each once.
 
         Args:
-            wanted: None for all of TransformerLens' names of this model (but `hook_result`); one of them, or
-                the name that TransformerLens 4's bridge has for it; a
-                site's name, or a glob; a list of these; or a function of TransformerLens' names. A model that
-                has none of them has the outputs of its modules instead, of the modules that a run calls.
+            selection: None for all of TransformerLens' names of this model (but `hook_result`); one of them,
+                or the name that TransformerLens 4's bridge has for it; a site's name, or a glob; a list of
+                these; or a function of TransformerLens' names. A model that has none of them has the outputs
+                of its modules instead, of the modules that a run calls.
 
         Raises:
             SiteError: a name matches nothing, or its site is hidden.
         """
-        if wanted is None:
+        if selection is None:
             return [a for a in self._visible() if not a.large]
-        if isinstance(wanted, str):
-            return self._named(wanted)
-        if callable(wanted):
-            return [a for a in self._visible() if wanted(a.name)]
-        return list({a.name: a for name in wanted for a in self._named(name)}.values())
+        if isinstance(selection, str):
+            return self._named(selection)
+        if callable(selection):
+            return [a for a in self._visible() if selection(a.name)]
+        return list({a.name: a for name in selection for a in self._named(name)}.values())
 
     def logits(self, site: str) -> Alias:
         """The model's logits, of which `site` has the output layer's result."""
@@ -215,8 +215,8 @@ class LensNames:
         if not self.made_of:
             outputs = (s for s in self.sites if s.point == "output" and not s.hidden)
             return (Alias(s.name, s.name, site_view(s), sure=False) for s in outputs)
-        own = (a for a in self.aliases.values() if not a.name.startswith(NAMESPACE))
-        return (a for a in own if not self.sites[a.site].hidden)
+        without_prefix = (a for a in self.aliases.values() if not a.name.startswith(NAMESPACE))
+        return (a for a in without_prefix if not self.sites[a.site].hidden)
 
     def resolve(self, name: str) -> str:
         """The name under which `aliases` has a name of TransformerLens 3.9 or 4; other names as they are.
@@ -230,12 +230,12 @@ class LensNames:
             return name
         if not self.sites.has_gpt_prefix(name):
             return resolve_bridge_name(name, self.made_of.gated)
-        theirs = resolve_bridge_name(name.removeprefix(NAMESPACE), self.made_of.gated)
-        if not theirs.startswith(LENS_PREFIXES):
+        resolved = resolve_bridge_name(name.removeprefix(NAMESPACE), self.made_of.gated)
+        if not resolved.startswith(LENS_PREFIXES):
             return name
         self.sites.gpt_names.check(name)
-        of_block = theirs.startswith(LENS_PREFIXES[0]) and not self.sites.gpt_names.same
-        return NAMESPACE + theirs if of_block else theirs
+        of_block = resolved.startswith(LENS_PREFIXES[0]) and not self.sites.gpt_names.same
+        return NAMESPACE + resolved if of_block else resolved
 
     def _named(self, name: str) -> list[Alias]:
         name = self.resolve(name)
@@ -282,20 +282,20 @@ class LensNames:
             mlp = gpt.to_model(f"decoder.layers.{n}")
             yield BlockSites(f"{NAMESPACE}blocks.{n}", int(attention.rpartition(".")[2]), attention, mlp, mid)
 
-    def _attention(self, of: Architecture, block: str, ours: str, number: float) -> Iterator[Alias]:
-        theirs, core, leaving = f"{block}.attn", f"{ours}.core_attention", f"{ours}.linear_proj"
+    def _attention(self, of: Architecture, block: str, module: str, number: float) -> Iterator[Alias]:
+        lens_path, core, leaving = f"{block}.attn", f"{module}.core_attention", f"{module}.linear_proj"
         for part in ("q", "k", "v"):
-            yield Alias(f"{theirs}.hook_{part}", f"{ours}.linear_qkv:{part}", BatchFirst())
+            yield Alias(f"{lens_path}.hook_{part}", f"{module}.linear_qkv:{part}", BatchFirst())
         for part in ("q", "k") if of.rotary else ():
-            yield Alias(f"{theirs}.hook_rot_{part}", f"{core}:{part}", BatchFirst())
+            yield Alias(f"{lens_path}.hook_rot_{part}", f"{core}:{part}", BatchFirst())
         if of.causal:
             scores = Scores(factor=number if of.scaled_by_layer else 1.0)
-            yield Alias(f"{theirs}.hook_attn_scores", f"{core}:scores", scores)
-        yield Alias(f"{theirs}.hook_pattern", f"{core}:probs", View())
-        yield Alias(f"{theirs}.hook_z", f"{leaving}:input", SplitHeads(heads=of.heads))
+            yield Alias(f"{lens_path}.hook_attn_scores", f"{core}:scores", scores)
+        yield Alias(f"{lens_path}.hook_pattern", f"{core}:probs", View())
+        yield Alias(f"{lens_path}.hook_z", f"{leaving}:input", SplitHeads(heads=of.heads))
         results = HeadResults((f"{leaving}.weight",), RESULT_NOT_EDITABLE, of.heads)
-        yield Alias(f"{theirs}.hook_result", f"{leaving}:input", results, large=True)
-        yield Alias(f"{block}.hook_attn_out", f"{ours}:output", BatchFirst(*self._bias(leaving)))
+        yield Alias(f"{lens_path}.hook_result", f"{leaving}:input", results, large=True)
+        yield Alias(f"{block}.hook_attn_out", f"{module}:output", BatchFirst(*self._bias(leaving)))
 
     def _mlp(self, of: Architecture, block: str, ours: str) -> Iterator[Alias]:
         entering = f"{ours}.linear_fc1"
@@ -308,12 +308,12 @@ class LensNames:
         yield Alias(f"{block}.mlp.hook_post", f"{ours}.linear_fc2:input", BatchFirst())
         yield Alias(f"{block}.hook_mlp_out", f"{ours}:output", BatchFirst(*self._bias(f"{ours}.linear_fc2")))
 
-    def _norm(self, of: Architecture, theirs: str, ours: str) -> Iterator[Alias]:
+    def _norm(self, of: Architecture, lens_path: str, module: str) -> Iterator[Alias]:
         scale = Scale((), NORM_NOT_EDITABLE, of.rms, of.epsilon)
-        yield Alias(f"{theirs}.hook_scale", f"{ours}:input", scale)
-        edit = (f"{ours}:output", Unweighted(self.norm(ours), "", float(of.unit_offset)))
+        yield Alias(f"{lens_path}.hook_scale", f"{module}:input", scale)
+        edit = (f"{module}:output", Unweighted(self.norm(module), "", float(of.unit_offset)))
         read = Normalized((), "", of.rms, of.epsilon)
-        yield Alias(f"{theirs}.hook_normalized", f"{ours}:input", read, edit)
+        yield Alias(f"{lens_path}.hook_normalized", f"{module}:input", read, edit)
 
     def _bias(self, linear: str) -> tuple[tuple[str, ...], str, str]:
         """The fields of a view that adds the bias of a linear, if it has one."""

@@ -120,8 +120,8 @@ class Trace:
             SiteError: the name matches none, or several.
         """
         names = self.weights.names
-        wanted = expand_name(names, name, side)
-        aliases = names.matching(wanted)
+        expanded = expand_name(names, name, side)
+        aliases = names.matching(expanded)
         if len(aliases) != 1:
             raise SiteError(f"{name!r} means {len(aliases)} hook points; name one of them")
         return aliases[0]
@@ -179,13 +179,13 @@ def expand_name(names: LensNames, name: str, side: str) -> str:
         return name
     if f"{name}:{side}" in names.sites:
         return f"{name}:{side}"
-    for pattern, theirs in OUTPUT_NAMES if side == "output" else ():
-        found = re.fullmatch(pattern, inner)
-        full = names.resolve(prefix + found.expand(theirs)) if found else ""
+    for pattern, template in OUTPUT_NAMES if side == "output" else ():
+        matched = re.fullmatch(pattern, inner)
+        full = names.resolve(prefix + matched.expand(template)) if matched else ""
         if full in names.aliases:
             return full
     final_norm = GPT_FINAL_NORM if prefix else names.final_norm
     inner = re.sub(r"^ln_final\b", final_norm, inner)
-    for pattern, ours in MODULE_NAMES:
-        inner = re.sub("^" + pattern, ours, inner)
+    for pattern, module in MODULE_NAMES:
+        inner = re.sub("^" + pattern, module, inner)
     return f"{prefix}{inner}:{side}"

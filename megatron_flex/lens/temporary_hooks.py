@@ -81,7 +81,7 @@ class TemporaryCaptures:
             names = ", ".join(sorted(a.name for a in self.aliases if a.site in silent))
             raise HookError(f"nothing was captured at {names}; name hook points that this run reaches")
         if everywhere:
-            items = [((site, n), t) for site, found in read.items() for n, t in enumerate(found)]
+            items = [((site, n), t) for site, tensors in read.items() for n, t in enumerate(tensors)]
             read = {}
             for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
                 read.setdefault(site, []).append(tensor)
@@ -106,16 +106,18 @@ class TemporaryCaptures:
         captured = captures.take(ours)
         last: dict[str, dict[int, Tensor]] = {}
         for site in self.sites:
-            mine = [(k, t) for k, t in captured if k.site == site + EDITED_SUFFIX]
-            mine = mine or [(k, t) for k, t in captured if k.site == site]
-            steps = [k.step for k, _ in mine]
-            for key, tensor in mine:
+            of_site = [(k, t) for k, t in captured if k.site == site + EDITED_SUFFIX]
+            of_site = of_site or [(k, t) for k, t in captured if k.site == site]
+            steps = [k.step for k, _ in of_site]
+            for key, tensor in of_site:
                 if key.step == max(steps) and (real is None or key.microbatch < real):
                     last.setdefault(site, {})[key.microbatch] = tensor  # of several calls the last
         for key, tensor in captured:
             if key.site in self._others and (real is None or key.microbatch < real):
                 captures.add(key, tensor)
-        return {site: [found[n] for n in sorted(found)] for site, found in last.items()}
+        return {
+            site: [by_microbatch[n] for n in sorted(by_microbatch)] for site, by_microbatch in last.items()
+        }
 
     @property
     def _others(self) -> set[str]:
@@ -164,8 +166,8 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
         )
     mesh = session.mesh.replica()
     wrong = explain_no_tokens(tokens)
-    own = (wrong, (), 0) if wrong else ("", tuple(tokens.shape), checksum(tokens))
-    digests = gather_distinct(own, mesh)
+    local_digest = (wrong, (), 0) if wrong else ("", tuple(tokens.shape), checksum(tokens))
+    digests = gather_distinct(local_digest, mesh)
     for why, _, _ in digests:
         if why:
             raise FlexError(why)
@@ -286,15 +288,15 @@ class TemporaryEdits:
                 return inputs  # padding that the schedule needed
             seen = view.theirs(inputs, weights)
             version = seen._version
-            made = function(seen, point)
-            if made is None:
+            edited = function(seen, point)
+            if edited is None:
                 if seen._version == version:
                     return inputs
-                made = seen  # edited in place
-            if not isinstance(made, Tensor) or made.shape != seen.shape:
-                got = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+                edited = seen  # edited in place
+            if not isinstance(edited, Tensor) or edited.shape != seen.shape:
+                got = f"shape {tuple(edited.shape)}" if isinstance(edited, Tensor) else type(edited).__name__
                 raise HookError(f"{alias.name} has shape {tuple(seen.shape)}; the function returned {got}")
-            return view.ours(made, inputs, weights)
+            return view.ours(edited, inputs, weights)
 
         vars(edit)["edit_traits"] = EditTraits(user_functions=(function,))
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
@@ -324,12 +326,12 @@ def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[Temp
     check_pairs(hooks)
     out = TemporaryEdits(session, weights)
     try:
-        for wanted, function in hooks:
-            found = weights.names.matching(wanted)
-            if not found:
-                described = getattr(wanted, "__qualname__", repr(wanted))
+        for names, function in hooks:
+            aliases = weights.names.matching(names)
+            if not aliases:
+                described = getattr(names, "__qualname__", repr(names))
                 raise HookError(f"the filter {described} matches none of {len(weights.names.aliases)} names")
-            for alias in found:
+            for alias in aliases:
                 out.add(alias, function)
         yield out
     finally:

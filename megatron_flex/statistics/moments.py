@@ -106,7 +106,7 @@ class MomentSums:
         """Add values in fp32; whether it could be: some may be no numbers, or denormal."""
         scratch = _get_scratch()
         counts = torch.zeros(LANES * CODES, dtype=torch.int64) if self._histogram else None
-        found = []
+        blocks = []
         for block in flat.split(CPU_BLOCK):
             values = block
             if block.dtype != torch.float32:
@@ -116,10 +116,10 @@ class MomentSums:
             one = _sum_block(values, scratch, counts is None)
             if one is None:
                 return False
-            found.append(one)
+            blocks.append(one)
             if counts is not None:
                 counts += _count_exponents(values, scratch)
-        zeros, bins = sum(f.zeros for f in found), None
+        zeros, bins = sum(f.zeros for f in blocks), None
         if counts is not None:
             tops = counts.view(LANES, CODES).sum(0)
             tiny = int(tops[0] + tops[CODES // 2])
@@ -129,13 +129,13 @@ class MomentSums:
             bins = torch.zeros(2 * BINS_PER_SIGN + 1, dtype=torch.int64).index_add_(
                 0, _make_bin_table(), tops
             )
-        powers = [math.fsum(p) for p in zip(*(_compute_raw_moments(f) for f in found), strict=True)]
+        powers = [math.fsum(p) for p in zip(*(_compute_raw_moments(f) for f in blocks), strict=True)]
         self._row[:HISTOGRAM] += torch.tensor(
             [float(len(flat)), 0.0, 0.0, float(zeros), *powers], dtype=torch.float64
         )
         if bins is not None:
             self._row[HISTOGRAM:] += bins
-        self.absmax.clamp_(min=max(f.absmax for f in found))
+        self.absmax.clamp_(min=max(f.absmax for f in blocks))
         return True
 
     def _surely(self, block: Tensor, factor: float) -> None:
@@ -212,12 +212,12 @@ def _sum_block(values: Tensor, scratch: ScratchMemory, zeros: bool) -> BlockMome
     return BlockMoments(count, none, center, scale, powers, absmax)
 
 
-def _compute_raw_moments(found: BlockMoments) -> Iterator[float]:
+def _compute_raw_moments(block: BlockMoments) -> Iterator[float]:
     """Sums of the first four powers of the values themselves."""
-    about = float(found.size), *found.powers
+    about = float(block.size), *block.powers
     for power in (1, 2, 3, 4):
-        terms = (math.comb(power, k) * found.center ** (power - k) * about[k] for k in range(power + 1))
-        yield math.fsum(terms) * found.scale**power
+        terms = (math.comb(power, k) * block.center ** (power - k) * about[k] for k in range(power + 1))
+        yield math.fsum(terms) * block.scale**power
 
 
 def _count_exponents(values: Tensor, scratch: ScratchMemory) -> Tensor:
@@ -328,8 +328,8 @@ class MomentTable:
         if self.apart:
             return None
         out = like.new_zeros(len(self.entries))
-        for place, found in sums.items():
-            out[place] = found.absmax
+        for place, entry_sums in sums.items():
+            out[place] = entry_sums.absmax
         return out
 
     def measured(self, iteration: int, vector: Tensor, maxima: Tensor | None) -> list[TensorStatistics]:
@@ -408,5 +408,5 @@ def make_statistics(
     table = MomentTable((MomentEntry(name, kind, 0),), 1, True)
     head = [0.0] * HEAD_WIDTH
     head[HEAD_MICROBATCHES] = float(microbatches)
-    found = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
-    return found[0] if found else None
+    measured = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
+    return measured[0] if measured else None

@@ -48,8 +48,8 @@ def create_file(path: Path, header: StatisticsHeader) -> StatisticsFile:
 
 def list_files(path: Path) -> list[tuple[int, Path]]:
     """The files of a folder by number. Raises OSError."""
-    found = ((FILE_NAME.fullmatch(f.name), f) for f in path.iterdir())
-    return sorted((int(match[1]), f) for match, f in found if match is not None)
+    matches = ((FILE_NAME.fullmatch(f.name), f) for f in path.iterdir())
+    return sorted((int(match[1]), f) for match, f in matches if match is not None)
 
 
 class StatisticsFile:

@@ -76,15 +76,15 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
     folder = Path(normalize_path("path", path))
     words = [sites] if isinstance(sites, str) else sites
     read = _read_files(folder, lambda name: _is_wanted(name, words))
-    found = OpenStatistics(folder, read.headers, read.rows, read.incomplete, read.damaged, read.replaced)
-    if words and not found.sites:
-        known = [p.name for h in found.headers for p in h.sites]
+    opened = OpenStatistics(folder, read.headers, read.rows, read.incomplete, read.damaged, read.replaced)
+    if words and not opened.sites:
+        known = [p.name for h in opened.headers for p in h.sites]
         raise FlexError(f"{folder}: nothing is named {words[0]!r}{suggest_nearest(words[0], known)}")
-    if found.damaged:
-        more = f"; and {len(found.damaged) - MAX_NAMED} more" if len(found.damaged) > MAX_NAMED else ""
-        record = f"{folder}: damaged, and left out: {'; '.join(found.damaged[:MAX_NAMED])}{more}"
+    if opened.damaged:
+        more = f"; and {len(opened.damaged) - MAX_NAMED} more" if len(opened.damaged) > MAX_NAMED else ""
+        record = f"{folder}: damaged, and left out: {'; '.join(opened.damaged[:MAX_NAMED])}{more}"
         warnings.warn(record, FlexWarning, stacklevel=2)
-    return found
+    return opened
 
 
 SHOWN_COLUMNS = ("mean", "std", "rms", "absmax", "zeros", "nans", "infinities")  # of a printed series
@@ -202,8 +202,8 @@ class OpenStatistics:
         columns |= {n: [_replace_none(getattr(row, n)) for row in rows] for n in FLOAT_COLUMNS}
         columns["histogram"] = [expand_histogram(row).histogram for row in rows]
         columns["iterations"] = columns["iteration"]
-        wanted = [f.name for f in fields(StatisticsSeries) if f.name != "site"]
-        return StatisticsSeries(name, **{n: columns[n] for n in wanted})
+        column_names = [f.name for f in fields(StatisticsSeries) if f.name != "site"]
+        return StatisticsSeries(name, **{n: columns[n] for n in column_names})
 
     def rows(self) -> Iterator[TensorStatistics]:
         """Return all rows, by iteration, each iteration in model order.
@@ -249,12 +249,12 @@ class OpenStatistics:
         return frame(self.table())
 
     def _named(self, name: str) -> str:
-        found = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
-        if not found:
+        names = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
+        if not names:
             raise FlexError(f"{self.path} has no {name!r}{suggest_nearest(name, self.sites)}")
-        if len(found) > 1:
-            raise FlexError(f"{self.path}: {name!r} means {len(found)} tensors; name one, such as {found[0]}")
-        return found[0]
+        if len(names) > 1:
+            raise FlexError(f"{self.path}: {name!r} means {len(names)} tensors; name one, such as {names[0]}")
+        return names[0]
 
     @property
     def gpt_names(self) -> GptNames:
@@ -358,7 +358,7 @@ class _Found:
         self.damaged += [damage] if damage else []
 
 
-def _read_files(path: Path, wanted: NameFilter) -> _Found:
+def _read_files(path: Path, is_selected: NameFilter) -> _Found:
     """What a folder or a file has."""
     out, names = _Found(), dict[int, str]()
     try:
@@ -368,7 +368,7 @@ def _read_files(path: Path, wanted: NameFilter) -> _Found:
             raise FlexError(f"{path}: no statistics: statistics-0000.jsonl is not in it")
         with progress("reading statistics", sum(f.stat().st_size for f in files), BYTES) as bar:
             for file in files:
-                out.merge(file.name, _read_lines(file, wanted, bar), names)
+                out.merge(file.name, _read_lines(file, is_selected, bar), names)
     except OSError as error:
         raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
     return out
@@ -389,7 +389,7 @@ def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
     return header
 
 
-def _read_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
+def _read_lines(path: Path, is_selected: NameFilter, bar: ProgressBar) -> _Found:
     out, latest = _Found(), None
     with path.open("rb") as file:
         first = file.readline()
@@ -409,7 +409,7 @@ def _read_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
                 out.leave_out(f"{path.name}, line {number}")
                 continue
             latest = row.iteration
-            if wanted(row.site):
+            if is_selected(row.site):
                 out.add(row)
     return out
 

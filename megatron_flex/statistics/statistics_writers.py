@@ -72,15 +72,15 @@ class FrameworkLoggers:
     @property
     def wanted(self) -> bool:
         """Whether this rank has a writer."""
-        found = self._find()
-        return found is not None and (found.tensorboard is not None or found.wandb is not None)
+        loggers = self._find()
+        return loggers is not None and (loggers.tensorboard is not None or loggers.wandb is not None)
 
     def write(self, iteration: int, rows: Sequence[TensorStatistics]) -> None:
         """Write the rows of an iteration. An error in a writer becomes a warning, once for each kind."""
-        found, step = self._find(), iteration + 1
-        if found is None or step % found.every:
+        loggers, step = self._find(), iteration + 1
+        if loggers is None or step % loggers.every:
             return
-        for writer, write in ((found.tensorboard, to_tensorboard), (found.wandb, to_wandb)):
+        for writer, write in ((loggers.tensorboard, to_tensorboard), (loggers.wandb, to_wandb)):
             if writer is not None:
                 self._try(write, writer, step, rows)
 
