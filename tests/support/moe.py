@@ -58,7 +58,7 @@ def knows(site: str) -> bool:
 
 def read_only(site: str) -> bool:
     """Whether a site cannot be edited."""
-    return site.endswith((".router:map", ".experts:indices"))
+    return site.endswith((".router:map", ".experts:indices", "word_embeddings:input"))
 
 
 def install(root: nn.Module, site: str, visit: Visit) -> None:

@@ -224,6 +224,7 @@ def sites_of(case: gpt.Case) -> list[str]:
     if case.experts and not case.pattern:
         mlp = experts
     out = [f"embedding{p}:output" for p in (".word_embeddings", "")] + ["embedding.word_embeddings:partial"]
+    out += ["embedding.word_embeddings:input"]
     out += ssm.sites_of(case.pattern, attention, mlp, experts=experts)
     for layer in range(0 if case.pattern else case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)

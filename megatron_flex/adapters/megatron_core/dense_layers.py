@@ -43,12 +43,13 @@ OP_FUSER_MLP = (
     "Transformer Engine's operation fuser runs the full MLP as one operation; "
     "set use_transformer_engine_op_fuser=False to have what is in it"
 )
+FIXED_IDS = "token ids have no gradient; give the model other tokens, or edit word_embeddings:output"
 FINAL_NORMS = ("final_layernorm", "final_norm")
 STREAM_NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", *FINAL_NORMS)
 
 
 def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    """The input of the decoder: the embeddings, and the word embeddings alone.
+    """The input of the decoder: the token ids, the word embeddings alone, and the embeddings.
 
     Layers of multi-token prediction call the same module, or on a later stage its copy; their embeddings
     are the input of their `enorm`. So these sites mean one call, whatever the stages. In T5 they mean two
@@ -59,6 +60,9 @@ def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     later = getattr(b.root, "mtp", None)
     words = getattr(module, "word_embeddings", None)
     if words is not None:
+        ids = Tap(module_input, words, (0, "input_"))
+        ids = ids if later is None else ids.around(outside, later)
+        yield b.site(f"{path}.word_embeddings:input", b.of.token_ids(), ids, fixed=FIXED_IDS)
         # One rank has no reduction: there the partial sum is the output.
         inner = Tap(embedding_partial, words) if b.of.tp > 1 else Tap(module_output, words)
         inner = inner if later is None else inner.around(outside, later)

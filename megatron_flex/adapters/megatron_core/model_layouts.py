@@ -113,6 +113,11 @@ class ModelLayouts:
         """`[b, s]`: the loss of each token."""
         return Layout((Dim("b"), self.sequence()))
 
+    @_once
+    def token_ids(self) -> Layout:
+        """`[b, s]`: the token ids, which all tensor parallel ranks hold."""
+        return Layout((Dim("b"), self.sequence()))
+
     def word_embeddings(self, module: nn.Module) -> Layout:
         """`[b, s, h]` of the word embeddings alone, which the sequence-parallel run transposes."""
         if getattr(module, "reduce_scatter_embeddings", False):
