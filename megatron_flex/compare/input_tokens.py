@@ -18,28 +18,30 @@ MOST_SHIFT = 4  # positions by which a fault may have moved the tokens
 
 
 def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: ComparedDump) -> str:
-    """Why an embedding's outputs are those of other tokens; empty if they are not, or it cannot be known.
+    """Why token ids, or an embedding's outputs, are those of other data; empty if they are not or it is unknown.
 
     Each vector of B must be one that the embedding has, bit for bit: of A's tokens, or a row of the
-    weights. No sample of B that differs may have the tokens of a sample of A, in this or another order, or
+    weights; ids are taken as they are. No sample of B that differs may have the tokens of a sample of A, in this or another order, or
     shifted: that would be a fault of the run. So this finds other data, and no fault of the embedding.
 
     Args:
-        pair: the first divergence.
+        pair: the first divergence, of ids `[sample, token]` or vectors `[sample, token, feature]`.
         weights: the embedding's weights, if both dumps have them.
         b: the second dump.
     """
-    if pair.dims[:2] != (SAMPLE_AXIS, TOKEN_AXIS) or len(pair.dims) != 3:
+    if pair.dims[:2] != (SAMPLE_AXIS, TOKEN_AXIS) or len(pair.dims) > 3:
         return ""
     samples = min(pair.shape[0], MOST_SAMPLES)
-    features = min(pair.shape[2], MOST_FEATURES)
-    block = (slice(0, samples), slice(0, pair.shape[1]), slice(0, features))
-    one, two = ([_hash_rows(s) for s in t] for t in pair.read(block))
+    ids = len(pair.dims) == 2
+    features = 1 if ids else min(pair.shape[2], MOST_FEATURES)
+    block = (slice(0, samples), slice(0, pair.shape[1]), *(() if ids else (slice(0, features),)))
+    one, two = ([_hash_rows(s.reshape(len(s), -1)) for s in t] for t in pair.read(block))
     known = {row for sample in one for row in sample}
     if weights is not None and pair.iteration in (table := b.array(weights)).iterations:
         known |= set(_hash_rows(table.at(pair.iteration)[0][:, :features].torch()))
     other = [at for at in range(samples) if one[at] != two[at]]
-    if not other or any(row not in known for at in other for row in two[at]):
+    is_unknown = not ids and any(row not in known for at in other for row in two[at])
+    if not other or is_unknown:
         return ""
     had = {_count(sample) for sample in one}
     if any(_count(two[at]) in had or _is_shifted(one[at], two[at]) for at in other):

@@ -134,7 +134,7 @@ MARKERS = "osD^vP"
 
 @styled
 def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None = None) -> Figure:
-    """The error by layer, a series for each kind of site, against the tolerance; the first divergence marked.
+    """The error by layer, a series for each kind of site, against the tolerances; the first divergence marked.
 
     A kind is what sites of different layers have in common, such as `mlp.linear_fc1:output`. Sites before
     and after the layers are at the left and right end. Tensors that are equal bit for bit are on the floor,
@@ -181,9 +181,11 @@ def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None
         axes.plot(xs, ys, **how)
     if len(series) > MAX_SERIES:
         axes.plot([], [], color="0.75", linewidth=0.7, label=f"{len(series) - MAX_SERIES} other kinds")
-    axes.plot(
-        *_greatest_tolerances(places, tolerances), "--", color=GREY, linewidth=1, label="greatest tolerance"
-    )
+    at, least, greatest = _tolerance_band(places, tolerances)
+    axes.plot(at, greatest, "--", color=GREY, linewidth=1, label="tolerance")
+    if least != greatest:  # kinds of tensors at one place have tolerances of their own
+        axes.plot(at, least, "--", color=GREY, linewidth=1)
+        axes.fill_between(at, least, greatest, color=GREY, alpha=0.12, linewidth=0, zorder=0)
     over = [n for n in range(len(errors)) if errors[n] > tolerances[n]]
     axes.plot(
         [places[n] for n in over],
@@ -264,13 +266,14 @@ def _short_kind(kind: str, series: Iterable[str]) -> str:
     return kind.partition("*")[2].lstrip(".:") if len(fronts) == 1 and "*" in kind else kind
 
 
-def _greatest_tolerances(places: list[int], tolerances: Any) -> tuple[list[int], list[float]]:
-    """Of all kinds at each place."""
-    most: dict[int, float] = {}
-    for place, value in zip(places, tolerances, strict=True):
-        if value > 0:
-            most[place] = max(most.get(place, 0.0), float(value))
-    return sorted(most), [most[place] for place in sorted(most)]
+def _tolerance_band(places: list[int], tolerances: Any) -> tuple[list[int], list[float], list[float]]:
+    """The places with tolerances, and the least and the greatest tolerance at each of them."""
+    by_place: dict[int, list[float]] = {}
+    for place, tolerance in zip(places, tolerances, strict=True):
+        if tolerance > 0:
+            by_place.setdefault(place, []).append(float(tolerance))
+    at = sorted(by_place)
+    return at, [min(by_place[place]) for place in at], [max(by_place[place]) for place in at]
 
 
 def _error_bounds(errors: Any, tolerances: Any) -> tuple[float, float]:

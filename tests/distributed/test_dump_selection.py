@@ -18,6 +18,7 @@ from tests.support.pool import run
 pytest.importorskip("megatron.core")
 
 LAYER = "decoder.layers.1"
+IDS = "embedding.word_embeddings:input"
 SITES = [  # cut, replicated, scattered, summands, with two sequences, without features, as a parameter has it
     f"{LAYER}.mlp.linear_fc1:output",
     f"{LAYER}:output",
@@ -136,6 +137,35 @@ def test_only_what_is_selected_is_written(case: Case, tmp_path: Path) -> None:
         for one in dumped.entries(tmp_path / name):
             got[one.name] = got.get(one.name, 0) + one.nbytes
         assert not expected or got == expected, name
+
+
+def with_ids(case: Case, path: str) -> None:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    with mf.attach(chunks, dumps=mf.Dump(path, [IDS, f"{LAYER}:output"], dtype="bf16")):
+        gpt.step(case, chunks, ranks.mine(chunks))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_token_ids_come_beside_rows(case: Case, tmp_path: Path) -> None:
+    """Each row has the id of its own token, from whichever stage and rank, and bf16 rounds no id."""
+    import megatron_flex as mf
+
+    run(case.world, with_ids, case, str(tmp_path / "d"))
+    tokens = torch.cat([batch["tokens"] for batch in gpt.data(SAMPLES // gpt.BATCH)])
+    seen = set()
+    with mf.open_dump(tmp_path / "d") as dump:
+        stream = dump[f"{LAYER}:output"].torch()[0]
+        names = [f"{LAYER}:output", IDS]
+        for rows, ids, places in dump.rows(names, 7, seed=3, dtype=torch.bfloat16, places=True):
+            assert (rows.dtype, ids.dtype) == (torch.bfloat16, torch.int64)
+            for row, token, (_, sample, position) in zip(rows, ids, places.tolist(), strict=True):
+                assert token == tokens[sample, position]
+                assert torch.equal(row, stream[sample, position])
+                seen.add((sample, position))
+        assert dump.dataset(IDS, dtype=torch.bfloat16)[5] == tokens[0, 5]
+    assert len(seen) == tokens.numel()
 
 
 def test_settings_that_cannot_be() -> None:

@@ -433,7 +433,7 @@ class OpenDump:
             iterations: only these, by number.
             tokens: only these: an index of the token axis, or a mask `[iteration, sample, token]` or
                 `[sample, token]`.
-            dtype: of the rows; None for the stored dtype.
+            dtype: of the rows; None for the stored dtype. Integers, such as token ids, keep theirs.
             places: whether to put beside each row, as the last of a tuple, its place: an int64 tensor of the
                 iteration, the sample in the global batch and the position of the token.
 
@@ -475,7 +475,7 @@ class OpenDump:
             iterations: these only, by number.
             tokens: these only: an index of the axis of tokens, or a mask `[iteration, sample, token]` or
                 `[sample, token]`, such as of tokens that are not padding.
-            dtype: of the batches; None for the one that is stored.
+            dtype: of the batches; None for the stored dtype. Integers, such as token ids, keep theirs.
             buffer: rows that are held in memory.
             block: rows that are read at a time.
             part: `(r, n)`: the r-th of n parts, for n processes.

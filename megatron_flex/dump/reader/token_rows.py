@@ -27,7 +27,7 @@ class TokenRows(Dataset[Any]):
     Args:
         arrays: over (iteration, sample, token, *features), or without tokens.
         single: whether items are tensors, not tuples.
-        dtype: of the items; None for the one that is stored.
+        dtype: of the items; None for the one that is stored. Integers, such as token ids, keep theirs.
         mask: as for `check_mask`; rows that it leaves out have no number.
         places: whether an item is a tuple that ends with the row's place, as for `RowPlaces`.
     """
@@ -67,7 +67,7 @@ class TokenRows(Dataset[Any]):
             where = divmod(sample, self.axes[1])
             tokens = sorted({token for _, token in selected})
             read = [a[(*where, tokens) if a.dims[2:3] == ("token",) else where] for a in self.arrays]
-            blocks = [r.torch(self.dtype) for r in read]
+            blocks = [r.torch(row_dtype(r, self.dtype)) for r in read]
             if self.places is not None:
                 blocks.append(self.places.of(where[0], [where[1]], tokens)[0])
             if len(self.axes) == 2:
@@ -97,7 +97,7 @@ class ShuffledRows(IterableDataset[Any]):
         batch_size: rows in a batch; the last one may have fewer.
         shuffle: in the dump's order if False.
         seed: of the order.
-        dtype: of the batches; None for the one that is stored.
+        dtype: of the batches; None for the one that is stored. Integers, such as token ids, keep theirs.
         buffer: rows that are held in memory.
         block: rows that are read at a time.
         part: `(r, n)` leaves the r-th of n parts only, one for each of n processes; blocks are dealt out.
@@ -147,14 +147,14 @@ class ShuffledRows(IterableDataset[Any]):
         if self.shuffle:
             order = order_entries(len(blocks), self.seed, self.epoch)
         front = len(self.axes)
-        features = [(a.shape[front:], self.dtype or a.dtype) for a in self.arrays]
+        features = [(a.shape[front:], row_dtype(a, self.dtype)) for a in self.arrays]
         held = _RowBuffer(features + ([((front,), torch.int64)] if self.places is not None else []))
         for number in order[share::shares].tolist():
             where, rows = blocks[number]
             chosen = None if self.mask is None else self.mask[where].flatten()
             if chosen is not None and not chosen.any():
                 continue
-            tensors = [read_region(a[where], self.dtype) for a in self.arrays]
+            tensors = [read_region(a[where], row_dtype(a, self.dtype)) for a in self.arrays]
             if self.places is not None:
                 chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
                 tensors.append(self.places.of(where[0], chosen_rows[0], chosen_rows[-1]))
@@ -299,11 +299,16 @@ def select_rows(array: DumpArray, mask: Any, axes: Sequence[int]) -> Tensor | No
     return existing & chosen
 
 
-def read_region(array: DumpArray, dtype: torch.dtype | None) -> Tensor:
+def row_dtype(array: DumpArray, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype of an array's rows: the one asked for; integers keep theirs, as bf16 has no 257."""
+    return asked if asked is not None and array.dtype.is_floating_point else array.dtype
+
+
+def read_region(array: DumpArray, dtype: torch.dtype) -> Tensor:
     """The values of an array; those of tokens that do not exist are not set."""
     if array.existing() is None:
         return array.torch(dtype)
-    out = torch.empty(array.shape, dtype=dtype or array.dtype)
+    out = torch.empty(array.shape, dtype=dtype)
     for region in array.regions():
         samples, tokens = (torch.tensor(list(index)) for index in region if not isinstance(index, int))
         out[samples[:, None], tokens] = array[region].torch(dtype)
