@@ -37,8 +37,8 @@ def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     reference = WeakMethod(method)
 
     def call(*more: Any) -> Any:
-        found = reference()
-        return None if found is None else found(*args, *more)
+        bound = reference()
+        return None if bound is None else bound(*args, *more)
 
     return call
 
@@ -100,20 +100,22 @@ class _MissingGradients:
 
     def _watch_upstream(self, node: Any) -> bool:
         """Watch the nodes that a node leads to; whether any parameter waits for its first gradient."""
-        found = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in self._numbers)
-        todo = deque(found)
+        upstream = dict.fromkeys(
+            n for n, _ in node.next_functions if n is not None and n not in self._numbers
+        )
+        todo = deque(upstream)
         while todo:
             one = todo.popleft()
             leaf = getattr(one, "variable", None)
             if isinstance(leaf, nn.Parameter) and leaf.grad is None:
                 self._waiting.append((leaf, one))
             for following, _ in one.next_functions:
-                if following is not None and following not in found and following not in self._numbers:
-                    found[following] = None
+                if following is not None and following not in upstream and following not in self._numbers:
+                    upstream[following] = None
                     todo.append(following)
         if not self._waiting:
             return False
-        for one in found:  # the hooks are given its number: a hook that held the node would keep the graph
+        for one in upstream:  # the hooks are given its number: a hook that held the node would keep the graph
             number = self._numbers[one] = len(self._nodes)
             self._nodes.append(one)
             self._handles.append(one.register_prehook(weak_hook(self._note_arrived, number)))
@@ -173,8 +175,8 @@ def clear_zero_gradients(parameters: list[nn.Parameter]) -> None:
     by_device: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter, grad in known:
         by_device.setdefault(grad.device, []).append((parameter, grad))
-    for found in by_device.values():  # one synchronization of each device
-        filled = torch.stack([grad.detach().any() for _, grad in found]).tolist()
-        for (parameter, _), full in zip(found, filled, strict=True):
+    for gradients in by_device.values():  # one synchronization of each device
+        filled = torch.stack([grad.detach().any() for _, grad in gradients]).tolist()
+        for (parameter, _), full in zip(gradients, filled, strict=True):
             if not full:
                 parameter.grad = None

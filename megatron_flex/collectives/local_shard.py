@@ -164,8 +164,8 @@ class Shard:
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:
         """The cuts of these dims over axes of size above one."""
         wanted = sorted({d % len(self.full_size) for d in dims})
-        found = [c for d in wanted for c in self.layout.dims[d].cuts]
-        return [c for c in found if self.mesh[c.axis].size > c.copies]
+        cuts = [c for d in wanted for c in self.layout.dims[d].cuts]
+        return [c for c in cuts if self.mesh[c.axis].size > c.copies]
 
     def _part(self, constant: Tensor, along: dict[int, int]) -> Tensor:
         """This rank's entries of a constant, some of whose dims are dims of the tensor."""

@@ -48,13 +48,13 @@ class BufferPool:
         if not like.is_cpu:
             return _make_receiver(count, like)
         at = count, like.shape, like.dtype
-        found = self._receivers.get(at)
-        if found is None:
+        receiver = self._receivers.get(at)
+        if receiver is None:
             if len(self._receivers) >= MAX_RECEIVERS:
                 self._receivers.clear()
             with torch.inference_mode(False):  # written inside and outside inference mode
-                found = self._receivers[at] = _make_receiver(count, like)
-        return found
+                receiver = self._receivers[at] = _make_receiver(count, like)
+        return receiver
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """A flat, uninitialized tensor of bytes."""
@@ -138,9 +138,9 @@ def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
         widths: the bytes reserved for each tensor, at least its size.
     """
     at, length = message_offsets(widths)
-    found = _view_as_message(tensors, at, length)
-    if found is not None:
-        return found
+    view = _view_as_message(tensors, at, length)
+    if view is not None:
+        return view
     out = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
     for tensor, start in zip(tensors, at, strict=True):
         out[start : start + tensor.nbytes].copy_(as_bytes(tensor))
@@ -158,13 +158,13 @@ def begin_collective(
     op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Start a collective over an axis's group; the result has a `wait` method."""
-    found: list[Any] = []
+    handles: list[Any] = []
 
     def begin(*args: Any, **kwargs: Any) -> None:
-        found.append(call(*args, async_op=True, **kwargs))
+        handles.append(call(*args, async_op=True, **kwargs))
 
     call_metered(op, axis, result, begin, *args, **kwargs)
-    return found[0]
+    return handles[0]
 
 
 class PendingMessages:

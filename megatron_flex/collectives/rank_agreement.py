@@ -71,13 +71,13 @@ def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watche
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
     code, count = zlib.crc32(at.encode()), len(flags)
     first = [code, -code, count, -count, *flags[:FIRST_FLAGS]]
-    found = _all_reduce_max(first + [0] * (FIRST_FLAGS - len(flags)), axes, device, watch)
-    if found[0] != -found[1] or found[2] != -found[3]:
+    greatest = _all_reduce_max(first + [0] * (FIRST_FLAGS - len(flags)), axes, device, watch)
+    if greatest[0] != -greatest[1] or greatest[2] != -greatest[3]:
         raise HookError(
             _describe_difference(_all_gather_items((dist.get_rank(), at or "another exchange"), axes))
         )
     rest = _all_reduce_max(flags[FIRST_FLAGS:], axes, device, watch) if count > FIRST_FLAGS else []
-    return [*found[4 : 4 + min(count, FIRST_FLAGS)], *rest]
+    return [*greatest[4 : 4 + min(count, FIRST_FLAGS)], *rest]
 
 
 def any_over_ranks(flag: bool, mesh: Mesh, device: torch.device) -> torch.Tensor:
@@ -85,11 +85,11 @@ def any_over_ranks(flag: bool, mesh: Mesh, device: torch.device) -> torch.Tensor
 
     Collective over every axis with more than one rank, on the process groups of the device.
     """
-    found = torch.full((), int(flag), dtype=torch.int32, device=device)
+    any_flag = torch.full((), int(flag), dtype=torch.int32, device=device)
     for axis in mesh:
         if axis.size > 1:
-            call_metered("all_reduce", axis, found, dist.all_reduce, found, dist.ReduceOp.MAX)
-    return found.bool()
+            call_metered("all_reduce", axis, any_flag, dist.all_reduce, any_flag, dist.ReduceOp.MAX)
+    return any_flag.bool()
 
 
 def _all_reduce_max(
@@ -471,9 +471,9 @@ def _describe_place(what: str) -> str:
     )
 
 
-def _describe_difference(found: Sequence[tuple[int, str]], more: str = "") -> str:
+def _describe_difference(differing: Sequence[tuple[int, str]], more: str = "") -> str:
     places: dict[str, list[int]] = {}
-    for rank, at in found:
+    for rank, at in differing:
         places.setdefault(at, []).append(rank)
     texts = "; ".join(f"{name_ranks(ranks)}: {at}" for at, ranks in places.items())
     return DIFFERENT_PLACES.format(places=texts + more)

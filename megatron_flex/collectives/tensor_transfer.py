@@ -276,8 +276,8 @@ def find_differing_axes(
     for axis in mesh:
         if axis.size > 1:
             run_collective(dist.all_reduce, flags, op=dist.ReduceOp.MAX, group=axis.group)
-    found = flags.tolist()
-    return [[a.name for a, row in zip(compared, found, strict=True) if row[i]] for i in range(len(values))]
+    rows = flags.tolist()
+    return [[a.name for a, row in zip(compared, rows, strict=True) if row[i]] for i in range(len(values))]
 
 
 def _buffer(like: Tensor, axis: Axis) -> Tensor:

@@ -18,11 +18,12 @@ MOST_SHIFT = 4  # positions by which a fault may have moved the tokens
 
 
 def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: ComparedDump) -> str:
-    """Why token ids, or an embedding's outputs, are those of other data; empty if they are not or it is unknown.
+    """Why ids, or an embedding's outputs, are those of other data; empty if they are not or it is unknown.
 
     Each vector of B must be one that the embedding has, bit for bit: of A's tokens, or a row of the
-    weights; ids are taken as they are. No sample of B that differs may have the tokens of a sample of A, in this or another order, or
-    shifted: that would be a fault of the run. So this finds other data, and no fault of the embedding.
+    weights; ids are taken as they are. No sample of B that differs may have the tokens of a sample of A, in
+    this or another order, or shifted: that would be a fault of the run. So this finds other data, and no
+    fault of the embedding.
 
     Args:
         pair: the first divergence, of ids `[sample, token]` or vectors `[sample, token, feature]`.

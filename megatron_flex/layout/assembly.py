@@ -53,10 +53,10 @@ def assemble(
         raise LayoutError(f"{len(shards)} shards for layout {layout.describe()}, which needs {count}")
     shapes = [s.shape for s in shards]
     for index, dim in enumerate(layout.dims):
-        found = {s[index] for s in shapes if len(s) == len(layout.dims)}
-        if not dim.uneven and len(found) > 1:
+        lengths_held = {s[index] for s in shapes if len(s) == len(layout.dims)}
+        if not dim.uneven and len(lengths_held) > 1:
             raise LayoutError(
-                f"shards have {sorted(found)} entries in dim {dim.name!r}; they must fit one length",
+                f"shards have {sorted(lengths_held)} entries in dim {dim.name!r}; they must fit one length",
                 dim=dim.name,
             )
     first = shards[0]
@@ -195,9 +195,9 @@ def extract(
     if [d for n, d in zip(shape, layout.dims, strict=False) if d.keep not in (None, n)]:
         layout = _keep_lengths(layout, tuple(shape[:count]))
     here = (*shard_shape(layout, padded, coords, sizes, lengths), *shape[count:])
-    found = find_values(layout, coords, sizes, padded, lengths)
+    blocks = find_values(layout, coords, sizes, padded, lengths)
     old = local if isinstance(local, Tensor) and not partial_plane(layout, coords, sizes)[1] else None
-    return copy_from_full(layout, full, found, here, old, alias)
+    return copy_from_full(layout, full, blocks, here, old, alias)
 
 
 def find_values(
@@ -212,7 +212,7 @@ def find_values(
 def copy_from_full(
     layout: Layout,
     full: Tensor,
-    found: Sequence[Block],
+    blocks: Sequence[Block],
     shape: Sequence[int],
     old: Tensor | None = None,
     alias: bool = False,
@@ -228,26 +228,26 @@ def copy_from_full(
         alias: whether the result may be a view of `full`.
     """
     inner = full if layout.permute is None else full.permute(inverse_order(layout.permute))
-    if len(found) == 1 and (shard := inner[found[0].target]).shape == shape:
+    if len(blocks) == 1 and (shard := inner[blocks[0].target]).shape == shape:
         return (
             shard if alias and shard.is_contiguous() else shard.clone(memory_format=torch.contiguous_format)
         )
-    if not found:
+    if not blocks:
         return inner.new_zeros(shape) if old is None else old.clone(memory_format=torch.contiguous_format)
     shard = inner.new_empty(shape)
-    for target, source in found:
+    for target, source in blocks:
         shard[source].copy_(inner[target])
-    for index, start, stop in _find_padding(found, shape) if any(d.keep for d in layout.dims) else ():
+    for index, start, stop in _find_padding(blocks, shape) if any(d.keep for d in layout.dims) else ():
         hole = shard.narrow(index, start, stop - start)
         _ = hole.zero_() if old is None else hole.copy_(old.narrow(index, start, stop - start))
     return shard
 
 
-def _find_padding(found: Sequence[Block], shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _find_padding(blocks: Sequence[Block], shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The ranges of a shard's dims that no block covers: dim, first and last index."""
-    for index in range(len(found[0].source)):
+    for index in range(len(blocks[0].source)):
         offset = 0
-        for start, stop in sorted({(b.source[index].start, b.source[index].stop) for b in found}):
+        for start, stop in sorted({(b.source[index].start, b.source[index].stop) for b in blocks}):
             if offset < start:
                 yield index, offset, start
             offset = stop

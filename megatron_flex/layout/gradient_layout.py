@@ -151,13 +151,13 @@ def find_unsummed_axes(ends: GradientEnds) -> tuple[str, ...] | None:
     return tuple(sorted(axis for end in ends for axis in end))
 
 
-def explain_unlike_conjugate(found: GradientLayout, layout: Layout) -> str:
+def explain_unlike_conjugate(gradient_layout: GradientLayout, layout: Layout) -> str:
     """Why ranks do not get the gradient in the conjugate of `layout`; empty if they do."""
-    if found.layout == conjugate_layout(layout):
+    if gradient_layout.layout == conjugate_layout(layout):
         return ""
-    if found.layout is None:
-        return found.reason
-    return f"it is partial over {', '.join(found.layout.partial)}"
+    if gradient_layout.layout is None:
+        return gradient_layout.reason
+    return f"it is partial over {', '.join(gradient_layout.layout.partial)}"
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)

@@ -64,14 +64,14 @@ def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
     beside = sorted((i for i in range(len(dims)) if i not in cut), key=lambda i: (i + 1 < len(dims), i))
     drawn = sorted((cut[-2:] + beside)[:2])
     lengths = [_least_length(dims[i], sizes) for i in drawn]
-    found: dict[tuple[Span, Span], list[RankCoords]] = {}
+    ranks_by_block: dict[tuple[Span, Span], list[RankCoords]] = {}
     for coords in coordinates(layout, sizes):
         live = tuple((a, c) for a, c in coords.items() if sizes.get(a, 1) > 1)
         each = [spans(dims[i], n, coords, sizes) for i, n in zip(drawn, lengths, strict=True)]
         each = [[(0, 1)]] * (2 - len(each)) + each
         for rows in each[0]:
             for columns in each[1]:
-                ranks = found.setdefault((rows, columns), [])
+                ranks = ranks_by_block.setdefault((rows, columns), [])
                 if live not in ranks:
                     ranks.append(live)
     missing = 2 - len(drawn)
@@ -80,7 +80,7 @@ def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
     return LayoutPicture(
         (named[0], named[1]),
         (long[0], long[1]),
-        tuple(DrawingBlock(rows, columns, tuple(ranks)) for (rows, columns), ranks in found.items()),
+        tuple(DrawingBlock(rows, columns, tuple(ranks)) for (rows, columns), ranks in ranks_by_block.items()),
         tuple(names[i] for i in cut[:-2]),
         is_partial(layout, sizes),
     )
@@ -102,9 +102,9 @@ def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" ... aria-label="[s, b, gate|up/tp in 2 segments]" ...</svg>'
     """
     assumed = sizes is None
-    found = dict.fromkeys((*layout.axes, *layout.shared), ASSUMED_SIZE) if sizes is None else dict(sizes)
-    shown = make_picture(layout, found)
-    words = [layout.describe(found)]
+    axis_sizes = dict.fromkeys((*layout.axes, *layout.shared), ASSUMED_SIZE) if sizes is None else dict(sizes)
+    shown = make_picture(layout, axis_sizes)
+    words = [layout.describe(axis_sizes)]
     if shown.summed:
         words.append("partial: each rank has a term of the sum")
     if shown.more:

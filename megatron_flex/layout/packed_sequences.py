@@ -151,10 +151,10 @@ class PackedSequences:
             >>> PackedSequences.of([0, 4, 12]).layout_of(stream).describe()
             '[s/cp zigzag in each of 2 sequences, b, h]'
         """
-        found = self._layouts.get(layout)
-        if found is None:
-            found = replace(layout, dims=tuple(self._dim_of(d) for d in layout.dims))
-            self._layouts[layout] = self._layouts[found] = found
+        packed = self._layouts.get(layout)
+        if packed is None:
+            packed = replace(layout, dims=tuple(self._dim_of(d) for d in layout.dims))
+            self._layouts[layout] = self._layouts[packed] = packed
         return self._layouts[layout]
 
     def _dim_of(self, dim: Dim) -> Dim:
@@ -180,8 +180,8 @@ def explain_uneven_sequence(pack: PackedSequences, context_parallel: int) -> str
         return ""
     for number, length in enumerate(pack.padded):
         if length % parts:
-            found = {"lengths": list(pack.padded), "number": number, "length": length}
-            return UNEVEN_PACK.format(**found, size=context_parallel, parts=parts)
+            values = {"lengths": list(pack.padded), "number": number, "length": length}
+            return UNEVEN_PACK.format(**values, size=context_parallel, parts=parts)
     return ""
 
 

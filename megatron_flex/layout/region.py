@@ -216,13 +216,13 @@ def compact_index(index: Sequence[int]) -> DimIndex:
     """The same entries as a range, where they are ascending and evenly spaced."""
     if isinstance(index, range) and index.step > 0:
         return index
-    found = list(index)
-    if not found:
+    indices = list(index)
+    if not indices:
         return range(0)
-    step = found[1] - found[0] if len(found) > 1 else 1
-    if step > 0 and found == (even := list(range(found[0], found[-1] + 1, step))):
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    if step > 0 and indices == (even := list(range(indices[0], indices[-1] + 1, step))):
         return range(even[0], even[-1] + 1, step)
-    return found
+    return indices
 
 
 def _overlap_block(target: slice, source: slice, wanted: DimIndex) -> tuple[DimIndex, DimIndex] | None:

@@ -42,9 +42,9 @@ class ModelState:
         for head, module in reversed(self._parts):  # last the chunk whose prefix may be empty
             own = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
             # `load_state_dict` of Megatron's DDP and Float16Module has no `assign` and returns None.
-            found = module.load_state_dict(own, strict=strict, **({"assign": True} if assign else {}))
-            missing += [head + n for n in found.missing_keys] if found else []
-            over += [head + n for n in found.unexpected_keys] if found else []
+            result = module.load_state_dict(own, strict=strict, **({"assign": True} if assign else {}))
+            missing += [head + n for n in result.missing_keys] if result else []
+            over += [head + n for n in result.unexpected_keys] if result else []
         if strict and left:
             raise RuntimeError(f"{next(iter(left))!r} belongs to no chunk; names begin with model0.")
         return _IncompatibleKeys(missing, [*over, *left])

@@ -67,12 +67,12 @@ def select_sink_sites(
     barred: dict[str, str] = {}
     for pattern in patterns:
         name, index = _split_index(pattern)
-        found = session.sites.match(name, "output")
-        why = {s.name: s.hidden or (bars(s) if bars else "") for s in found}
+        matched = session.sites.match(name, "output")
+        why = {s.name: s.hidden or (bars(s) if bars else "") for s in matched}
         barred |= {name: reasons for name, reasons in why.items() if reasons}
-        free = [s for s in found if not why[s.name]]
-        if not free or (len(free) < len(found) and not _is_glob(name)):
-            first = next(s for s in found if why[s.name])
+        free = [s for s in matched if not why[s.name]]
+        if not free or (len(free) < len(matched) and not _is_glob(name)):
+            first = next(s for s in matched if why[s.name])
             raise HookError(f"no hook can be registered at {first.name}: {why[first.name]}", site=first.name)
         for site in free:
             wanted.setdefault(site.name, set()).add(index)
@@ -107,8 +107,8 @@ def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkP
 
 def _split_index(pattern: Pattern) -> tuple[Pattern, int]:
     """Split a pattern into the pattern without a tensor's index, and that index."""
-    found = INDEXED_POINT.fullmatch(pattern) if isinstance(pattern, str) else None
-    return (found.group(1), int(found.group(2))) if found else (pattern, 0)
+    match = INDEXED_POINT.fullmatch(pattern) if isinstance(pattern, str) else None
+    return (match.group(1), int(match.group(2))) if match else (pattern, 0)
 
 
 def _is_glob(pattern: Pattern) -> bool:

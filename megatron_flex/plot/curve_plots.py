@@ -134,7 +134,7 @@ MARKERS = "osD^vP"
 
 @styled
 def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None = None) -> Figure:
-    """The error by layer, a series for each kind of site, against the tolerances; the first divergence marked.
+    """The error by layer, a series for each kind of site, and the tolerances; the first divergence marked.
 
     A kind is what sites of different layers have in common, such as `mlp.linear_fc1:output`. Sites before
     and after the layers are at the left and right end. Tensors that are equal bit for bit are on the floor,

@@ -96,8 +96,8 @@ class CaptureDispatcher:
                 self.recorder.shard(name, small, plan.layout, finish=finish)
                 continue
             gathered = gather_full(small.detach(), plan.layout, self.mesh)
-            found = self.editing.guard(hook, key, partial(plan.finish, gathered))
-            for ending, tensor in (found or {}).items():
+            results = self.editing.guard(hook, key, partial(plan.finish, gathered))
+            for ending, tensor in (results or {}).items():
                 self.recorder.record_full(name._replace(site=name.site + ending), tensor, layout)
 
     def _list_sequences(

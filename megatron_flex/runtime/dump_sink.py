@@ -489,8 +489,8 @@ def collect_versions() -> dict[str, str]:
 
 def filter_plain_values(config: Any) -> dict[str, Any]:
     """The plain values of a config."""
-    found = dict(getattr(config, "__dict__", None) or {})
+    attributes = dict(getattr(config, "__dict__", None) or {})
     kind = getattr(config, "model_type", None)  # of transformers, which have it on the class
     if isinstance(kind, str):
-        found["model_type"] = kind
-    return {k: v for k, v in sorted(found.items()) if isinstance(v, (bool, int, float, str, type(None)))}
+        attributes["model_type"] = kind
+    return {k: v for k, v in sorted(attributes.items()) if isinstance(v, (bool, int, float, str, type(None)))}

@@ -307,9 +307,9 @@ class EditSkips:
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
         mine, self._new = self._new, []
-        found = [(rank, n) for rank, items in gather_reports(mine or None, mesh) for n in items]
-        for number in dict.fromkeys(n.number for _, n in found):
-            reports = [(rank, n) for rank, n in found if n.number == number]
+        skipped = [(rank, n) for rank, items in gather_reports(mine or None, mesh) for n in items]
+        for number in dict.fromkeys(n.number for _, n in skipped):
+            reports = [(rank, n) for rank, n in skipped if n.number == number]
             text, ranks = next(iter(group_ranks((r, n.text) for r, n in reports).items()))
             if number not in self._warned and mesh.is_first(a.name for a in mesh):
                 file, line = reports[0][1].place or (__file__, 0)

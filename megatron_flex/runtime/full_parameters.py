@@ -249,7 +249,7 @@ class ParameterIndex:
             FlexError: on all ranks, if one rank reports a problem, or gradients contradict the request.
         """
         mine = {n: note for n in names if (note := self.note(n, want)) is not None}
-        found: dict[str, ParameterReport] = {}
+        report_of: dict[str, ParameterReport] = {}
         others: dict[str, str] = {}
         for reports in gather_distinct(mine, self.mesh):
             for name, note in reports.items():
@@ -258,13 +258,13 @@ class ParameterIndex:
                 if note.layout != others.setdefault(name, note.layout):
                     raise FlexError(f"{name}: ranks have parts of different shapes; read the shards yourself")
                 if note.dtype is not None:
-                    found.setdefault(name, note)
+                    report_of.setdefault(name, note)
         if want.gradient:
-            here = [n for n in names if n in found]
-            self._check_shares([n for n in here if found[n].unsure])
+            here = [n for n in names if n in report_of]
+            self._check_shares([n for n in here if report_of[n].unsure])
             if want.reduced:
                 self._check_reduced(here)
-        return {n: found[n] for n in names if n in found}
+        return {n: report_of[n] for n in names if n in report_of}
 
     def average_replicas(self) -> None:
         """Average the gradients that no code of the framework reduces, over data parallel replicas.
@@ -276,13 +276,13 @@ class ParameterIndex:
         replicas = self.mesh["dp"].size * self.mesh["cp"].size
         if replicas == 1 and self.mesh["edp"].size == 1:
             return
-        for site, parameter in (found for name in self.own for found in self.held(name)):
+        for site, parameter in (pair for name in self.own for pair in self.held(name)):
             if not parameter.requires_grad:
                 continue
             there = {*site.layout.axes, *site.layout.shared}
             over = ("edp",) if is_expert(site) else ("dp", "cp")
-            found = self.adapter.storage.gradient(parameter, False).tensor
-            gradient = torch.zeros_like(parameter) if found is None else found.detach().clone()
+            stored = self.adapter.storage.gradient(parameter, False).tensor
+            gradient = torch.zeros_like(parameter) if stored is None else stored.detach().clone()
             sum_along(gradient, self.mesh, [axis for axis in over if axis not in there])
             self.adapter.storage.put_gradient(parameter, gradient.div_(replicas), False)
 
@@ -462,8 +462,8 @@ def _read_local(
         return join_flat_parts(
             nothing if local.tensor is None else local.tensor.detach(), local.part, local.group
         )
-    found = [parameter_index.adapter.storage.gradient(p, False).tensor for p in held]
-    return sum((t.detach() for t in found if t is not None), nothing)
+    gradients = [parameter_index.adapter.storage.gradient(p, False).tensor for p in held]
+    return sum((t.detach() for t in gradients if t is not None), nothing)
 
 
 def _share_shape(parameter_index: ParameterIndex, value: Tensor | None) -> tuple[int, ...] | None:
@@ -517,8 +517,8 @@ def _write_shard(
     old = adapter.storage.value(parameter)
     layout = parameter_index.layout(site, want)
     if want.gradient:
-        found = adapter.storage.gradient(parameter, not want.partial_sums).tensor
-        old = torch.zeros_like(old) if found is None else found
+        gradient = adapter.storage.gradient(parameter, not want.partial_sums).tensor
+        old = torch.zeros_like(old) if gradient is None else gradient
     # The full tensor has no padding; the local tensor keeps its padding.
     shard = extract(layout, value.to(old.device), mesh.coords, mesh.sizes, old)
     if want.gradient:

@@ -150,7 +150,7 @@ def _explain(hooks: Sequence[HookFunction], mismatches: Sequence[Mismatch]) -> s
     by_hook: dict[int, list[str]] = {}
     for m in mismatches:
         by_hook.setdefault(m.hook, []).append(f"the {m.name} of its editing function: {m.in_words()}")
-    texts = [f"hook ({hooks[n].describe()}): {', '.join(found)}" for n, found in by_hook.items()]
+    texts = [f"hook ({hooks[n].describe()}): {', '.join(differences)}" for n, differences in by_hook.items()]
     more = f"; and {len(texts) - MAX_HOOKS} more hooks" if len(texts) > MAX_HOOKS else ""
     return (
         f"editing functions have other code on some ranks: {'; '.join(texts[:MAX_HOOKS])}{more}; register "

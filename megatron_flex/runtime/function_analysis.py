@@ -270,21 +270,21 @@ def find_mistakes(function: FunctionType, on_gpu: bool, once: bool) -> list[Mist
     code = function.__code__
     if code.co_flags & NO_TENSOR:
         text = "it is a generator or coroutine and returns no tensor; return one"
-        found = [Mistake(text, code.co_firstlineno)]
+        mistakes = [Mistake(text, code.co_firstlineno)]
     else:
         text = "it can return None here; return a tensor on every path"
-        found = [Mistake(text, line) for line in none_lines(code)]
+        mistakes = [Mistake(text, line) for line in none_lines(code)]
     why = "only one rank runs it, so the others never come"
     if not once:
         why = "if one rank does not reach this call, the other ranks hang"
     for name, value, line in _references(function):
         home = getattr(value, "__module__", "") or ""
         if value is UNRESOLVED and name in SYNCHRONIZING and on_gpu:
-            found.append(Mistake(f".{name}() {SYNCHRONIZES}", line))
+            mistakes.append(Mistake(f".{name}() {SYNCHRONIZES}", line))
         elif name in COLLECTIVES and home.startswith("torch.distributed"):
             text = f"torch.distributed.{name}() in an edit: {why}; the tensor is whole already"
-            found.append(Mistake(text, line))
-    return found
+            mistakes.append(Mistake(text, line))
+    return mistakes
 
 
 def none_lines(code: CodeType) -> list[int]:

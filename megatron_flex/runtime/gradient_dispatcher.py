@@ -157,10 +157,10 @@ class GradientDispatcher:
         compare: str,
         grad: Tensor,
     ) -> Tensor | None:
-        found, own = find(), find_dumped().layout
-        layout = found.layout or self._expected_layout(name, key, found.reason, grad)
+        source, own = find(), find_dumped().layout
+        layout = source.layout or self._expected_layout(name, key, source.reason, grad)
         if layout is None:
-            why, shape = found.reason, found.reason not in NO_LAYOUT
+            why, shape = source.reason, source.reason not in NO_LAYOUT
             for hook in (h for h in self.registry.at(name) if h.backward):
                 tell = partial(raise_no_gradient_layout, name, why, shape)
                 self._rejection.reject(hook, name, key, why, tell)
@@ -209,16 +209,16 @@ class GradientDispatcher:
         if layout is None:
             self._backward_seen()
             return None
-        found = find_parameter_gradient(site.gradient_layout_source, layout)
-        if found.layout is None:
-            why = found.reason
+        source = find_parameter_gradient(site.gradient_layout_source, layout)
+        if source.layout is None:
+            why = source.reason
             for hook in (h for h in self.registry.at(site.name) if h.backward):
                 self._rejection.reject(
                     hook, site.name, key, why, partial(raise_no_gradient_layout, site.name, why)
                 )
             self._backward_seen()
             return None
-        return self.run_hooks(site.name, found.layout, None, key, grad)
+        return self.run_hooks(site.name, source.layout, None, key, grad)
 
     def run_hooks(
         self,
@@ -255,14 +255,14 @@ class GradientDispatcher:
             self._known, self._revision = {}, self.registry.revision
         shape = local.shape if route is None else (route.token_layout, local.shape[1:])
         at = key.site, layout, shape, local.dtype, local.device
-        found = self._known.get(at)
-        if found is None:
-            found, lasting = self.passes.make(key.site, hooks, module, local, layout, route, backward=True)
+        known = self._known.get(at)
+        if known is None:
+            known, lasting = self.passes.make(key.site, hooks, module, local, layout, route, backward=True)
             if lasting:
                 if len(self._known) >= MAX_PASSES:
                     self._known.clear()
-                self._known[at] = found
-        return found
+                self._known[at] = known
+        return known
 
 
 class GradientHooks:

@@ -149,15 +149,15 @@ class SiteDispatch:
                 self._renew()
             if not self._direct or layout is not None or route is not None or self._packs or local.is_nested:
                 return self._run_varying(local, layout, route)
-            found = self._passes.get((local.shape, local.dtype, local.device, local.layout))
-            if found is None:
+            known = self._passes.get((local.shape, local.dtype, local.device, local.layout))
+            if known is None:
                 if why := self._explain_unhookable(local):
                     return self._omit(local, why)
-                found = self._make_direct(local)
+                known = self._make_direct(local)
             replay = _running_backward() != -1
             if replay and not self._acts:
                 return local
-            return found(local, self._clock.key(self._name, local if self._acts else None, replay), replay)
+            return known(local, self._clock.key(self._name, local if self._acts else None, replay), replay)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
             self._editing.caught(self._name, error)
             return local
@@ -199,8 +199,8 @@ class SiteDispatch:
         known = self._name_dims(local)
         shape = local.shape if route is None else (route.token_layout, local.shape[1:])  # rows come and go
         at = layout, known, shape, local.dtype, local.device, local.layout
-        found = self._passes.get(at) or self._make(at, local, layout, route, known.names if known else ())
-        return found(local, key, replay, route)
+        varying = self._passes.get(at) or self._make(at, local, layout, route, known.names if known else ())
+        return varying(local, key, replay, route)
 
     def _name_dims(self, local: Tensor) -> DimNames | None:
         """Bind hooks to the names of the dims of the tensor; None where no hook needs them.

@@ -17,8 +17,8 @@ def check_groups(groups: Iterable[str]) -> set[str]:
     Raises:
         HookError: a name is invalid, or is that of the group that contains every hook.
     """
-    found = {groups} if isinstance(groups, str) else set(groups)
-    for group in found:
+    names = {groups} if isinstance(groups, str) else set(groups)
+    for group in names:
         if not isinstance(group, str) or not group or group.startswith("-"):
             raise HookError(
                 f"group {group!r} must be a name that does not begin with '-', which means without"
@@ -27,7 +27,7 @@ def check_groups(groups: Iterable[str]) -> set[str]:
             raise HookError(
                 f"every hook is in the group {ALL_GROUPS!r}, and stays there; choose another name"
             )
-    return found
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ class HookRegistry:
                 )
             entry.parameters = [described]
         else:
-            found = self._sites.match(hook.module_name, POINT_OF_TYPE[hook.hook_type])
-            entry.sites = [self._leaf(s, hook.unpack_idx) for s in found]
+            matched = self._sites.match(hook.module_name, POINT_OF_TYPE[hook.hook_type])
+            entry.sites = [self._leaf(s, hook.unpack_idx) for s in matched]
             for site in entry.sites:
                 if site.hidden:
                     raise HookError(

@@ -187,8 +187,8 @@ class LayoutInference:
                 return None
         if full is None or self._size == 1:
             return infer_layout(local.shape, None, 1)
-        found = self.layout_expected(site.name, key, local, backward=False)
-        return found or infer_layout(local.shape, None, 1)
+        inferred = self.layout_expected(site.name, key, local, backward=False)
+        return inferred or infer_layout(local.shape, None, 1)
 
     def layout_expected(self, name: str, key: Key, local: Tensor, backward: bool) -> Layout | None:
         """The layout of a tensor, or of its gradient, from the shape that hooks expect; None if ranks differ.
@@ -197,14 +197,14 @@ class LayoutInference:
         """
         full, hooks = self._registry.expected(name), self._registry.at(name)
         hook = next((h for h in hooks if h.expected_shape is not None), hooks[0])
-        found = self._editing.guard(hook, key, partial(infer_layout, local.shape, full, self._size))
-        code = _encode_cuts(found, local)
+        inferred = self._editing.guard(hook, key, partial(infer_layout, local.shape, full, self._size))
+        code = _encode_cuts(inferred, local)
         if not any(h.editing_function and (h.backward or not backward) for h in hooks):
             self._inferred = zlib.crc32(f"{self._inferred} {key.site} {code}".encode()) & CODE_MASK
         elif self._differ(code):
             self._editing.guard(hook, key, partial(_raise_hook_error, SHAPES_DIFFER))
-            found = None
-        return found
+            inferred = None
+        return inferred
 
     def describe_shapes(self, at: str, watch: Callable[[], None]) -> str:
         """Describe layouts inferred from expected shapes in this step that differ; empty if none does.

@@ -135,7 +135,7 @@ def plan_local_edits(
     shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
     padded = _has_padding(shard)
     alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
-    found: dict[HookFunction, EditingFunction] = {}
+    bound_edits: dict[HookFunction, EditingFunction] = {}
     for hook, edit in edits.items():
         name = describe_edit(edit)
         if hook.run == "once":
@@ -147,12 +147,12 @@ def plan_local_edits(
         bound = edit if alone else on_shard(edit, shard)
         if bound is None:
             return None, _explain_edit(name, edit, shard, layout, mesh)
-        found[hook] = bound
-    copies = not all(traits_of(e).returns_new_tensor for e in found.values())
+        bound_edits[hook] = bound
+    copies = not all(traits_of(e).returns_new_tensor for e in bound_edits.values())
     over = Mesh(tuple(shard.axes(range(len(shard.full_size)))))
-    sums = {h: EditSums(over, join_sum) for h, e in found.items() if over.axes and traits_of(e).sums}
+    sums = {h: EditSums(over, join_sum) for h, e in bound_edits.items() if over.axes and traits_of(e).sums}
     exchange = ShardExchange(shard, layout, padded, copies)
-    return LocalEditPlan(shard, found, edits, exchange, layout, alone, sums), ""
+    return LocalEditPlan(shard, bound_edits, edits, exchange, layout, alone, sums), ""
 
 
 def explain_gather(

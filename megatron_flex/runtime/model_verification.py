@@ -71,12 +71,12 @@ def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fin
         (name, _checksum_parameter(parameter_index, name, mesh))
         for name in _show_progress(parameter_index.sites)
     ]
-    found = _describe_unequal("parameter", parameters, mesh)
+    unequal = _describe_unequal("parameter", parameters, mesh)
     mine = {b.name: b.parameter for b in parameter_index.adapter.buffers() if b.parameter is not None}
     names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
     buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
     return [
-        *found,
+        *unequal,
         *_describe_unequal("buffer", buffers, mesh),
         *_find_unequal_shards(parameter_index, mesh),
     ]
@@ -136,12 +136,12 @@ def _describe_unequal(kind: str, copies: Sequence[tuple[str, CopyChecksums]], me
     # Which ranks: each line of ranks along the axis, and their checksums.
     mine = {n: {a: (mesh[a].ranks, s[a]) for a in along if a in s} for n, s, along in wrong[:MAX_COPIES]}
     gathered = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
-    found = []
+    findings = []
     for name, _, along in wrong:
         sides, ranks = _describe_sides(gathered, name, along)
         text = f"{kind} {name} is not the same on all ranks along {', '.join(along)}{sides}"
-        found.append(Finding(text, name, ranks))
-    return found
+        findings.append(Finding(text, name, ranks))
+    return findings
 
 
 GatheredChecksums = Sequence[tuple[int, Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]]]]
@@ -152,8 +152,8 @@ def _describe_sides(
 ) -> tuple[str, tuple[int, ...]]:
     """Describe which ranks hold different values, for each line of ranks that should be equal; the ranks."""
     lines: dict[tuple[int, ...], dict[int, set[int]]] = {}
-    for rank, found in gathered:
-        for axis, (line, total) in found.get(name, {}).items():
+    for rank, totals in gathered:
+        for axis, (line, total) in totals.get(name, {}).items():
             if axis in along:
                 lines.setdefault(line, {}).setdefault(total, set()).add(rank)
     differ = [sides for sides in lines.values() if len(sides) > 1]
@@ -421,12 +421,12 @@ class SiteVerifier:
         self._seen.append(seen)
 
 
-def make_verify_error(found: Sequence[Finding], step: int) -> VerifyError:
+def make_verify_error(findings: Sequence[Finding], step: int) -> VerifyError:
     """Make the error of the findings, with the attributes of the first; it usually causes the others."""
-    more = f"; and {len(found) - MAX_FINDINGS} more" if len(found) > MAX_FINDINGS else ""
-    count = count_words(len(found), "finding")
-    texts = "; ".join(one.text for one in found[:MAX_FINDINGS])
-    return VerifyError(f"step {step}: {count}: {texts}{more}", site=found[0].site, ranks=found[0].ranks)
+    more = f"; and {len(findings) - MAX_FINDINGS} more" if len(findings) > MAX_FINDINGS else ""
+    count = count_words(len(findings), "finding")
+    texts = "; ".join(one.text for one in findings[:MAX_FINDINGS])
+    return VerifyError(f"step {step}: {count}: {texts}{more}", site=findings[0].site, ranks=findings[0].ranks)
 
 
 def find_replicated_axes(layout: Layout, sizes: Sizes) -> set[str]:

@@ -64,10 +64,10 @@ class ParameterSelection:
 
     def places(self) -> list[SiteRecord]:
         """Their records in the manifest."""
-        found = [self.parameter_index.sites[n][0] for n in self.names]
+        sites = [self.parameter_index.sites[n][0] for n in self.names]
         return [
             SiteRecord(p.name, layout_to_json(p.layout), tuple(p.shape), p.stage, p.chunk, p.inferred)
-            for p in found
+            for p in sites
         ]
 
     def values(self, taking: ShardRecorder, iteration: int) -> None:
@@ -133,10 +133,10 @@ class ParameterSelection:
 
     def over(self, site: ParameterSite) -> list[Axis]:
         """The axes along which ranks may hold equal copies of a parameter."""
-        mesh, found = self.parameter_index.mesh, find_copy_axes(site, False)
+        mesh, copy_axes = self.parameter_index.mesh, find_copy_axes(site, False)
         named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
         axes = mesh.experts if is_expert(site) else mesh.axes
-        return [a for a in axes if a.name in found | named]
+        return [a for a in axes if a.name in copy_axes | named]
 
     @staticmethod
     def apart(over: Sequence[Axis]) -> list[Axis]:
@@ -165,8 +165,8 @@ class ParameterSelection:
         return ParameterRequest(gradient=True, reduced=known)
 
     def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
-        found = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in held]
-        there = [t.detach() for t in found if t is not None]
+        gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in held]
+        there = [t.detach() for t in gradients if t is not None]
         return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
 
 
@@ -229,7 +229,7 @@ def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:
 
 
 def _make_table(parameter_index: ParameterIndex) -> SiteTable:
-    return SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in parameter_index.sites.items())
+    return SiteTable(Site(n, sites[0].layout, sites[0].shape) for n, sites in parameter_index.sites.items())
 
 
 def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:

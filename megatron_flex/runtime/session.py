@@ -244,9 +244,9 @@ class Session:
         Raises:
             VerifyError: on all ranks: the gradients do not have that norm.
         """
-        found = self.verification.compare_norms(self.mesh)
-        if found:
-            raise make_verify_error(found, self.clock.step)
+        findings = self.verification.compare_norms(self.mesh)
+        if findings:
+            raise make_verify_error(findings, self.clock.step)
 
     def restore(self) -> None:
         """Wait until all ranks call `restore()`, then remove everything from the model. Collective.
@@ -505,14 +505,14 @@ class Session:
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         self._failed = failed
         watched = self.verification.on
-        found = [] if failed else self.verification.compare_norms(mesh)
-        found += self.verification.step_ends(failed, mesh) if watched else []
+        findings = [] if failed else self.verification.compare_norms(mesh)
+        findings += self.verification.step_ends(failed, mesh) if watched else []
         self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()
-            found += map(Finding, self.trainable.unequal()) if watched else []
-        if found:
-            raise make_verify_error(found, self.clock.step)
+            findings += map(Finding, self.trainable.unequal()) if watched else []
+        if findings:
+            raise make_verify_error(findings, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         failure, self.editing.failure = self.editing.failure, None

@@ -49,10 +49,10 @@ class ShardSelection(NamedTuple):
         """The number of bytes to write."""
         if self.picked is None:
             return self.tensor.nbytes
-        found = self.picked.sample if self.picked.token is None else self.picked.token
+        numbers = self.picked.sample if self.picked.token is None else self.picked.token
         dims = [find_dim(self.layout, name) for name in (TOKEN_DIM, SAMPLE_DIM)]
         held = prod(self.tensor.shape[d] for d in dims if d is not None)
-        return 0 if found is None else self.tensor.nbytes // max(held, 1) * len(found)
+        return 0 if numbers is None else self.tensor.nbytes // max(held, 1) * len(numbers)
 
 
 class ShardRecorder:
@@ -89,9 +89,9 @@ class ShardRecorder:
         Raises:
             DumpError: no file format stores this dtype.
         """
-        found = self._wanted(entry.microbatch, local.detach(), layout, iteration)
-        mine = self._ownership.mine(found.layout, found.kept, over=over)
-        self._put(entry, found, factor, mine, given=local)
+        selection = self._wanted(entry.microbatch, local.detach(), layout, iteration)
+        mine = self._ownership.mine(selection.layout, selection.kept, over=over)
+        self._put(entry, selection, factor, mine, given=local)
 
     def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
         """Write the entries of a shard that are inside the entry's span."""
@@ -108,7 +108,7 @@ class ShardRecorder:
     def _put(
         self,
         entry: ShardEntry,
-        found: ShardSelection,
+        selection: ShardSelection,
         factor: float,
         mine: bool,
         shape: tuple[int, ...] | None = None,
@@ -116,7 +116,7 @@ class ShardRecorder:
     ) -> None:
         if not mine and not self.dump.replicas:
             return
-        local, layout, picked = found
+        local, layout, picked = selection
         shape = tuple(local.shape) if shape is None else shape
         owned = picked is not None or factor != 1.0
         local = local if picked is None else picked.of(local, layout)
@@ -139,10 +139,10 @@ class ShardRecorder:
             return ShardSelection(local, layout, None)
         numbers, tokens = self._numbers(microbatch, local, layout), dump.tokens
         if dump.reduce == "mean" and find_dim(layout, TOKEN_DIM) is not None:
-            found = compute_partial_mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
-            if found is None:  # the reader selects
+            mean = compute_partial_mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
+            if mean is None:  # the reader selects
                 return ShardSelection(local, layout, None)
-            local, layout, tokens = found, make_mean_layout(layout), None
+            local, layout, tokens = mean, make_mean_layout(layout), None
         where = layout, local.shape, mesh.sizes, mesh.coords, iteration, numbers, local.device
         return ShardSelection(local, layout, select_entries(tokens, dump.samples, *where))
 

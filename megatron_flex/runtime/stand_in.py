@@ -122,8 +122,8 @@ class StandIns:
         code = zlib.crc32(f"{lengths} {local.dtype}".encode()) & BITS
         numbers = [NONE] * 4 if wrong else [local.ndim, -local.ndim, code, -code]
         with guard_collective():
-            found = max_over_ranks([int(wrong), *numbers], over, f"the first edit at {site}")
-        failed, most, least, high, low = found
+            greatest = max_over_ranks([int(wrong), *numbers], over, f"the first edit at {site}")
+        failed, most, least, high, low = greatest
         if failed:
             return False
         if (most, high) != (-least, -low):

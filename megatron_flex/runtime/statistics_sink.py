@@ -307,18 +307,22 @@ class StatisticsSink:
         return self._adding.post(vector, maxima)
 
     def _measure(self, parameters: ParameterSelection) -> None:
-        for found in parameters.found():
-            if found.site.stage != parameters.parameter_index.stages(found.name)[0]:
+        for parameter in parameters.found():
+            if parameter.site.stage != parameters.parameter_index.stages(parameter.name)[0]:
                 continue  # a copy that the first stage counts
-            over = parameters.over(found.site)
-            if found.part is not None:
+            over = parameters.over(parameter.site)
+            if parameter.part is not None:
                 over = parameters.apart(over)
-            row = self._place["parameter_gradient", found.name + GRADIENT_SUFFIX]
+            row = self._place["parameter_gradient", parameter.name + GRADIENT_SUFFIX]
             try:
-                mine = select_counted_part(found.local.detach(), found.part, found.layout, self.mesh, over)
+                mine = select_counted_part(
+                    parameter.local.detach(), parameter.part, parameter.layout, self.mesh, over
+                )
             except FlexError as error:
                 self._unknown.add(row)
-                self.cycle.warn_once(found.name, f"the gradient of {found.name} is not measured: {error}")
+                self.cycle.warn_once(
+                    parameter.name, f"the gradient of {parameter.name} is not measured: {error}"
+                )
                 continue
             self._add(row, mine, 1.0)
 

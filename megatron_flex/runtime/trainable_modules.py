@@ -194,10 +194,10 @@ class TrainableModules:
 
     def _watch(self) -> None:
         """Install hooks where gradients are accumulated in parameters; these nodes may change."""
-        found = dict(self.modules.named_parameters())
-        for name in [n for n in self._watched if n not in found or not found[n].requires_grad]:
+        by_name = dict(self.modules.named_parameters())
+        for name in [n for n in self._watched if n not in by_name or not by_name[n].requires_grad]:
             self._watched.pop(name)[1].remove()
-        for name, parameter in found.items():
+        for name, parameter in by_name.items():
             if not parameter.requires_grad:
                 continue
             with torch.enable_grad():
@@ -342,12 +342,12 @@ class TrainableModules:
         if not tensors:
             return []
         axes = [a.name for a in self.mesh]
-        found = find_differing_axes(
+        differing = find_differing_axes(
             [dict.fromkeys(axes, checksum(t)) for t in tensors.values()], self.mesh, axes
         )
         return [
             f"trainable_modules.{name} differs between ranks along {', '.join(along)}; load it on every rank"
-            for name, along in zip(tensors, found, strict=True)
+            for name, along in zip(tensors, differing, strict=True)
             if along
         ]
 

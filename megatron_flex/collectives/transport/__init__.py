@@ -26,8 +26,8 @@ def open_transports(mesh: Mesh, watch: Watch | None, setup: bool) -> tuple[Trans
         watch: called now and then while this rank waits for another one; it may raise.
         setup: whether the ranks connect now; without, only the last transport, which needs no connection.
     """
-    found = (transport.open(mesh, watch) for transport in (TRANSPORTS if setup else TRANSPORTS[-1:]))
-    return tuple(t for t in found if t is not None)
+    opened = (transport.open(mesh, watch) for transport in (TRANSPORTS if setup else TRANSPORTS[-1:]))
+    return tuple(t for t in opened if t is not None)
 
 
 __all__ = ["TRANSPORTS", "Arrival", "Transport", "TransportBytes", "open_transports"]

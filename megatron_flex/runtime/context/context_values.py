@@ -76,9 +76,9 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def list_leaves(value: Any) -> list[Any]:
     """The contents of the dicts, lists and tuples of a value, in order."""
-    found: list[Any] = []
-    map_leaves(value, found.append)
-    return found
+    leaves: list[Any] = []
+    map_leaves(value, leaves.append)
+    return leaves
 
 
 def list_tensors(value: Any) -> list[Tensor]:
@@ -93,8 +93,12 @@ def bring_to_device(device: torch.device, bring: Callable[[Any], Any]) -> Callab
         return item.to(device) if isinstance(item, Tensor) and item.device != device else item
 
     def brought(value: Any) -> Any:
-        found = bring(value)
-        return found if all(t.device == device for t in list_tensors(found)) else map_leaves(found, to)
+        brought_value = bring(value)
+        return (
+            brought_value
+            if all(t.device == device for t in list_tensors(brought_value))
+            else map_leaves(brought_value, to)
+        )
 
     return brought
 

@@ -58,11 +58,11 @@ def _is_library(file: str) -> bool:
 
 def format_user_line(error: BaseException) -> str:
     """The file and line as text; the line of this package, if no user code raised the error."""
-    found = find_user_line(error)
-    if found is None:
+    line = find_user_line(error)
+    if line is None:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        found = last.filename, last.lineno or 0
-    return f"{found[0]}:{found[1]}"
+        line = last.filename, last.lineno or 0
+    return f"{line[0]}:{line[1]}"
 
 
 def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException], None]) -> None:

@@ -56,30 +56,30 @@ class DimChoice(NamedTuple):
                     "samples there, or call the model with packed_seq_params"
                 )
             which = _find_entries(self.sequences, len(packed), "sequences", f"a pack of {len(packed)}")
-            found = []
+            indices = []
             for number in which:
                 start, stop = packed[number]
                 where = f"sequence {number} of {stop - start} tokens"
-                found += [start + i for i in _find_entries(self.entries, stop - start, self.what, where)]
-            return found
+                indices += [start + i for i in _find_entries(self.entries, stop - start, self.what, where)]
+            return indices
         if self.first:
             return self._in_call(length)
         count = self.heads or length
-        found = _find_entries(self.entries, count, self.what, f"a dim of {count}")
+        indices = _find_entries(self.entries, count, self.what, f"a dim of {count}")
         if not self.heads:
-            return found
+            return indices
         if length % count:
             raise HookError(f"heads: {length} features are not {count} heads; pass of=their number")
         width = length // count
-        return [at for head in found for at in range(head * width, (head + 1) * width)]
+        return [at for head in indices for at in range(head * width, (head + 1) * width)]
 
     def _in_call(self, length: int) -> list[int]:
         """The selected indices of a call that continues a text."""
         if self.first < 0:
             raise HookError(f"{self.what}: {UNKNOWN_TEXT}")
         end = self.first + length
-        found = _find_entries(self.entries, end, self.what, f"a text of {end}")
-        here = [at - self.first for at in found if at >= self.first]
+        indices = _find_entries(self.entries, end, self.what, f"a text of {end}")
+        here = [at - self.first for at in indices if at >= self.first]
         if not here:
             raise HookError(
                 f"{self.what}: {format_entries(self.entries)} is not in this call, which has the tokens "
@@ -131,8 +131,8 @@ class Select:
 
     def __post_init__(self) -> None:
         if self.sequences is not None and not (isinstance(self.sequences, str) and self.sequences == EACH):
-            found = _check_entries(cast(Indices, self.sequences), "sequences")
-            object.__setattr__(self, "sequences", found)
+            sequences = _check_entries(cast(Indices, self.sequences), "sequences")
+            object.__setattr__(self, "sequences", sequences)
         for name in ("positions", "samples", "heads", "neurons"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _check_entries(value, name))
@@ -267,15 +267,15 @@ def describe_missing_dim(dim: DimReference, names: Sequence[str], site: str) -> 
 def _find_entries(entries: slice | tuple[int, ...], count: int, what: str, where: str) -> list[int]:
     """The selected indices of `count` entries, which `where` describes."""
     if isinstance(entries, slice):
-        found = list(range(count)[entries])
+        indices = list(range(count)[entries])
     else:
         wrong = [i for i in entries if not -count <= i < count]
         if wrong:
             raise HookError(f"{what}: {wrong[0]} is beyond {where}; name some from {-count} to {count - 1}")
-        found = [i % count for i in entries]
-    if not found:
+        indices = [i % count for i in entries]
+    if not indices:
         raise HookError(f"{what}: {format_entries(entries)} selects none of {count}; name some")
-    return found
+    return indices
 
 
 def format_entries(entries: Indices | str) -> str:
@@ -301,12 +301,12 @@ def _normalize_entries(value: Indices) -> slice | tuple[int, ...]:
 
 
 def _find_head_dim(names: Sequence[str], site: str) -> int:
-    found = [i for i, n in enumerate(names) if n in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
-    if not found and not all(names):
+    head_dims = [i for i, n in enumerate(names) if n in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
+    if not head_dims and not all(names):
         raise HookError(f"heads: {describe_missing_dim('n*d', names, site)}")
-    if not found:
+    if not head_dims:
         raise HookError(
             f"heads: {site} has dims [{', '.join(names)}], no dim of heads; use the points q, k, v, "
             "scores or probs, or core_attention:output"
         )
-    return found[0]
+    return head_dims[0]

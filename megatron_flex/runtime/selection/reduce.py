@@ -132,10 +132,10 @@ class Reduction(ABC):
         Raises:
             HookError: a dim does not exist.
         """
-        found = tuple(locate_dim(d, names, self.describe(), site) for d in self.dims)
-        if len(set(found)) < len(found):
+        indices = tuple(locate_dim(d, names, self.describe(), site) for d in self.dims)
+        if len(set(indices)) < len(indices):
             raise HookError(f"{self.describe()}: these are not different dims of {site}; name each once")
-        return found
+        return indices
 
     def check(self, length: int, dtype: torch.dtype | None = None) -> None:  # noqa: B027 - most take any
         """Raise a HookError if the length of the last dim, or the tensor's dtype, is invalid."""
@@ -247,8 +247,8 @@ class _TopKReduction(Reduction):
         if self.holds(tensor.dtype):
             return super().reduce_full(tensor, where)
         (dim,) = where.dims
-        found = tensor.sort(dim=dim, descending=self.largest, stable=True)
-        return {"": found.values.narrow(dim, 0, self.k), INDICES: found.indices.narrow(dim, 0, self.k)}
+        ordered = tensor.sort(dim=dim, descending=self.largest, stable=True)
+        return {"": ordered.values.narrow(dim, 0, self.k), INDICES: ordered.indices.narrow(dim, 0, self.k)}
 
     def part(self, local: Tensor, where: ReductionContext) -> Tensor:
         (dim,) = where.dims
@@ -294,8 +294,8 @@ class _DotReduction(Reduction):
         direction = self._moved[at]
         if where.entries is not None:
             direction = direction[..., where.entries]
-        found: Tensor = local.to(wide) @ (direction.mT if self.adds else direction)
-        return found.unsqueeze(-2 if self.adds else -1)
+        products: Tensor = local.to(wide) @ (direction.mT if self.adds else direction)
+        return products.unsqueeze(-2 if self.adds else -1)
 
     def combine(self, parts: Tensor, where: ReductionContext) -> Results:
         total = _widen(parts).sum(where.dims)

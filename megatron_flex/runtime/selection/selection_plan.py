@@ -333,12 +333,12 @@ class _PlanBuilder:
             local += [0] * (held.most - len(local))  # the filler indices are never read
             if held.order is not None:
                 self.arrange.append((d, held.order))
-        found = compact_index(local)
-        if isinstance(found, range):
-            if found != range(length) or live or dim.keep is not None:
-                self.view[d] = slice(found.start, found.stop, found.step)
+        selected = compact_index(local)
+        if isinstance(selected, range):
+            if selected != range(length) or live or dim.keep is not None:
+                self.view[d] = slice(selected.start, selected.stop, selected.step)
         else:
-            self.picks.append((d, torch.tensor(found, device=self._device)))
+            self.picks.append((d, torch.tensor(selected, device=self._device)))
 
 
 def locate_entries(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coords) -> DimEntries:
