@@ -46,6 +46,24 @@ class Axis:
             )
 
 
+def select_shown_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The axes that texts name: those longer than 1 that do not follow from the others.
+
+    Megatron divides the ranks of a stage among experts in every model. `edp` follows from the other axes, and
+    `etp` is `tp` unless the user sets it.
+    """
+    return {
+        axis: size
+        for axis, size in sizes.items()
+        if size > 1 and axis != "edp" and not (axis == "etp" and size == sizes.get("tp"))
+    }
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """The axes as text, such as `tp=2 x pp=2`."""
+    return " x ".join(f"{a}={n}" for a, n in select_shown_axes(sizes).items()) or "one rank"
+
+
 @lru_cache(maxsize=64)
 def _absent_axis(name: str) -> Axis:
     return Axis(name)
@@ -112,7 +130,7 @@ class Mesh:
         return all(self[n].coord == 0 for n in names)
 
     def __repr__(self) -> str:
-        here = ", ".join(f"{a.name} {a.coord}" for a in (*self.axes, *self.experts) if a.size > 1)
+        here = ", ".join(f"{name} {self[name].coord}" for name in select_shown_axes(self.sizes))
         return f"<Mesh {self.describe()}{here and ' at ' + here}>"
 
     def describe(self) -> str:
@@ -122,9 +140,7 @@ class Mesh:
             >>> flex.session.mesh.describe()
             'one rank'
         """
-        return (
-            " x ".join(f"{a.name}={a.size}" for a in (*self.axes, *self.experts) if a.size > 1) or "one rank"
-        )
+        return describe_sizes(self.sizes)
 
     def check_sizes(self, given: Mapping[str, int | None]) -> None:
         """Compare sizes given by the user with those that were detected.

@@ -314,7 +314,8 @@ class ExpertRows:
         else:
             self._tokens = choose_exchange(layout, mesh, rows)
         gathered = self._tokens.enter(rows)
-        return gathered if route.order is None else gathered[route.order]
+        order = route.gather_order()
+        return gathered if order is None else gathered[order]
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
         """The rows of this rank's experts."""
@@ -332,10 +333,11 @@ class ExpertRows:
         """The gradient of the rows of all experts, by token."""
         assert self._tokens is not None
         full, _ = self._tokens.exit_gradient(self._gradient_route.to_tokens(grad))
-        return full if self._route.order is None else full[self._route.order], None
+        order = self._route.gather_order()
+        return full if order is None else full[order], None
 
     def _unsorted(self, full: Tensor) -> Tensor:
-        order = self._route.order
+        order = self._route.gather_order()
         return full if order is None else full[order.argsort()]
 
 

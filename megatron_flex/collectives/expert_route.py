@@ -48,10 +48,19 @@ class Dispatch(ExpertChoice):
     mesh: Mesh
 
     @cached_property
-    def counts(self) -> Tensor:
-        """`[ep, etp, experts]`: the number of rows from each rank, on the host. Collective over `ep` and
-        `etp`, once.
+    def _counts(self) -> list[Tensor]:
+        return []
+
+    def gather_counts(self) -> Tensor:
+        """`[ep, etp, experts]`: the number of rows from each rank, on the host.
+
+        Collective over `ep` and `etp` in the first call, which all their ranks therefore make together.
         """
+        if not self._counts:
+            self._counts.append(self._stack_counts())
+        return self._counts[0]
+
+    def _stack_counts(self) -> Tensor:
         axes = [axis for axis in (self.mesh["etp"], self.mesh["ep"]) if axis.size > 1]
         own = self.chosen.sum(0) if axes else self.host.sum(0)
         for axis in axes:
@@ -79,14 +88,14 @@ class Dispatch(ExpertChoice):
         return {}
 
     def plan_rows(self, expert: int | None) -> RowPlan:
-        """Where the rows of all experts, or of one, are on this rank. Collective as `counts`."""
+        """Where the rows of all experts, or of one, are on this rank. Collective as `gather_counts`."""
         plan = self._rows.get(expert)
         if plan is None:
             plan = self._rows[expert] = self._plan_rows(expert)
         return plan
 
     def _plan_rows(self, expert: int | None) -> RowPlan:
-        ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self.counts
+        ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self.gather_counts()
         mine = select_experts(self.chosen.shape[1], ep.size, ep.coord, expert)
         places = [torch.cat(ranks) for ranks in rows_by_source(counts[:, :, mine], self.etp_outer)]
         sent = counts[ep.coord, etp.coord].clone()
@@ -151,16 +160,24 @@ class Route:
         return Route(self.dispatch, *find_route_gradient(self.layout, self.token_layout), self.expert)
 
     @cached_property
-    def order(self) -> Tensor | None:
+    def _orders(self) -> list[Tensor]:
+        return []
+
+    def gather_order(self) -> Tensor | None:
         """For one expert, the permutation that sorts the assembled rows by token; None if none is needed.
 
-        Collective over the axes that shard the tokens, once.
+        Collective over the axes that shard the tokens in the first call, which all their ranks make together.
         """
         if self.expert is None:
             return None
+        if not self._orders:
+            self._orders.append(self._sort_tokens(self.expert))
+        return self._orders[0]
+
+    def _sort_tokens(self, expert: int) -> Tensor:
         rows = Layout(self.token_layout.dims[:1])
         places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
-        mine = self.dispatch.host[:, self.expert].nonzero()[:, 0]
+        mine = self.dispatch.host[:, expert].nonzero()[:, 0]
         own = places.index_select(0, to_device(mine, places.device))
         if has_uneven_shards(rows, self.mesh):
             own = assemble_uneven(own, rows, self.mesh, self.list_shapes(rows, own))

@@ -295,7 +295,7 @@ class _Comparer:
     ) -> list[Row]:
         """Compare all common tensors; record those that cannot be compared."""
         rows: list[Row] = []
-        self.notes += [f"{s.label}: {axis_sizes}" for s in (self.a, self.b) for axis_sizes in s.dump.missing]
+        self.notes += [f"{s.label}: {reason}" for s in (self.a, self.b) for reason in s.dump.missing]
         skipped: dict[str, list[str]] = {}
         parameters = any(i.kind == PARAMETER for i in items)
         for step, iteration in enumerate(iterations):

@@ -31,6 +31,7 @@ from megatron_flex.compare.tolerance import (
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.errors import DumpError, list_some
 from megatron_flex.gpt_names import GptNames
+from megatron_flex.mesh import describe_sizes
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.ranges import Span, normalize_path, select_present
@@ -125,7 +126,7 @@ class StatisticsFiles:
     def describe(self) -> str:
         """The folder, the mesh and the number of iterations."""
         axes = {} if not self.statistics.headers else self.statistics.headers[-1].axes
-        mesh = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1 and a != "edp") or "one rank"
+        mesh = describe_sizes(axes)
         return (
             f"{self.statistics.path} ({mesh}, {count_words(len(self.iterations), 'iteration')} of statistics)"
         )

@@ -3,6 +3,11 @@
 They are written for the full tensor and have no rank logic; many run on local shards. `a | b` runs one after
 the other, `parse` builds them from text. Each can be restricted to `positions`, `samples`, `heads` and
 `features`.
+
+Examples:
+    >>> edit = mf.edits.scale(2.0, positions=-1) | mf.edits.clamp(-3.0, 3.0)
+    >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.2", edit))
+    >>> losses = train_step(chunks)
 """
 
 from megatron_flex.edits.edit_base import Edit

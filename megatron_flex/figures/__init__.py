@@ -1,4 +1,10 @@
-"""Figures: the numbers of pictures, from dumps, statistics, caches and comparisons; drawing is elsewhere."""
+"""Figures: the numbers of pictures, from dumps, statistics, caches and comparisons; drawing is elsewhere.
+
+Examples:
+    >>> figure = mf.figures.norms("dumps/run", "decoder.layers.*:output")
+    >>> figure.values.shape == (len(figure.iterations), len(figure.sites))
+    True
+"""
 
 from megatron_flex.figures.figure_data import (
     Attention,

@@ -57,7 +57,7 @@ class Page:
         >>> from megatron_flex.page import Page, grid_of_mesh
         >>> page = Page("A model", grid_of_mesh(flex.session.mesh), flex.sites())
         >>> len(page.sites)
-        158
+        159
     """
 
     title: str

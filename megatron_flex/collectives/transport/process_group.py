@@ -267,7 +267,7 @@ class ProcessGroupTransport:
             return []
         sent, self._sent = self._sent, None
         for pending, full in zip(sent.order, sent.gather.wait(), strict=True):
-            order = pending.route.order if pending.route else None
+            order = pending.route.gather_order() if pending.route else None
             pending.tensor = full if full is None or order is None else full[order]
         self._buffers.give_back(sent.blocks)
         if self._abandoned:

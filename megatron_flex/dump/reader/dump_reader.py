@@ -29,6 +29,7 @@ from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows, is_row
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
 from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
+from megatron_flex.mesh import describe_sizes
 from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
@@ -164,7 +165,7 @@ class OpenDump:
             manifest = self.stored_iteration(which).run.manifest
             experts = {a: n for a, n in manifest.experts.items() if a == "ep" or n != manifest.axes.get("tp")}
             sizes = {**experts, **manifest.axes}
-            mesh = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1 and a != "edp") or "one rank"
+            mesh = describe_sizes(sizes)
             numbers.setdefault(mesh, []).append(which[0])
         if len(numbers) < 2:
             return next(iter(numbers), "no complete iteration")

@@ -2,6 +2,12 @@
 
 Each reduction defines the contribution of a local shard, and how the contributions of all ranks combine to
 the single-device result. Dims are named or numbered; reduced dims are removed, as in torch.
+
+Examples:
+    >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.3", reduce=mf.reduce.norm("h")))
+    >>> losses = train_step(chunks)
+    >>> flex.output_dict["decoder.layers.3:output"][0].shape
+    torch.Size([16, 2])
 """
 
 from __future__ import annotations
