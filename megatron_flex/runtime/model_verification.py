@@ -86,26 +86,53 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
     """Likewise for shards that several data parallel ranks hold, as where FSDP shards within a replica."""
     if mesh["dp"].size == 1:
         return []
-    mine = parameter_index.adapter.storage.shards()
-    if not max_over_ranks([len(mine)], mesh)[0]:
+    shards = parameter_index.adapter.storage.shards()
+    if not max_over_ranks([len(shards)], mesh)[0]:
         return []
-    gathered = gather_objects(
-        (global_rank(), {n: (part, checksum(t)) for n, (part, t) in mine.items()}), mesh, ["dp"]
-    )
-    here = []
-    for name in mine:
+    held = {name: (part, checksum(tensor)) for name, (part, tensor) in shards.items()}
+    here = _compare_shards(held, mesh) if _may_differ(held, mesh) else []
+    elsewhere = gather_distinct(here, mesh, [a.name for a in mesh if a.name != "dp"])
+    return list({one.text: one for several in elsewhere for one in several}.values())
+
+
+def _may_differ(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
+    """Whether ranks that hold the same part of a parameter may have other values; the same along `dp`.
+
+    What ranks send does not grow with their number but for two numbers a rank: a parameter that all hold alike
+    is compared by the greatest and the least checksum, the others by one digest of the parts of a rank and
+    one of its values.
+    """
+    parts = [{"dp": zlib.crc32(repr(part).encode())} for part, _ in held.values()]
+    sums = [{"dp": total} for _, total in held.values()]
+    differing = find_differing_axes([*parts, *sums], Mesh((mesh["dp"],)), ["dp"])  # stages hold others
+    is_divided = [bool(axes) for axes in differing[: len(held)]]
+    if any(axes and not divided for divided, axes in zip(is_divided, differing[len(held) :], strict=True)):
+        return True
+    divided = [item for item, is_apart in zip(held.items(), is_divided, strict=True) if is_apart]
+    position = zlib.crc32(repr([(name, part) for name, (part, _) in divided]).encode())
+    values = zlib.crc32(repr([total for _, (_, total) in divided]).encode())
+    by_position: dict[int, set[int]] = {}
+    for at, digest in gather_objects((position, values), mesh, ["dp"]):
+        by_position.setdefault(at, set()).add(digest)
+    return any(len(digests) > 1 for digests in by_position.values())
+
+
+def _compare_shards(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> list[Finding]:
+    """The parameters of which ranks along `dp` have the same part with other values. Collective over `dp`."""
+    gathered = gather_objects((global_rank(), held), mesh, ["dp"])
+    findings = []
+    for name in held:
         parts: dict[Any, dict[int, list[int]]] = {}
-        for rank, held in gathered:
-            part, total = held[name]
+        for rank, shards in gathered:
+            part, total = shards[name]
             parts.setdefault(part, {}).setdefault(total, []).append(rank)
         differ = [list(sides.values()) for sides in parts.values() if len(sides) > 1]
         if differ:
             texts = "; ".join(" and ".join(map(format_ranks, sides)) for sides in differ)
             ranks = tuple(sorted(rank for sides in differ for side in sides for rank in side))
             text = f"parameter {name} is not the same on all ranks along dp ({texts} differ)"
-            here.append(Finding(text, name, ranks))
-    elsewhere = gather_distinct(here, mesh, [a.name for a in mesh if a.name != "dp"])
-    return list({one.text: one for several in elsewhere for one in several}.values())
+            findings.append(Finding(text, name, ranks))
+    return findings
 
 
 def _show_progress(names: Mapping[str, Any]) -> Any:
