@@ -324,6 +324,8 @@ class TensorSizes:
         role = site.module.rpartition(".")[2]
         if role in ("router", "experts") and site.point in INTEGER_DTYPES:
             return INTEGER_DTYPES[site.point]
+        if (role, site.point) == ("word_embeddings", "input"):  # token ids
+            return torch.int64
         if site.name == "loss:output":
             return own if self.args.fp16_lm_cross_entropy else torch.float32
         if (role, site.point) in ROUTER_POINTS and getattr(config, "moe_router_dtype", None) is not None:
