@@ -98,9 +98,9 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
 def _may_differ(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
     """Whether ranks that hold the same part of a parameter may have other values; the same along `dp`.
 
-    What ranks send does not grow with their number but for two numbers a rank: a parameter that all hold alike
-    is compared by the greatest and the least checksum, the others by one digest of the parts of a rank and
-    one of its values.
+    What ranks send does not grow with their number but for two numbers a rank: a parameter that all hold
+    alike is compared by the greatest and the least checksum, the others by one digest of the parts of a rank
+    and one of its values.
     """
     parts = [{"dp": zlib.crc32(repr(part).encode())} for part, _ in held.values()]
     sums = [{"dp": total} for _, total in held.values()]
