@@ -134,9 +134,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"megatron_flex.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"megatron_flex.{_MODULES[name]}"), name)
-    globals()[name] = found  # the next use does not come here
-    return found
+    value = getattr(import_module(f"megatron_flex.{_MODULES[name]}"), name)
+    globals()[name] = value  # the next use does not come here
+    return value
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,7 @@ def is_sealed(text: bytes) -> bool:
 
 
 def _find_seal(text: bytes) -> int:
-    found = _SEAL.search(text, 0, SEAL_REACH)
-    if found is None:
+    matched = _SEAL.search(text, 0, SEAL_REACH)
+    if matched is None:
         raise ValueError("it has no checksum")
-    return found.start(1)
+    return matched.start(1)

@@ -239,8 +239,8 @@ def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     known = list(names)
     if numbers := _describe_missing_number(name, known):
         return numbers
-    found = get_close_matches(name, known, n=count, cutoff=0.4)
-    return f"; nearest: {', '.join(found)}" if found else ""
+    nearest = get_close_matches(name, known, n=count, cutoff=0.4)
+    return f"; nearest: {', '.join(nearest)}" if nearest else ""
 
 
 def _describe_missing_number(name: str, names: list[str]) -> str:
@@ -248,7 +248,7 @@ def _describe_missing_number(name: str, names: list[str]) -> str:
     for part in re.finditer(r"\.(\d+)(?=[.:]|$)", name):
         prefix = name[: part.start()]
         same = re.compile(re.escape(prefix) + r"\.(\d+)(?=[.:]|$)")
-        numbers = sorted({int(found[1]) for other in names if (found := same.match(other))})
+        numbers = sorted({int(matched[1]) for other in names if (matched := same.match(other))})
         if numbers and int(part[1]) not in numbers:
             first, last = numbers[0], numbers[-1]
             every = last - first == len(numbers) - 1

@@ -61,8 +61,8 @@ def layer_pattern(names: Iterable[str]) -> str:
 
 def _kinds_of_layers(matches: Iterable[re.Match[str]]) -> str:
     kinds: dict[int, set[str]] = {}
-    for found in matches:
-        kinds.setdefault(int(found[1]), set()).update([part_kind(found[2])] if found[2] else [])
+    for matched in matches:
+        kinds.setdefault(int(matched[1]), set()).update([part_kind(matched[2])] if matched[2] else [])
     return "".join(_kind_of_layer(kinds.get(n, set())) for n in range(max(kinds, default=-1) + 1))
 
 
@@ -115,10 +115,10 @@ class GptNames:
         self.check(name)
         if self.same:
             return name
-        found = NAME_IN_LAYER.fullmatch(name) or NAME_IN_PREDICTION_LAYER.fullmatch(name)
-        if found is None:
+        matched = NAME_IN_LAYER.fullmatch(name) or NAME_IN_PREDICTION_LAYER.fullmatch(name)
+        if matched is None:
             return _replace_start(name, HYBRID_FINAL_NORM, GPT_FINAL_NORM)
-        stack, number, part, point, rest = found[1], int(found[2]), found[3], found[4], found[5]
+        stack, number, part, point, rest = matched[1], int(matched[2]), matched[3], matched[4], matched[5]
         if stack == DECODER:
             layer = f"{DECODER}.layers.{number // 2}"
         elif self._why_no_prediction():
@@ -127,14 +127,14 @@ class GptNames:
             layer = stack
         if part:
             return f"{layer}.{part}{':' + point if point else ''}{rest}"
-        theirs = STREAM_POINTS[number % 2].get(point or "output")
-        return None if theirs is None else f"{layer}:{theirs}{rest}"
+        gpt_point = STREAM_POINTS[number % 2].get(point or "output")
+        return None if gpt_point is None else f"{layer}:{gpt_point}{rest}"
 
     def index(self, names: Iterable[str]) -> dict[str, str]:
         """These names by a GPTModel's, without those of which it has none; unchanged without renaming."""
         if not self.renames:
             return {name: name for name in names}
-        return {theirs: name for name in names if (theirs := self.to_gpt(name)) is not None}
+        return {gpt_name: name for name in names if (gpt_name := self.to_gpt(name)) is not None}
 
     def to_model(self, name: str) -> str:
         """This model's name for a GPTModel's; a layer without a point is its output.
@@ -145,12 +145,12 @@ class GptNames:
         self.check(name)
         if self.same:
             return name
-        if found := NAME_IN_LAYER.fullmatch(name):
-            return _name_in_pair(f"{DECODER}.layers", 2 * int(found[2]), found[3], found[4], found[5])
-        if self._prediction and (found := NAME_IN_PREDICTION.fullmatch(name)):
+        if matched := NAME_IN_LAYER.fullmatch(name):
+            return _name_in_pair(f"{DECODER}.layers", 2 * int(matched[2]), matched[3], matched[4], matched[5])
+        if self._prediction and (matched := NAME_IN_PREDICTION.fullmatch(name)):
             if why := self._why_no_prediction():
                 raise _no_pairs(name, why)
-            return _name_in_pair(f"{found[1]}.layers", 0, found[2], found[3], found[4])
+            return _name_in_pair(f"{matched[1]}.layers", 0, matched[2], matched[3], matched[4])
         return _replace_start(name, GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 
     def check(self, name: str) -> None:
@@ -164,9 +164,9 @@ class GptNames:
 
     def _why_no_prediction(self) -> str:
         """Why the layers of prediction are not a pair; empty if they are."""
-        wanted = ATTENTION + MLP
-        wrong = f"its layers of prediction would have to be {wanted}, and are {self._prediction}"
-        return "" if self._prediction == wanted else wrong
+        expected = ATTENTION + MLP
+        wrong = f"its layers of prediction would have to be {expected}, and are {self._prediction}"
+        return "" if self._prediction == expected else wrong
 
 
 def _name_in_pair(layers: str, first: int, part: str | None, point: str | None, rest: str) -> str:
@@ -183,9 +183,9 @@ def _name_in_pair(layers: str, first: int, part: str | None, point: str | None, 
         of_mlp = part_kind(part) == MLP
         return f"{layers}.{first + of_mlp}.{part}{':' + point if point else ''}{rest}"
     for second, points in enumerate(STREAM_POINTS):
-        for own, theirs in points.items():
-            if theirs == (point or "output"):
-                return f"{layers}.{first + second}{':' + own if point else ''}{rest}"
+        for model_point, gpt_point in points.items():
+            if gpt_point == (point or "output"):
+                return f"{layers}.{first + second}{':' + model_point if point else ''}{rest}"
     return f"{layers}.{first + 1}:{point}{rest}"
 
 
@@ -217,8 +217,8 @@ def _why_not_pairs(pattern: str) -> str:
         return NO_STACK
     for number, kind in enumerate(pattern):
         if kind != (MLP if number % 2 else ATTENTION):
-            wanted = "MLP or experts" if number % 2 else "attention"
-            return f"its layer {number} would have to be {wanted}, in the pattern {pattern}"
+            expected = "MLP or experts" if number % 2 else "attention"
+            return f"its layer {number} would have to be {expected}, in the pattern {pattern}"
     return "" if len(pattern) % 2 == 0 else f"its last layer has no MLP, in the pattern {pattern}"
 
 

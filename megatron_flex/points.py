@@ -104,10 +104,10 @@ def place(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
 
     When the last one is removed, the attribute is deleted from the module.
     """
-    own = vars(module)
-    standing = own.get(ATTRIBUTE)
+    attributes = vars(module)
+    standing = attributes.get(ATTRIBUTE)
     if not isinstance(standing, Standing):  # none, or the one that a copied module shares with its original
-        standing = own[ATTRIBUTE] = Standing(getattr(type(module), ATTRIBUTE))
+        standing = attributes[ATTRIBUTE] = Standing(getattr(type(module), ATTRIBUTE))
     standing.fires.setdefault(name, []).append(fire)
 
     def undo() -> None:
@@ -118,6 +118,6 @@ def place(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
         if not fires:
             del standing.fires[name]
         if not standing.fires:
-            del own[ATTRIBUTE]
+            del attributes[ATTRIBUTE]
 
     return undo

@@ -247,15 +247,15 @@ class TqdmDrawing:
 
     def end(self, bar: ProgressBar) -> None:
         """Remove the bar."""
-        own, self._stderr = self._stderr, None
-        if own is not None and sys.stderr is own:
+        stderr, self._stderr = self._stderr, None
+        if stderr is not None and sys.stderr is stderr:
             sys.stderr = self._file
         try:
             if self._bar is not None:
                 self._bar.close()
         finally:
-            if own is not None:
-                own.write_rest()
+            if stderr is not None:
+                stderr.write_rest()
 
 
 class LinesAboveBar(io.TextIOBase):

@@ -212,17 +212,17 @@ def select_present(
     Raises:
         FlexError: a number is not present, or none is in the slices.
     """
-    there, out = set(present), set()
+    present_numbers, out = set(present), set()
     for span in spans:
         if isinstance(span, slice):
-            out |= {n for n in there if is_selected(n, span)}
-        elif span in there:
+            out |= {n for n in present_numbers if is_selected(n, span)}
+        elif span in present_numbers:
             out.add(span)
         else:
             raise kind(f"iteration {span} is not in {where}, which has {summarize_numbers(present)}")
     if not out:
-        wanted = ",".join(map(_format_span, spans))
-        raise kind(f"no iteration of {wanted} is in {where}, which has {summarize_numbers(present)}")
+        spelled = ",".join(map(_format_span, spans))
+        raise kind(f"no iteration of {spelled} is in {where}, which has {summarize_numbers(present)}")
     return sorted(out)
 
 
@@ -241,8 +241,8 @@ def normalize_spans(name: str, given: Any) -> list[Span]:
     """
     if isinstance(given, (list, tuple)) and any(isinstance(n, (slice, range)) for n in given):
         return [span for one in given for span in normalize_spans(name, one)]
-    found = normalize_numbers(name, given)
-    return [found] if isinstance(found, slice) else list(found)
+    numbers = normalize_numbers(name, given)
+    return [numbers] if isinstance(numbers, slice) else list(numbers)
 
 
 def summarize_numbers(numbers: Sequence[int]) -> str:
@@ -253,11 +253,13 @@ def summarize_numbers(numbers: Sequence[int]) -> str:
 
 def describe_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return numbers and what they count: `iteration 3`, `iterations 3, 5`, of many `iterations 3 to 90`."""
-    found = sorted(set(numbers))
-    if len(found) == 1:
-        return f"{noun} {found[0]}"
-    consecutive = found[-1] - found[0] == len(found) - 1
-    return f"{noun}s {found[0]} to {found[-1]}" if consecutive else f"{noun}s {summarize_numbers(found)}"
+    ordered = sorted(set(numbers))
+    if len(ordered) == 1:
+        return f"{noun} {ordered[0]}"
+    consecutive = ordered[-1] - ordered[0] == len(ordered) - 1
+    return (
+        f"{noun}s {ordered[0]} to {ordered[-1]}" if consecutive else f"{noun}s {summarize_numbers(ordered)}"
+    )
 
 
 def parse_count(text: str, flag: str, least: int = 1) -> int:

@@ -435,17 +435,17 @@ class SiteTable:
         if self.has_gpt_prefix(pattern):
             return self._match_gpt(pattern, point)
         path, colon, named = pattern.partition(":")
-        wanted = named if colon else point
-        here = self if GLOB.search(path) else self._of_module.get(path, ())
-        found = [
+        wanted_point = named if colon else point
+        candidates = self if GLOB.search(path) else self._of_module.get(path, ())
+        matched = [
             s
-            for s in here
+            for s in candidates
             if any(_glob(path).fullmatch(module) for module in (s.module, *s.aliases))
-            and (wanted is None or _glob(wanted).fullmatch(s.point))
+            and (wanted_point is None or _glob(wanted_point).fullmatch(s.point))
         ]
-        if not found:
-            raise SiteError(self._nothing(pattern, path, wanted))
-        return SiteList(found)
+        if not matched:
+            raise SiteError(self._nothing(pattern, path, wanted_point))
+        return SiteList(matched)
 
     def has_gpt_prefix(self, pattern: str) -> bool:
         """Whether a name is a GPTModel's, and no point of a module that is called `gpt`."""
@@ -463,32 +463,32 @@ class SiteTable:
 
     def _match_gpt(self, pattern: str, point: str | None) -> SiteList:
         self.gpt_names.check(pattern)
-        table, own = self._by_gpt_name
+        table, by_gpt_name = self._by_gpt_name
         try:
-            found = table.match(pattern.removeprefix(NAMESPACE), point)
+            matched = table.match(pattern.removeprefix(NAMESPACE), point)
         except SiteError as error:
             raise SiteError(f"{pattern!r}: by a GPTModel's names, {error}") from None
-        return SiteList(own[site.name] for site in found)
+        return SiteList(by_gpt_name[site.name] for site in matched)
 
     @cached_property
     def _by_gpt_name(self) -> tuple[SiteTable, dict[str, Site]]:
         """The sites that a GPTModel has too, under its names, and as they are."""
-        own = {name: site for site in self if (name := self.gpt_names.to_gpt(site.name)) is not None}
-        return SiteTable(replace(site, name=name) for name, site in own.items()), own
+        by_gpt_name = {name: site for site in self if (name := self.gpt_names.to_gpt(site.name)) is not None}
+        return SiteTable(replace(site, name=name) for name, site in by_gpt_name.items()), by_gpt_name
 
     def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> SiteList:
         if not isinstance(pattern, re.Pattern):
-            found = [s for s in self if pattern(s)]
+            chosen = [s for s in self if pattern(s)]
         elif ":" in pattern.pattern.replace("(?:", ""):
-            found = [s for s in self if pattern.fullmatch(s.name)]
+            chosen = [s for s in self if pattern.fullmatch(s.name)]
         else:
-            found = [s for s in self if pattern.fullmatch(s.module) and point in (None, s.point)]
-        if not found:
+            chosen = [s for s in self if pattern.fullmatch(s.module) and point in (None, s.point)]
+        if not chosen:
             raise SiteError(
                 f"{describe_pattern(pattern)!r} matches none of {count_words(len(self), 'site')}; "
                 "flex.sites() lists them"
             )
-        return SiteList(found)
+        return SiteList(chosen)
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
         check_pattern(pattern)
@@ -568,17 +568,17 @@ class RecordedName:
     """
 
     def __init__(self, name: str) -> None:
-        found = cast(re.Match[str], RECORDED_NAME.fullmatch(name))
-        base: str = found["base"]
+        matched = cast(re.Match[str], RECORDED_NAME.fullmatch(name))
+        base: str = matched["base"]
         self.module, _, self.point = base.partition(":")
-        self.gradient, self.call = found["gradient"] or "", found["call"] or ""
+        self.gradient, self.call = matched["gradient"] or "", matched["call"] or ""
 
-    def is_like(self, wanted: RecordedName) -> bool:
+    def is_like(self, query: RecordedName) -> bool:
         """Whether gradient, call and point are those that are wanted; none is wanted that is not named."""
         return (
-            self.gradient == wanted.gradient
-            and wanted.call in ("", self.call)
-            and (not wanted.point or bool(_glob(wanted.point).fullmatch(self.point)))
+            self.gradient == query.gradient
+            and query.call in ("", self.call)
+            and (not query.point or bool(_glob(query.point).fullmatch(self.point)))
         )
 
 
@@ -603,41 +603,44 @@ def find_recorded_names(text: str, names: Sequence[str], where: str, layers: str
         return [text]
     if text.startswith(NAMESPACE):
         gpt = GptNames(layers or layer_pattern(names))
-        own = {theirs: name for name in names if (theirs := gpt.to_gpt(name)) is not None}
-        return [own[n] for n in find_recorded_names(text.removeprefix(NAMESPACE), list(own), where)]
-    wanted = RecordedName(text)
+        by_gpt_name = {gpt_name: name for name in names if (gpt_name := gpt.to_gpt(name)) is not None}
+        return [
+            by_gpt_name[n]
+            for n in find_recorded_names(text.removeprefix(NAMESPACE), list(by_gpt_name), where)
+        ]
+    query = RecordedName(text)
     parsed = {name: RecordedName(name) for name in names}
-    like = {name: one for name, one in parsed.items() if one.is_like(wanted)}
+    like = {name: recorded for name, recorded in parsed.items() if recorded.is_like(query)}
     if GLOB.search(text):
-        path = _glob(wanted.module)
-        found = {name: one for name, one in like.items() if path.fullmatch(one.module)}
-        outputs = [name for name, one in found.items() if one.point in ("", "output")]
-        if found:
-            return list(found) if wanted.point or not outputs else outputs
+        path = _glob(query.module)
+        matched = {name: recorded for name, recorded in like.items() if path.fullmatch(recorded.module)}
+        outputs = [name for name, recorded in matched.items() if recorded.point in ("", "output")]
+        if matched:
+            return list(matched) if query.point or not outputs else outputs
     else:
-        found = {name: one for name, one in like.items() if one.module == wanted.module}
-        if not found:
-            ending = f".{wanted.module}"
-            found = {name: one for name, one in like.items() if one.module.endswith(ending)}
-        if found:
-            return _choose_point(text, found, where)
+        matched = {name: recorded for name, recorded in like.items() if recorded.module == query.module}
+        if not matched:
+            ending = f".{query.module}"
+            matched = {name: recorded for name, recorded in like.items() if recorded.module.endswith(ending)}
+        if matched:
+            return _choose_point(text, matched, where)
     return []
 
 
-def _choose_point(text: str, found: dict[str, RecordedName], where: str) -> list[str]:
+def _choose_point(text: str, recorded: dict[str, RecordedName], where: str) -> list[str]:
     """The names of one point of one module: of its output if there are several."""
-    if len({one.module for one in found.values()}) > 1:
+    if len({one.module for one in recorded.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} is the end of {_list_names(list(found))}; name one, or a pattern",
+            f"{text!r} in {where} is the end of {_list_names(list(recorded))}; name one, or a pattern",
             site=text,
         )
-    outputs = [name for name, one in found.items() if one.point in ("", "output")]
-    if not outputs and len({one.point for one in found.values()}) > 1:
+    outputs = [name for name, one in recorded.items() if one.point in ("", "output")]
+    if not outputs and len({one.point for one in recorded.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} has several points ({_list_names(list(found))}); name one of them",
+            f"{text!r} in {where} has several points ({_list_names(list(recorded))}); name one of them",
             site=text,
         )
-    return outputs or list(found)
+    return outputs or list(recorded)
 
 
 def _list_names(names: Sequence[str], most: int = 4) -> str:

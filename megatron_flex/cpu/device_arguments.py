@@ -78,8 +78,8 @@ def _redirect_type(convert: Callable[..., Any]) -> Callable[..., Any]:
         if not args and not keywords:
             name: str = convert(tensor)
             return name.replace("torch.", "torch.cuda.", 1)
-        wanted = [arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args]
-        return convert(tensor, *wanted, **keywords)
+        cpu_args = [arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args]
+        return convert(tensor, *cpu_args, **keywords)
 
     return type_of_gpu
 

@@ -27,19 +27,19 @@ def disable_compilation(patches: Patches) -> None:
     imported later, it reads the environment, and the configuration is set right on the way out.
     """
     config = sys.modules.get(_DYNAMO_CONFIG)
-    own = default = os.environ.get(_COMPILE_VARIABLE, "0") == "1"
+    disabled = default = os.environ.get(_COMPILE_VARIABLE, "0") == "1"
     if config is not None:
-        own, default = bool(config.disable), _set_default(config, True)
+        disabled, default = bool(config.disable), _set_default(config, True)
         config.disable = True  # type: ignore[attr-defined]  # `sys.modules` gives a module of unknown attributes
     patches.set_item(os.environ, _COMPILE_VARIABLE, "1")
-    patches.on_restore(lambda: _set_dynamo_disabled(own, default))
+    patches.on_restore(lambda: _set_dynamo_disabled(disabled, default))
 
 
-def _set_dynamo_disabled(own: bool, default: bool) -> None:
+def _set_dynamo_disabled(disabled: bool, default: bool) -> None:
     config = sys.modules.get(_DYNAMO_CONFIG)
     if config is not None:
         _set_default(config, default)
-        config.disable = own  # type: ignore[attr-defined]  # as above
+        config.disable = disabled  # type: ignore[attr-defined]  # as above
 
 
 def _set_default(config: Any, value: bool) -> bool:

@@ -163,8 +163,8 @@ class Edit(Preset):
             mask = mask_along(inputs, dim, indices, what, width, shard.full_size[dim])
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(mask)
-        found: Tensor = self._cut[known]
-        return found
+        mask_of_shard: Tensor = self._cut[known]
+        return mask_of_shard
 
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
         """Return a constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
@@ -187,8 +187,8 @@ class Edit(Preset):
                 return shard.part(full)
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(full)
-        found: Tensor = self._cut[known]
-        return found
+        part: Tensor = self._cut[known]
+        return part
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """Return the sum over dims; `tensor` is the contribution of `inputs`. Sums a sharded dim over ranks.
@@ -294,10 +294,10 @@ class Edit(Preset):
             )
 
     def _describe_unknown(self, asked: Iterable[str], dims: Iterable[str], site: str) -> str:
-        wanted = " and ".join("the dim of heads" if d == "*" else repr(d) for d in asked)
+        asked_names = " and ".join("the dim of heads" if d == "*" else repr(d) for d in asked)
         shown = ", ".join(name or "?" for name in dims)
         return (
-            f"{self!r}: which dim of {site} is {wanted} is not known ([{shown}]: names follow from the "
+            f"{self!r}: which dim of {site} is {asked_names} is not known ([{shown}]: names follow from the "
             "inputs of a model of transformers, and from the layouts of a framework); pass the names of all "
             "dims, such as dims='b s h'"
         )
@@ -350,30 +350,30 @@ class Edit(Preset):
         Raises:
             HookError: there is none.
         """
-        found = [i for i, d in enumerate(self.dims) if d in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
-        if not found and (not self.dims or not all(self.dims)):
+        head_dims = [i for i, d in enumerate(self.dims) if d in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
+        if not head_dims and (not self.dims or not all(self.dims)):
             raise HookError(self._describe_unknown("*", self.dims or ("?",), site))
-        if not found:
+        if not head_dims:
             raise HookError(
                 f"heads of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], no dim of heads; "
                 "use the points q, k, v, scores or probs, or core_attention:output"
             )
-        return found[0]
+        return head_dims[0]
 
     def _mask(self, inputs: Tensor, module: nn.Module | None) -> Tensor | None:
-        found: list[Tensor] = []
+        masks: list[Tensor] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
             if (indices := getattr(self, what)) is not None:
                 if dim == "s" and self._known is not None and self._known.first:
                     length = self.length(inputs, self.dim_index(dim, what))
                     indices = find_in_call(indices, self._known.first, length)
-                found.append(self.along(inputs, self.dim_index(dim, what), indices, what))
+                masks.append(self.along(inputs, self.dim_index(dim, what), indices, what))
         if self.heads is not None:
-            found.append(self.head_mask(inputs, self.heads, module))
+            masks.append(self.head_mask(inputs, self.heads, module))
         if self.features is not None:
-            found.append(self.along(inputs, inputs.ndim - 1, self.features, "features"))
+            masks.append(self.along(inputs, inputs.ndim - 1, self.features, "features"))
         out: Tensor | None = None
-        for mask in found:
+        for mask in masks:
             out = mask if out is None else out & mask
         return out
 

@@ -101,19 +101,19 @@ class chain(Preset):
 
     def for_pass(self, key: Key) -> chain:
         """Return the chain bound to one call."""
-        found = [for_pass(e, key) for e in self.edits]
-        same = all(new is old for new, old in zip(found, self.edits, strict=True))
-        return self if same else chain(*found)
+        bound = [for_pass(e, key) for e in self.edits]
+        same = all(new is old for new, old in zip(bound, self.edits, strict=True))
+        return self if same else chain(*bound)
 
     def on_shard(self, shard: Shard) -> chain | None:
         """Return the chain on a local shard, if all of it can run there."""
-        found: list[EditingFunction] = []
+        bound_edits: list[EditingFunction] = []
         for edit in self.edits:
             bound = on_shard(edit, shard)
             if bound is None:
                 return None
-            found.append(bound)
-        return chain(*found)
+            bound_edits.append(bound)
+        return chain(*bound_edits)
 
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
@@ -213,14 +213,14 @@ class LocalEdit(Preset):
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
-        made = self.function(current_module, inputs, save_ctx, modules)
-        if self.on_part and isinstance(made, Tensor) and _depends_on_parameter(made, inputs):
+        edited = self.function(current_module, inputs, save_ctx, modules)
+        if self.on_part and isinstance(edited, Tensor) and _depends_on_parameter(edited, inputs):
             raise HookError(
                 f"{describe_edit(self.function)} runs on each rank's local shard, and depends on a parameter "
                 "that requires "
                 "a gradient, of which each rank would have a partial sum; remove @mf.local"
             )
-        return made
+        return edited
 
     def for_site(self, site: Site) -> LocalEdit:
         """Return the edit bound to a site.
@@ -240,8 +240,8 @@ class LocalEdit(Preset):
 
     def for_pass(self, key: Key) -> LocalEdit:
         """Return the edit bound to one call."""
-        found = for_pass(self.function, key)
-        return self if found is self.function else LocalEdit(self.dims, found, self.names)
+        bound = for_pass(self.function, key)
+        return self if bound is self.function else LocalEdit(self.dims, bound, self.names)
 
     def on_shard(self, shard: Shard) -> LocalEdit | None:
         """Return the edit for a local shard, if that is sharded along these dims alone."""
@@ -255,9 +255,9 @@ class LocalEdit(Preset):
         return f"{describe_edit(self.function)}, local along {along}"
 
 
-def _depends_on_parameter(made: Tensor, inputs: Tensor) -> bool:
+def _depends_on_parameter(edited: Tensor, inputs: Tensor) -> bool:
     """Whether a result depends on a parameter besides the tensor."""
-    todo, seen = deque([made.grad_fn]), {inputs.grad_fn, None}
+    todo, seen = deque([edited.grad_fn]), {inputs.grad_fn, None}
     while todo and len(seen) < MAX_GRAPH_NODES:
         node: Any = todo.popleft()
         if node in seen:

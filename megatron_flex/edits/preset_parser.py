@@ -49,8 +49,8 @@ def parse(text: str) -> Preset:
         >>> edits.parse("scale=0.5@positions=-1 | clamp=-2@2")
         scale(0.5, positions=-1) | clamp(-2.0, 2.0)
     """
-    found = [_parse_preset(part.strip()) for part in text.split("|")]
-    return found[0] if len(found) == 1 else chain(*found)
+    presets = [_parse_preset(part.strip()) for part in text.split("|")]
+    return presets[0] if len(presets) == 1 else chain(*presets)
 
 
 def _parse_preset(text: str) -> Preset:

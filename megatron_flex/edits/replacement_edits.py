@@ -119,46 +119,46 @@ class patch(Edit):
     """
 
     source: PatchSource
-    _found: Any = field(init=False)
+    _tensors: Any = field(init=False)
     _now: DeviceConstant | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found: Any = self.source
-        if isinstance(found, (str, Path)):
-            found = read_tensor_file(found)
-        if isinstance(found, dict):
-            found = group_by_pass(found)
-        object.__setattr__(self, "_found", found)
-        if isinstance(found, Tensor):
-            object.__setattr__(self, "_now", DeviceConstant(found))
+        source: Any = self.source
+        if isinstance(source, (str, Path)):
+            source = read_tensor_file(source)
+        if isinstance(source, dict):
+            source = group_by_pass(source)
+        object.__setattr__(self, "_tensors", source)
+        if isinstance(source, Tensor):
+            object.__setattr__(self, "_now", DeviceConstant(source))
 
     def declare(self) -> EditTraits:
         # Of a trained tensor, a rank would have a partial gradient.
         trained = self._now is not None and self._now.tensor.requires_grad
-        varies = not isinstance(self._found, Tensor)
+        varies = not isinstance(self._tensors, Tensor)
         return replace(GATHERED if trained else ENTRYWISE, changes_by_pass=varies)
 
     def check(self, site: Site) -> None:
-        if isinstance(self._found, dict):
+        if isinstance(self._tensors, dict):
             self._of(site.name)
 
     def for_pass(self, key: Key) -> patch:
         """Return the edit with the tensor of one call."""
-        if isinstance(self._found, Tensor):
+        if isinstance(self._tensors, Tensor):
             return self
-        found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
-        return self._with(_now=DeviceConstant(_select_pass(found, key)), _cut={})
+        of_site = self._of(key.site) if isinstance(self._tensors, Mapping) else self._tensors
+        return self._with(_now=DeviceConstant(_select_pass(of_site, key)), _cut={})
 
     def _of(self, site: str) -> Any:
         """The source's tensors for a site."""
         for name in (site, site.partition(":")[0]):
             try:
-                return self._found[name]
+                return self._tensors[name]
             except (KeyError, SiteError) as error:
                 last = error
         raise HookError(
-            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._found)}; the "
+            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._tensors)}; the "
             "captures of a run arrive on rank 0: write them to a file with edits.write() for all ranks"
         ) from last
 
@@ -170,19 +170,19 @@ class patch(Edit):
         return self.constant(self._now, inputs, "a patch").expand_as(inputs).clone()
 
 
-def _select_pass(found: Any, key: Key) -> Tensor:
+def _select_pass(source: Any, key: Key) -> Tensor:
     """The tensor of a microbatch and call."""
-    if isinstance(found, Tensor):
-        return found
+    if isinstance(source, Tensor):
+        return source
     passes: dict[tuple[int, int], Tensor]
-    if isinstance(found, Readings):
-        last = max((k.step for k in found.keys), default=0)
-        keyed = zip(found.keys, found, strict=True)
+    if isinstance(source, Readings):
+        last = max((k.step for k in source.keys), default=0)
+        keyed = zip(source.keys, source, strict=True)
         passes = {(k.microbatch, k.call): t for k, t in keyed if k.step == last}
-    elif isinstance(found, dict):
-        passes = found
+    elif isinstance(source, dict):
+        passes = source
     else:
-        passes = {(n, 0): t for n, t in enumerate(found)}
+        passes = {(n, 0): t for n, t in enumerate(source)}
     if (key.microbatch, key.call) not in passes:
         raise HookError(
             f"the source of a patch has {count_words(len(passes), 'tensor')} and none of microbatch "
@@ -274,8 +274,8 @@ class splice(Edit):
         return MODULE
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        made = _run_module(self, modules, self.name, inputs)
-        return made + (inputs - made).detach() if self.keep_error else made
+        edited = _run_module(self, modules, self.name, inputs)
+        return edited + (inputs - edited).detach() if self.keep_error else edited
 
 
 def _run_module(edit: Edit, modules: nn.ModuleDict, name: str, inputs: Tensor) -> Tensor:
@@ -284,11 +284,11 @@ def _run_module(edit: Edit, modules: nn.ModuleDict, name: str, inputs: Tensor) -
         raise HookError(
             f"{edit!r}: no trainable module {name!r} is registered{suggest_nearest(name, modules)}{known}"
         )
-    made = modules[name](inputs)
-    made = made[0] if isinstance(made, tuple) else made
-    if not isinstance(made, Tensor) or made.shape != inputs.shape:
-        returned = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    edited = modules[name](inputs)
+    edited = edited[0] if isinstance(edited, tuple) else edited
+    if not isinstance(edited, Tensor) or edited.shape != inputs.shape:
+        returned = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
         raise HookError(
             f"{edit!r}: the module returned {returned} for {tuple(inputs.shape)}; return that shape"
         )
-    return made
+    return edited

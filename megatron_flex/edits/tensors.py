@@ -151,10 +151,12 @@ def read_tensor(path: str | Path) -> Tensor:
         HookError: there are several and none is named, or the name does not exist.
     """
     file, _, name = str(path).partition("#")
-    found = read_tensor_file(file)
-    if isinstance(found, Tensor):
-        return found
-    tensors = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
+    content = read_tensor_file(file)
+    if isinstance(content, Tensor):
+        return content
+    tensors = (
+        {n: t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
+    )
     if name and name not in tensors:
         raise HookError(f"{file} has no tensor {name!r}{suggest_nearest(name, tensors)}")
     if not name and len(tensors) != 1:

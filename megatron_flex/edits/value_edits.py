@@ -231,6 +231,6 @@ class mean(Edit):
         if self._shard is None or not set(dims) & split_dims(self._shard):
             return inputs.mean(dims, keepdim=True).expand_as(inputs)
         half = inputs.dtype in (torch.bfloat16, torch.float16)
-        own = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)
+        local_sum = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)
         count = prod(self.length(inputs, d) for d in dims)
-        return (self.total(own, dims) / count).to(inputs.dtype).expand_as(inputs)
+        return (self.total(local_sum, dims) / count).to(inputs.dtype).expand_as(inputs)

@@ -51,9 +51,9 @@ class steer(Edit):
         object.__setattr__(self, "_held", load_constant(self.vector))
 
     def check(self, site: Site) -> None:
-        width, wanted = self._held.tensor.shape[-1:], site.shape[-1] if site.shape else None
-        if isinstance(wanted, int) and width and width[0] not in (1, wanted):
-            raise HookError(f"{self!r}: {site.name} has {wanted} features; give a vector of as many")
+        width, features = self._held.tensor.shape[-1:], site.shape[-1] if site.shape else None
+        if isinstance(features, int) and width and width[0] not in (1, features):
+            raise HookError(f"{self!r}: {site.name} has {features} features; give a vector of as many")
 
     def declare(self) -> EditTraits:
         # Of a trained vector, a rank would have a partial gradient.
@@ -75,9 +75,9 @@ class LinearEdit(Edit):
         """
         shard = self._shard
         if shard is None or up is None:
-            made = inputs @ down
-            made = made if up is None else made @ up
-            return made if onto is None else inputs.add(made, alpha=onto)
+            product = inputs @ down
+            product = product if up is None else product @ up
+            return product if onto is None else inputs.add(product, alpha=onto)
         known = inputs.device, inputs.dtype
         if known not in self._cut:
             half = inputs.dtype in (torch.bfloat16, torch.float16)
@@ -85,11 +85,11 @@ class LinearEdit(Edit):
             with torch.inference_mode(False):
                 parts = shard.rows(down).to(dtype), shard.rows(up.T).T.to(dtype)
             self._cut[known] = *parts, dtype, shard.plan_sum([-1])
-        mine, back, dtype, total = self._cut[known]
+        local_down, local_up, dtype, total = self._cut[known]
         if onto is not None and inputs.dtype in (torch.float32, torch.float64):
-            return shard.onto(inputs, mine, back, onto, total)
-        made = (self.total(inputs.to(dtype) @ mine, [-1]) @ back).to(inputs.dtype)
-        return made if onto is None else inputs.add(made, alpha=onto)
+            return shard.onto(inputs, local_down, local_up, onto, total)
+        product = (self.total(inputs.to(dtype) @ local_down, [-1]) @ local_up).to(inputs.dtype)
+        return product if onto is None else inputs.add(product, alpha=onto)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -129,9 +129,9 @@ class project_out(LinearEdit):
         )
 
     def check(self, site: Site) -> None:
-        width, wanted = self._basis.tensor.shape[0], site.shape[-1] if site.shape else None
-        if isinstance(wanted, int) and width != wanted:
-            raise HookError(f"{self!r}: {site.name} has {wanted} features; give a direction of as many")
+        width, features = self._basis.tensor.shape[0], site.shape[-1] if site.shape else None
+        if isinstance(features, int) and width != features:
+            raise HookError(f"{self!r}: {site.name} has {features} features; give a direction of as many")
 
     def declare(self) -> EditTraits:
         return SUMMED
@@ -212,9 +212,9 @@ class linear_map(LinearEdit):
         return replace(SUMMED, unsharded_dims=(self._last,)) if self._up is None else SUMMED
 
     def check(self, site: Site) -> None:
-        width, wanted = self._down.tensor.shape[0], site.shape[-1] if site.shape else None
-        if isinstance(wanted, int) and width != wanted:
-            raise HookError(f"{self!r}: {site.name} has {wanted} features; give matrices of as many")
+        width, features = self._down.tensor.shape[0], site.shape[-1] if site.shape else None
+        if isinstance(features, int) and width != features:
+            raise HookError(f"{self!r}: {site.name} has {features} features; give matrices of as many")
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         features, down = self.length(inputs, -1), self._down.like(inputs)

@@ -145,9 +145,9 @@ def explain_other_names(session: Session, patterns: Callable[[], Sequence[Patter
                     f"{suggest_nearest(pattern, names.aliases)}",
                     site=pattern,
                 ) from None
-            if here := _find_huggingface_module(session, pattern):
+            if name_in_model := _find_huggingface_module(session, pattern):
                 raise SiteError(
-                    f"{pattern!r} is a name of a Hugging Face model; in this model it is {here!r}",
+                    f"{pattern!r} is a name of a Hugging Face model; in this model it is {name_in_model!r}",
                     site=pattern,
                 ) from None
         raise

@@ -92,10 +92,10 @@ class Interp:
         weights = FullWeights(self._session, self.names)
         aliases = self.names.matching(names_filter)
         logits = self.names.logits(self._session.adapter.logits)
-        wanted = {a.name: a for a in [*aliases, logits]}
+        by_name = {a.name: a for a in [*aliases, logits]}
         reading = TemporaryCaptures(self._session, weights)
         try:
-            reading.add(list(wanted.values()))
+            reading.add(list(by_name.values()))
             reading.real = run(self._session, tokens, microbatch_size)
             read = reading.collect(everywhere)
         finally:

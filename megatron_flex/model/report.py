@@ -209,16 +209,22 @@ class Report:
 
 def _recorded_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
-    own, fired = session.taps.own, session.editing.fired
-    here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
-    return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
+    local_sites, fired = session.taps.own, session.editing.fired
+    local_places = {
+        s.place
+        for e in session.registry.entries
+        if e.hook in fired
+        for s in e.sites
+        if s.place in local_sites
+    }
+    return frozenset(local_places | {s.name for s in session.sites if s.name in session.captures})
 
 
 def _has_unknown_hooks(session: Session, recorded: frozenset[str]) -> bool:
     """Whether another stage has a hook that sends nothing to this rank."""
-    own = session.taps.own
+    local_sites = session.taps.own
     silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
-    return any(s.place not in own and s.place not in recorded for e in silent for s in e.sites)
+    return any(s.place not in local_sites and s.place not in recorded for e in silent for s in e.sites)
 
 
 def _captured_lengths(session: Session) -> dict[str, int]:

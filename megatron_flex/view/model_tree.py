@@ -192,11 +192,11 @@ def sites_of_stage(sites: Sequence[Site], stage: int | None) -> list[Site]:
     Raises:
         SiteError: there are none.
     """
-    found = [s for s in sites if stage is None or s.stage == stage]
-    if not found:
+    of_stage = [s for s in sites if stage is None or s.stage == stage]
+    if not of_stage:
         stages = describe_numbers(s.stage for s in sites)
         raise SiteError(f"stage {stage} owns none of these sites, which are on {stages}; name one of those")
-    return found
+    return of_stage
 
 
 def fold_layers(node: TreeNode) -> TreeNode:

@@ -96,16 +96,16 @@ def share_between_stages(context: SaveContext, scopes: ContextScopes) -> Iterato
         scopes: the native values, which are sent from stage to stage; inside a call.
     """
     assert scopes.frame is not None
-    shared, own = scopes.frame.values, vars(context)
-    own.update(shared)
-    before = set(own)
+    shared, attributes = scopes.frame.values, vars(context)
+    attributes.update(shared)
+    before = set(attributes)
     context.touched.clear()
     yield
-    for name in before - own.keys():
+    for name in before - attributes.keys():
         if name in shared:
             del shared[name]
-    for name in own.keys() & (context.touched | (own.keys() - before)):
-        shared[name] = own[name]
+    for name in attributes.keys() & (context.touched | (attributes.keys() - before)):
+        shared[name] = attributes[name]
 
 
 GRADIENT_HOOK_TYPES = ("full_backward", "full_backward_pre", "tensor")
@@ -145,8 +145,8 @@ def wrap_editing_function(
         scopes, with_stages = session.editing.scopes, session.context_relay.joins_stages
         share = share_between_stages(state.save_ctx, scopes) if uses and with_stages else nullcontext()
         with rewind.replay(key) if replaying else rewind.first(key.step, key), share:
-            made = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)
-        return made if divisor == 1 or not isinstance(made, Tensor) else made * divisor
+            edited = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)
+        return edited if divisor == 1 or not isinstance(edited, Tensor) else edited * divisor
 
     vars(edit)["edit_traits"] = EditTraits(user_functions=(function,), uses_context=uses)
     edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
@@ -198,8 +198,10 @@ class CaptureDelivery:
     def deliver(self) -> None:
         """Move the captures that have arrived. Collective over the mesh if they go to every rank."""
         captures = self.session.captures
-        mine = self.session.is_leader
-        items = [(k, t) for n in captures if mine for k, t in zip(captures[n].keys, captures[n], strict=True)]
+        is_leader = self.session.is_leader
+        items = [
+            (k, t) for n in captures if is_leader for k, t in zip(captures[n].keys, captures[n], strict=True)
+        ]
         captures.clear()
         if self.everywhere:
             items = broadcast_items(items, self.session.mesh)
@@ -208,9 +210,9 @@ class CaptureDelivery:
         uses = Counter(id(t) for _, _, t in arrived)
         for reader, _, tensor in sorted(arrived, key=lambda item: item[0].order(item[1])):
             divided = tensor if reader.divisor == 1 else tensor / reader.divisor
-            own = divided.clone() if divided is tensor and uses[id(tensor)] > 1 else divided
-            logger.debug("%s: a tensor of shape %s", reader.hook.module_name, tuple(own.shape))
-            reader.hook.keep(own)
+            delivered = divided.clone() if divided is tensor and uses[id(tensor)] > 1 else divided
+            logger.debug("%s: a tensor of shape %s", reader.hook.module_name, tuple(delivered.shape))
+            reader.hook.keep(delivered)
 
 
 def capture_name(name: str, kind: HookType) -> str:
