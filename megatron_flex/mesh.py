@@ -159,3 +159,12 @@ class Mesh:
                 f"sizes given contradict the framework's mesh ({self.describe()}): {', '.join(wrong)}; "
                 "leave them out, they are found"
             )
+
+
+def mesh_of_sizes(axes: Mapping[str, int], experts: Mapping[str, int]) -> Mesh:
+    """A mesh of these sizes as its first rank sees it, without groups: for what holds on all ranks."""
+    dense, routed = (
+        tuple(Axis(name, size, 0, None, tuple(range(size))) for name, size in sizes.items())
+        for sizes in (axes, experts)
+    )
+    return Mesh(dense, routed)

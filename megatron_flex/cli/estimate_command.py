@@ -23,10 +23,10 @@ from megatron_flex.cli.console_output import (
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import parse_token_setting
-from megatron_flex.dump.size_estimate import DUMP_COLUMNS
 from megatron_flex.errors import FlexError
+from megatron_flex.estimate import ConfiguredRun, DumpEstimate, Links, RunEstimate
+from megatron_flex.estimate.dump_estimate import DUMP_COLUMNS
 from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS, format_duration
-from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.ranges import check_positive, parse_count
 from megatron_flex.settings import Setting, list_settings
 from megatron_flex.sites import strip_numbers
@@ -180,35 +180,29 @@ def estimate(
         raise FlexError("give the configuration of the run once: --config FILE, or its flags after --")
     links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
     rate = None if disk is None else check_positive("--disk", disk) * 1e9
-    run = str(config) if config is not None else cast(list[str], flags)
-    how: dict[str, Any] = {
-        "mesh": parse_mesh_sizes(mesh),
-        "world_size": world_size,
-        "microbatches": microbatches,
-    }
-    estimated: RunEstimate | None = None
-    if read or edit:
-        kept = parse_token_setting(tokens)
-        if isinstance(kept, float):  # spread evenly, as the estimate of the dump has them
-            kept = slice(None, None, max(1, round(1 / kept)))
-        dump = Dump("the folder", sites, gradients=gradients, tokens=kept, **settings) if sites else None
-        with spinner("building the model's shapes"):
-            estimated = estimate_hooks(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
-        if not (sites or settings["parameters"]):
-            _print_estimates(None, estimated, as_json)
-            return
+    kept = parse_token_setting(tokens)
+    share = kept if isinstance(kept, float) else None
+    how: dict[str, Any] = {"gradients": gradients, "every": every, **settings}
+    how["tokens"] = kept if share is None else None
+    hooks = bool(read or edit)
+    dump = Dump("the folder", sites or (), **how) if sites or settings["parameters"] or not hooks else None
     with spinner("building the model's shapes"):
-        found = estimate_dump(
-            run,
-            sites or (),
-            gradients=gradients,
-            tokens=parse_token_setting(tokens),
-            every=every,
-            iterations=iterations,
-            disk_bytes_per_second=rate,
-            **how,
-            **settings,
+        run = ConfiguredRun(
+            str(config) if config is not None else cast(list[str], flags),
+            mesh=parse_mesh_sizes(mesh),
+            world_size=world_size,
+            microbatches=microbatches,
         )
+    estimated: RunEstimate | None = None
+    if hooks:
+        beside = dump if sites else None
+        if beside is not None and share is not None:  # spread evenly, as the estimate of the dump has them
+            spread = slice(None, None, max(1, round(1 / share)))
+            beside = Dump("the folder", sites or (), **{**how, "tokens": spread})
+        estimated = run.estimate_hooks(read or (), edit or (), links=links, dump=beside)
+    found = None
+    if dump is not None:
+        found = run.estimate_dump(dump, share=share, iterations=iterations, disk_bytes_per_second=rate)
     _print_estimates(found, estimated, as_json)
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, cast
 
 import typer
 
-from megatron_flex import cpu
 from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import print_json
 from megatron_flex.cli.estimate_command import (
@@ -22,8 +21,7 @@ from megatron_flex.cli.spinner import spinner
 from megatron_flex.dump.reader import open_dump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.estimate.megatron_arguments import parse_arguments
-from megatron_flex.launch.estimate.meta_model import describe_model, silence_megatron
+from megatron_flex.estimate import ConfiguredRun
 from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_of_stage
@@ -80,12 +78,10 @@ def sites(
             raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
         found, sizes, layers = _read_dump_sites(dump)
     else:
-        changes = {**(parse_mesh_sizes(mesh) or {}), "world_size": world_size}
-        with spinner("building the model's shapes"), cpu.runtime(force=True), silence_megatron():
-            described = describe_model(
-                parse_arguments(str(config) if config is not None else cast(list[str], flags), changes)
-            )
-        found, sizes, layers = described.sites, dict(described.mesh.sizes), ""
+        run = str(config) if config is not None else cast(list[str], flags)
+        with spinner("building the model's shapes"):
+            model = ConfiguredRun(run, mesh=parse_mesh_sizes(mesh), world_size=world_size).model
+        found, sizes, layers = model.sites, dict(model.mesh.sizes), ""
     shown = sites_of_stage(SiteTable(found, layers).match(match), stage)
     if as_json:
         print_json([_site_to_json(site, sizes) for site in shown])

@@ -13,9 +13,8 @@ from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
 from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.estimate.estimates import make_configuration_page
 from megatron_flex.page import Page, write
-from megatron_flex.page.page_builder import fill_page
+from megatron_flex.page.page_builder import fill_page, make_configuration_page
 from megatron_flex.ranges import check_positive
 from megatron_flex.statistics.statistics_files import list_files
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics

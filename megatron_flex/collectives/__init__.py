@@ -50,6 +50,7 @@ from megatron_flex.collectives.object_exchange import (
     gather_distinct,
     gather_numbers_to_first,
     gather_reports,
+    run_or_raise_on_all,
 )
 from megatron_flex.collectives.pipeline_gather import PipelineGather, gather_up_pipeline
 from megatron_flex.collectives.pipeline_relay import (
@@ -172,6 +173,7 @@ __all__ = [
     "raise_broken",
     "replica_mesh",
     "require_gradient",
+    "run_or_raise_on_all",
     "running_transform",
     "send_from_stage",
     "store_value",

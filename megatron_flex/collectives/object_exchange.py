@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.rank_agreement import all_gather_pickled, gather_objects, max_over_ranks
+from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
 ItemT = TypeVar("ItemT")
+MAX_RANKS_SHOWN = 8  # ranks that an error names; others are only counted
 EXPERT_AXIS = "ep"  # experts differ along it, and the items of ranks that hold the same ones are equal
 
 
@@ -59,6 +61,42 @@ def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     reports = gather_objects((rank, report), mesh, [axis.name for axis in mesh])
     return [(who, one) for who, one in reports if one is not None]
+
+
+def run_or_raise_on_all(mesh: Mesh, act: Callable[[], ItemT]) -> ItemT:
+    """Call a function that may fail on some ranks; raise on all ranks if it failed. Collective over the mesh.
+
+    Returns:
+        The result of `act`.
+
+    Raises:
+        FlexError: on the ranks where `act` succeeded, with the messages of the others.
+        Exception: on a rank where `act` failed, its own exception.
+    """
+    error: Exception | None = None
+    result: ItemT | None = None
+    try:
+        result = act()
+    except Exception as caught:  # sent to all ranks, and raised unchanged on this one
+        error = caught
+    reports = gather_reports(None if error is None else _error_text(error), mesh)
+    if error is not None:
+        raise error
+    wrong: dict[str, list[int]] = {}
+    for who, what in reports:
+        wrong.setdefault(what, []).append(who)
+    if wrong:
+        raise FlexError("; ".join(f"{what} (rank {_list_first_ranks(who)})" for what, who in wrong.items()))
+    return cast(ItemT, result)
+
+
+def _error_text(error: Exception) -> str:
+    return str(error) if isinstance(error, FlexError) else f"{type(error).__name__}: {error}"
+
+
+def _list_first_ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
+    return ", ".join(map(str, ranks[:MAX_RANKS_SHOWN])) + more
 
 
 def broadcast_object(item: Any, mesh: Mesh) -> Any:

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from megatron_flex.collectives import (
     TRANSPORTS,
+    PlannedCollective,
     Shard,
     ShardSum,
     plan_full_gather,
     plan_read,
     plan_result_broadcast,
 )
-from megatron_flex.dump.size_estimate import EstimatedTensor
 from megatron_flex.errors import HookError
 from megatron_flex.estimate.hook_notation import HookSpec
+from megatron_flex.estimate.tensor_sizes import ROUTED_ROWS, EstimatedTensor, UnknownSizeError
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
@@ -58,7 +59,7 @@ class Links:
         FlexError: a number is not above 0.
 
     Examples:
-        >>> from megatron_flex.launch.estimate import Links
+        >>> from megatron_flex.estimate import Links
         >>> links = Links(gpus_per_node=4, network=25e9)
         >>> handle = flex.register_forward_hook(HookFunction("decoder.layers.*"))
         >>> seconds = flex.estimate(sequence_length=16, micro_batch_size=2, links=links).slowest.seconds
@@ -213,21 +214,13 @@ def estimate_pass(
 
     Raises:
         HookError: the hook cannot be registered there, or the site lacks a dim that it selects.
+        UnknownSizeError: the tensor has rows of experts, which the router decides.
     """
+    if held.expected:
+        raise UnknownSizeError(held.name, ROUTED_ROWS)
     if hook.kind == "read":
         return _estimate_read(hook, held, site, mesh, placement, heads)
     return _estimate_edit(hook, held, site, mesh, placement)
-
-
-def _padded_bytes(held: EstimatedTensor, mesh: Mesh) -> int:
-    """Bytes of the full tensor, with the padding that is gathered."""
-    parts = prod(c.size for c in _cutting_axes(held.layout, mesh))
-    copies = prod(c.copies for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1)
-    return round(prod(held.local) * held.weight * parts / copies)
-
-
-def _cutting_axes(layout: Layout, mesh: Mesh) -> list[Axis]:
-    return [mesh[c.axis] for d in layout.dims for c in d.cuts if mesh[c.axis].size > 1]
 
 
 # -- reading -------------------------------------------------------------------------------------------
@@ -237,10 +230,7 @@ def _estimate_read(
     hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int
 ) -> PassEstimate:
     """Every rank with a shard writes it to shared memory of its node; other nodes send theirs once."""
-    if any(isinstance(n, str) for n in held.shape):
-        raise HookError(f"{held.name}: its length depends on the data; leave it out")
-    layout, part = held.layout, round(prod(held.local)) * held.weight
-    size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+    layout, part, size = held.layout, held.shard_bytes, held.full_bytes
     if hook.wanted is not None:
         layout, part, size = _estimate_selection(hook.wanted, held, site, mesh, heads)
     up = size if held.stage else 0
@@ -281,8 +271,8 @@ def _estimate_selection(
     if wanted.each_sequence and (count := max(len(d.sequences) for d in held.layout.dims)):
         apart = [_estimate_selection(wanted.in_sequence(n), held, site, mesh, heads) for n in range(count)]
         return apart[0][0], sum(part for _, part, _ in apart), sum(kept for _, _, kept in apart)
-    shape = tuple(round(n) for n in held.local)
-    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPE_BY_WIDTH[held.weight]
+    shape, dtype = held.local_shape, held.dtype
+    none, sizes = torch.device("meta"), mesh.sizes
     plan = plan_selection(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
     one = tuple((d, t.to(none)) for d, t in plan.picks)
     made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
@@ -300,8 +290,10 @@ def _estimate_edit(
 ) -> PassEstimate:
     if site.read_only_reason:
         raise HookError(f"{site.name} can be read and not edited: {site.read_only_reason}")
-    full = _padded_bytes(held, mesh)
-    part = round(prod(held.local) * held.weight)
+    # Of the full tensor with its padding, which is gathered too; copies of key and value heads once.
+    cuts = [c for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1]
+    part = held.shard_bytes
+    full = part * prod(mesh[c.axis].size for c in cuts) // prod(c.copies for c in cuts)
     sums = _requested_sums(hook, held, site, mesh)
     if sums is None:
         sent = [] if hook.gathered else _gather_collectives(hook, held, mesh)
@@ -323,24 +315,29 @@ def _estimate_edit(
 
 
 def _gather_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
-    """The traffic of gathering the full tensor, and of its gradient."""
-    passes = [(held.layout, hook.gradient)] + (
-        [] if hook.gradient else [(conjugate_layout(held.layout), True)]
-    )
+    """Those that gather the full tensor, and its gradient."""
+    layouts = [(held.layout, hook.gradient)]
+    if not hook.gradient:
+        layouts.append((conjugate_layout(held.layout), True))
     return [
-        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
-        for layout, backward in passes
-        for p in plan_full_gather(layout, held.shape, held.weight, mesh)
+        _added(planned, mesh, backward)
+        for layout, backward in layouts
+        for planned in plan_full_gather(layout, held.shape, held.dtype.itemsize, mesh)
     ]
 
 
 def _broadcast_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
-    """The traffic of broadcasting the result of the rank that ran the edit, and of returning its gradient."""
+    """Those that broadcast the result of the rank that ran the edit, and return its gradient."""
     return [
-        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        _added(planned, mesh, backward)
         for backward in ((True,) if hook.gradient else (False, True))
-        for p in plan_result_broadcast(held.layout, held.shape, held.weight, mesh)
+        for planned in plan_result_broadcast(held.layout, held.shape, held.dtype.itemsize, mesh)
     ]
+
+
+def _added(planned: PlannedCollective, mesh: Mesh, backward: bool) -> AddedCollective:
+    axis = mesh[planned.axis]
+    return AddedCollective(planned.op, axis.name, axis.size, round(planned.nbytes({})), backward)
 
 
 def _ring_traffic(sent: AddedCollective, placement: Placement) -> Traffic:
@@ -350,13 +347,13 @@ def _ring_traffic(sent: AddedCollective, placement: Placement) -> Traffic:
 class _SumRecorder(Shard):
     """A shard that records which sums are requested, and adds nothing."""
 
-    __slots__ = ("heard",)
-    heard: list[tuple[list[Axis], int]]
+    __slots__ = ("requested",)
+    requested: list[tuple[list[Axis], int]]
 
     def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         axes = [self.mesh[c.axis] for c in self._cuts(dims)]
         if axes:
-            self.heard.append((axes, tensor.nbytes))
+            self.requested.append((axes, tensor.nbytes))
         return tensor
 
     def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum) -> Tensor:
@@ -371,31 +368,22 @@ def _requested_sums(
         return None
     if hook.edit == "local":
         return []
-    shape = tuple(round(n) for n in held.local)
+    shape = held.local_shape
     if hook.edit == "linear":
         cuts = held.layout.dims[-1].cuts
         axes = [mesh[c.axis] for c in cuts if mesh[c.axis].size > 1]
-        return [(axes, prod(shape[:-1]) * hook.entries * held.weight)] if axes else []
-    return record_preset_sums(hook.edit, shape, held, site, mesh)
-
-
-def record_preset_sums(
-    edit: Any, shape: tuple[int, ...], held: EstimatedTensor, site: Site, mesh: Mesh
-) -> list[tuple[list[Axis], int]] | None:
-    """The sums that a preset requests, found by running it once on a meta tensor."""
-    bound = for_site(edit, site)
-    local = torch.empty(shape, dtype=DTYPE_BY_WIDTH[held.weight], device="meta")
-    shard = _SumRecorder(
-        **{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in SHARD_FIELDS}
-    )
-    object.__setattr__(shard, "heard", [])
-    ready: Any = on_shard(bound, shard)
-    if ready is None:
+        return [(axes, prod(shape[:-1]) * hook.entries * held.dtype.itemsize)] if axes else []
+    # Those of a preset are found by running it once on a meta tensor.
+    local = torch.empty(shape, dtype=held.dtype, device="meta")
+    plain = Shard.of(local, held.layout, mesh)
+    shard = _SumRecorder(**{name: getattr(plain, name) for name in SHARD_FIELDS})
+    object.__setattr__(shard, "requested", [])
+    edit: Any = on_shard(for_site(hook.edit, site), shard)
+    if edit is None:
         return None
     order = held.layout.permute or tuple(range(len(shape)))
-    ready(None, local.permute(order), None, None)
-    return list(shard.heard)
+    edit(None, local.permute(order), None, None)
+    return list(shard.requested)
 
 
 SHARD_FIELDS = ("layout", "mesh", "shape", "full_size")
-DTYPE_BY_WIDTH = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any
 
 from megatron_flex.collectives import EXCHANGE_BYTES
-from megatron_flex.dump.size_estimate import EstimatedTensor
+from megatron_flex.dump import Dump
 from megatron_flex.errors import FlexError
+from megatron_flex.estimate.dump_estimate import estimate_dump_size
 from megatron_flex.estimate.hook_estimate import (
+    NO_TRAFFIC,
+    RANK_ORDER,
+    RING_SHARES,
     AddedCollective,
     Links,
     PassEstimate,
@@ -21,6 +26,8 @@ from megatron_flex.estimate.hook_estimate import (
     traffic_between,
 )
 from megatron_flex.estimate.hook_notation import HookSpec
+from megatron_flex.estimate.tensor_sizes import EstimatedTensor
+from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import format_bytes
 from megatron_flex.sites import Site, fold_numbers, strip_numbers
@@ -86,11 +93,21 @@ class RankEstimate:
 
     role: str
     stage: int
-    moved: Traffic
-    seconds: float
-    collectives: int
-    device: int
-    host: int
+    moved: Traffic = NO_TRAFFIC
+    seconds: float = 0
+    collectives: int = 0
+    device: int = 0
+    host: int = 0
+
+    def plus(self, moved: Traffic, host: int = 0, collectives: int = 0, device: int = 0) -> RankEstimate:
+        """With one more hook, of which the rank holds the tensor for its own call only."""
+        return replace(
+            self,
+            moved=self.moved + moved,
+            collectives=self.collectives + collectives,
+            device=max(self.device, device),
+            host=self.host + host,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +167,7 @@ class RunEstimate:
                     one.layout,
                     format_bytes(each.full),
                     format_bytes(each.shard),
-                    _describe_collectives(each.collectives),
+                    ", ".join(c.describe() for c in each.collectives) or "none",
                     *(format_bytes(getattr(busy, n)) for n in ("nvlink", "network", "pcie", "disk")),
                     format_bytes(each.device),
                 )
@@ -205,125 +222,130 @@ def _name_row(alike: Sequence[HookEstimate], alone: bool) -> str:
     return name + (f" ({len(alike)})" if len(alike) > 1 else "")
 
 
-def _describe_collectives(sent: Sequence[AddedCollective]) -> str:
-    return ", ".join(s.describe() for s in sent) or "none"
-
-
-@dataclass(slots=True)
-class _RankTotal:
-    moved: Traffic = field(default_factory=Traffic)
-    collectives: int = 0
-    device: int = 0
-    host: int = 0
-
-
 def estimate_run(
     mesh: Mesh,
-    wanted: Iterable[tuple[HookSpec, Site, EstimatedTensor]],
+    hooks: Sequence[tuple[HookSpec, Site, EstimatedTensor]],
     links: Links,
     uncounted: Mapping[str, str],
     heads: int = 0,
-    more: Sequence[HookEstimate] = (),
+    sinks: Sequence[HookEstimate] = (),
 ) -> RunEstimate:
     """Sum the estimates of hooks.
 
     Args:
         mesh: the run's mesh; only its sizes are used.
-        wanted: each hook at each tensor, in model order.
+        hooks: each hook at each tensor, in model order.
         links: between ranks.
         uncounted: sites that cannot be estimated, and why.
         heads: the number of attention heads of a layer.
-        more: the estimates of dumps and statistics.
+        sinks: the estimates of dumps and statistics.
 
     Raises:
         FlexError: there is no hook, or one cannot be registered at its site.
     """
-    wanted = list(wanted)
     placement = Placement(mesh.sizes, links.gpus_per_node)
-    words: dict[Any, str] = {}
-    known: dict[Any, PassEstimate] = {}
-    found = []
-    for hook, site, held in wanted:
-        key = (
-            id(hook),
-            held.layout,
-            held.shape,
-            held.local,
-            held.weight,
-            held.stage > 0,
-            site.read_only_reason,
+    layouts: dict[Layout, str] = {}
+    passes: dict[Any, PassEstimate] = {}
+    rows = []
+    for hook, site, held in hooks:
+        # Layers differ only in their names, and in whether captures travel to the first stage.
+        same = (held.layout, held.shape, held.local, held.dtype, held.stage > 0, site.read_only_reason)
+        key = (id(hook), *same)
+        if key not in passes:
+            passes[key] = estimate_pass(hook, held, site, mesh, placement, heads)
+        if held.layout not in layouts:
+            layouts[held.layout] = held.layout.describe(mesh.sizes)
+        rows.append(
+            _hook_estimate(hook.describe(), held, layouts[held.layout], passes[key], hook.asked),
         )
-        if key not in known:
-            known[key] = estimate_pass(hook, held, site, mesh, placement, heads)
-        if held.layout not in words:
-            words[held.layout] = held.layout.describe(mesh.sizes)
-        found.append(
-            HookEstimate(
-                hook.describe(),
-                held.name,
-                held.kind,
-                words[held.layout],
-                held.shape,
-                held.stage,
-                held.times,
-                known[key],
-                hook.asked,
-            )
-        )
-    found += more
-    if not found:
+    rows += sinks
+    if not rows:
         raise FlexError("nothing to estimate: name hooks, such as --read 'decoder.layers.*'")
-    ranks = 1
-    for axis in mesh:
-        ranks *= axis.size
-    flags = sum(1 for a in mesh if a.size > 1) if wanted else 0
-    roles = _estimate_ranks(mesh, found, links, placement)
-    return RunEstimate(dict(mesh.sizes), ranks, links, tuple(found), roles, flags, dict(uncounted))
+    flags = sum(1 for a in mesh if a.size > 1) if hooks else 0
+    return RunEstimate(
+        dict(mesh.sizes),
+        prod(axis.size for axis in mesh),
+        links,
+        tuple(rows),
+        _estimate_ranks(mesh, rows, links, placement),
+        flags,
+        dict(uncounted),
+    )
+
+
+def _hook_estimate(
+    hook: str, held: EstimatedTensor, layout: str, each: PassEstimate, asked: str = ""
+) -> HookEstimate:
+    return HookEstimate(hook, held.name, held.kind, layout, held.shape, held.stage, held.times, each, asked)
+
+
+def estimate_dump_rows(dump: Dump, tensors: Sequence[EstimatedTensor], mesh: Mesh) -> list[HookEstimate]:
+    """The estimate of a dump: nothing is sent; each rank of a stage writes its part of the stage's tensors.
+
+    Args:
+        dump: its settings; samples that it omits are counted, too.
+        tensors: the tensors of each microbatch.
+        mesh: the run's mesh.
+    """
+    estimate = estimate_dump_size(mesh, tensors, dump)
+    ranks = estimate.ranks // mesh["pp"].size
+    rows = []
+    for site, held in zip(estimate.sites, tensors, strict=True):
+        share, part = round(site.bytes / (ranks * held.times)), held.shard_bytes
+        moved = Traffic(pcie=share, disk=share)
+        each = PassEstimate(
+            "dump", (), held.full_bytes, part, moved, moved, device=part, host=share, leader_host=share
+        )
+        rows.append(_hook_estimate(f"dump to {dump.path}", held, site.layout, each))
+    return rows
+
+
+def estimate_statistics(path: Any, nbytes: Sequence[int], mesh: Mesh, links: Links) -> HookEstimate:
+    """The estimate of statistics: one all-reduce over all ranks in a step that is measured.
+
+    Args:
+        path: of their files.
+        nbytes: of each all-reduce.
+        mesh: the run's mesh.
+        links: between ranks.
+    """
+    ranks = prod(a.size for a in mesh)
+    sent = tuple(AddedCollective("all_reduce", "all", ranks, n) for n in nbytes if ranks > 1)
+    near = Placement(mesh.sizes, links.gpus_per_node).within(RANK_ORDER)
+    moved = traffic_between(sum(RING_SHARES[s.op](s.ranks) * s.nbytes for s in sent), near)
+    total = sum(nbytes)
+    each = PassEstimate("statistics", sent, total, total, moved, moved, host=total)
+    return HookEstimate(f"statistics in {path}", "all that is measured", "value", "", (), -1, 1, each)
 
 
 def _estimate_ranks(
-    mesh: Mesh, found: Sequence[HookEstimate], links: Links, placement: Placement
+    mesh: Mesh, rows: Sequence[HookEstimate], links: Links, placement: Placement
 ) -> tuple[RankEstimate, ...]:
     """The estimates of ranks, by stage and role; equal stages are listed once."""
     stages = mesh["pp"].size
-    led, others, arrivals = (
-        [_RankTotal() for _ in range(stages)],
-        [_RankTotal() for _ in range(stages)],
-        _RankTotal(),
-    )
     nodes = placement.nodes(("pp",)) if stages > 1 else (0,)
-    for estimate in found:
-        each, n = estimate.each, estimate.times
-        here = range(stages) if estimate.stage < 0 else (estimate.stage,)
-        for one, moved, host in (
-            *((led[stage], each.leader, each.leader_host) for stage in here),
-            *((others[stage], each.rank, each.host) for stage in here),
-        ):
-            one.moved += moved.times(n)
-            one.collectives += len(each.collectives) * n
-            one.device = max(one.device, each.device)
-            one.host += host * n
-        if each.sent_to_first_stage:
-            near = nodes[estimate.stage] == nodes[0]
-            hop = traffic_between(each.sent_to_first_stage * n, near) + Traffic(
-                pcie=each.sent_to_first_stage * n
-            )
-            led[estimate.stage].moved += hop
-            arrivals.moved += hop
-            arrivals.host += each.sent_to_first_stage * n
-    alike: dict[tuple[Any, ...], list[RankEstimate]] = {}
-    alone = mesh["tp"].size * mesh["cp"].size == 1
-    for stage in range(stages):
-        for role, one in (("leader", led[stage]), ("any other rank", others[stage])):
-            if role != "leader" and alone:
-                continue
-            moved, host = one.moved, one.host
-            if role == "leader" and stage == 0:
-                moved, host = moved + arrivals.moved, host + arrivals.host
-            key = (role, moved, one.collectives, one.device, host)
-            alike.setdefault(key, []).append(
-                RankEstimate(role, stage, moved, moved.seconds(links), one.collectives, one.device, host)
-            )
+    alone = mesh["tp"].size * mesh["cp"].size == 1  # every rank is the leader of its stage's replica
+    roles = ("leader",) if alone else ("leader", "any other rank")
+    totals = {(stage, role): RankEstimate(role, stage) for stage in range(stages) for role in roles}
+    for row in rows:
+        each, n = row.each, row.times
+        for stage in range(stages) if row.stage < 0 else (row.stage,):
+            for role in roles:
+                leads = role == "leader"
+                totals[stage, role] = totals[stage, role].plus(
+                    (each.leader if leads else each.rank).times(n),
+                    (each.leader_host if leads else each.host) * n,
+                    len(each.collectives) * n,
+                    each.device,
+                )
+        if up := each.sent_to_first_stage * n:
+            hop = traffic_between(up, nodes[row.stage] == nodes[0]) + Traffic(pcie=up)
+            totals[row.stage, "leader"] = totals[row.stage, "leader"].plus(hop)
+            totals[0, "leader"] = totals[0, "leader"].plus(hop, up)
+    alike: dict[RankEstimate, list[RankEstimate]] = {}
+    for total in totals.values():
+        rank = replace(total, seconds=total.moved.seconds(links))
+        alike.setdefault(replace(rank, stage=0), []).append(rank)
     return tuple(_name_role(ranks, stages) for ranks in alike.values())
 
 

@@ -1,171 +1,91 @@
-"""The active content of a session, for estimates: its hooks at their sites, its dumps and its statistics."""
+"""Estimates of a live session: its active hooks, dumps and statistics, and a dump that a run will write."""
 
 from __future__ import annotations
 
-import re
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_flex.collectives import gather_distinct, run_or_raise_on_all
 from megatron_flex.dump import Dump
-from megatron_flex.dump.size_estimate import EstimatedTensor, compute_local_shape, estimate_dump_size
 from megatron_flex.errors import FlexError
-from megatron_flex.estimate.hook_estimate import (
-    RANK_ORDER,
-    RING_SHARES,
-    AddedCollective,
-    Links,
-    PassEstimate,
-    Placement,
-    Traffic,
-    traffic_between,
-)
+from megatron_flex.estimate.dump_estimate import DumpEstimate, estimate_dump_size
+from megatron_flex.estimate.hook_estimate import Links
 from megatron_flex.estimate.hook_notation import HookSpec
-from megatron_flex.estimate.run_estimate import HookEstimate, RunEstimate, estimate_run
+from megatron_flex.estimate.run_estimate import (
+    HookEstimate,
+    RunEstimate,
+    estimate_dump_rows,
+    estimate_run,
+    estimate_statistics,
+)
+from megatron_flex.estimate.tensor_sizes import (
+    EstimatedTensor,
+    TensorSizes,
+    UnknownSizeError,
+    count_microbatches,
+    megatron_dtype,
+    select_estimated_parameters,
+    select_estimated_sites,
+)
 from megatron_flex.layout import PackedSequences
-from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.layout.packed_sequences import explain_uneven_sequence
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh, mesh_of_sizes
 from megatron_flex.ranges import check_count
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.local_edits import explain_gather
 from megatron_flex.sites import Site
 
-ROUTED_ROWS = "its rows go where the router sends them, which only the data tell"
-LAYOUT_UNKNOWN = "its layout is found when a tensor passes"
 PARAMETERS_LATER = "parameters are written when the step is over: `--flex-estimate` shows how much"
+GRADIENTS_ONCE = "gradients of parameters pass once, not as tensors of tokens"
 
 
-@dataclass
-class SessionEstimate:
-    """The hooks of a session, with the lengths of a run.
+def sizes_of_session(
+    session: Session,
+    chunks: Iterable[nn.Module],
+    lengths: Mapping[str, int],
+    microbatches: int = 1,
+    pack: PackedSequences | None = None,
+) -> TensorSizes:
+    """The sizes of the tensors of a live model.
 
-    Attributes:
-        session: the session.
-        lengths: of the dims that depend on the data: `s` and `b`, of the full microbatch of a replica.
-        padded: the length of the last dim of logits with its padding; 0 if it has none.
-        microbatches: the number in a step.
+    Args:
+        session: of the model.
+        chunks: the modules of this rank.
+        lengths: of the dims that depend on the data; the framework's arguments give others.
+        microbatches: of a step, on each data parallel rank.
         pack: the packed sequences of each microbatch; None without packing.
-        uncounted: what cannot be estimated, and why; filled by the methods.
     """
-
-    session: Session
-    lengths: Mapping[str, int]
-    padded: int
-    microbatches: int
-    pack: PackedSequences | None = None
-    uncounted: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The run's mesh, as its first rank has it: the estimate is for all ranks."""
-        mesh = self.session.mesh
-        return Mesh(_first_rank_axes(mesh.axes), _first_rank_axes(mesh.experts))
-
-    def hooks(self) -> Iterator[tuple[HookSpec, Site, EstimatedTensor]]:
-        """Each active hook at each tensor, in model order."""
-        for site, hooks in self._hooked_sites(of_sinks=False):
-            for backward in (False, True):
-                mine = [h for h in hooks if h.backward is backward]
-                held = self._held(site, backward) if mine else None
-                if held is not None:
-                    for spec in self._hook_specs(mine, site, held):
-                        yield spec, site, held
-
-    def more(self, links: Links) -> Iterator[HookEstimate]:
-        """The estimates of dumps and statistics."""
-        dumps: dict[int, tuple[Dump, list[EstimatedTensor]]] = {}
-        for site, hooks in self._hooked_sites(of_sinks=True):
-            for hook in hooks:
-                dump = hook.tensor_sink.settings if isinstance(hook.tensor_sink, DumpSink) else None
-                held = None if dump is None else self._held(site, hook.backward)
-                if dump is not None and held is not None:
-                    dumps.setdefault(id(dump), (dump, []))[1].append(_in_dump_dtype(held, dump))
-        for dump, tensors in dumps.values():
-            yield from estimate_registered_dump(dump, tensors, self.mesh)
-            if dump.parameters:
-                self.uncounted[f"the dump in {dump.path}"] = PARAMETERS_LATER
-        for measurer in self.session.sinks.statistics:
-            words = f"statistics in {measurer.settings.path}"
-            yield estimate_statistics(words, measurer.sends, self.mesh, links)
-
-    def _hooked_sites(self, of_sinks: bool) -> Iterator[tuple[Site, list[HookFunction]]]:
-        """The sites that have active hooks, and these."""
-        at: dict[str, tuple[Site, list[HookFunction]]] = {}
-        for entry in self.session.registry.selected:
-            if (entry.hook.tensor_sink is not None) is of_sinks:
-                for site in entry.sites:
-                    at.setdefault(site.name, (site, []))[1].append(entry.hook)
-                for parameter in entry.parameters:
-                    self.uncounted[parameter.name] = (
-                        "gradients of parameters pass once, not as tensors of tokens"
-                    )
-        order = {s.name: n for n, s in enumerate(self.session.sites)}
-        yield from sorted(at.values(), key=lambda found: order.get(found[0].place, 0))
-
-    def _held(self, site: Site, backward: bool) -> EstimatedTensor | None:
-        """The tensor at the site, or its gradient; None where its size is unknown."""
-        why = ROUTED_ROWS if "experts" in site.module.split(".") else ""
-        if not why and (site.inferred or len(site.shape) != len(site.dims)):
-            why = LAYOUT_UNKNOWN
-        if why:
-            self.uncounted[site.name] = why
-            return None
-        shape = tuple(self._length(site, n) for n in site.shape)
-        logits = self.padded and site.module == "output_layer"
-        full = tuple(self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True))
-        here = site.layout if self.pack is None else self.pack.layout_of(site.layout)
-        layout = layout_in_pass(here, backward)
-        width = self.session.hooks.trials.itemsize
-        local = compute_local_shape(here, full, self.mesh.sizes)
-        kind = "gradient" if backward else "value"
-        return EstimatedTensor(
-            site.name, kind, layout, shape, local, width, width, site.stage, site.chunk, self.microbatches
-        )
-
-    def _length(self, site: Site, length: int | str) -> int:
-        if isinstance(length, int):
-            return length
-        found = re.fullmatch(r"(\d*)([a-z]+)", length)
-        if found and found[2] in self.lengths:
-            return int(found[1] or 1) * self.lengths[found[2]]
-        raise FlexError(
-            f"{site.name}: nothing gives the length of its dim {length!r} is; give estimate() "
-            "sequence_length= and micro_batch_size="
-        )
-
-    def _hook_specs(
-        self, hooks: Sequence[HookFunction], site: Site, held: EstimatedTensor
-    ) -> Iterator[HookSpec]:
-        """The effect of these hooks at the site, all on the tensor or all on its gradient."""
-        session = self.session
-        edits = {h: e for h in hooks if (e := h.editing_of(site.name)) is not None}
-        trains = bool(session.editing.modules)
-        why = explain_gather(edits, held.layout, held.shape, self.mesh, trains) if edits else ""
-        kept, gathered = set(), False
-        for hook in hooks:
-            spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
-            if hook.save and hook.keep_as not in kept:
-                kept.add(hook.keep_as)
-                part = f"@{hook.wanted.describe()}" if hook.wanted else ""
-                yield replace(spec, wanted=hook.wanted, gathered=bool(why), asked=part)
-            if hook in edits and not why:
-                yield replace(spec, edit=edits[hook])
-            elif hook in edits:
-                yield replace(spec, edit="general", gathered=gathered, once=hook.run == "once")
-                gathered = True
+    modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
+    config = next((m.config for m in modules if hasattr(m, "config")), None)
+    dtype = session.hooks.trials.dtype
+    megatron = hasattr(config, "moe_router_topk")
+    fp32_loss = not any(getattr(m, "fp16_lm_cross_entropy", False) for m in modules)
+    heads = getattr(config, "linear_num_value_heads", None) or 0
+    return TensorSizes(
+        session.mesh.sizes,
+        {"heads": heads, **session.hooks.trials.lengths, **lengths},
+        partial(megatron_dtype, config=config, dtype=dtype, fp32_loss=fp32_loss)
+        if megatron
+        else lambda _: dtype,
+        microbatches,
+        max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0) if megatron else 0,
+        config=config if megatron else None,
+        pack=pack,
+    )
 
 
 def estimate_session(
     session: Session,
     chunks: nn.ModuleList,
-    given: Mapping[str, int | None],
+    lengths: Mapping[str, int | None],
     microbatches: int,
     links: Links | None,
     sequences: PackedSequences | Iterable[int] | None = None,
@@ -175,7 +95,7 @@ def estimate_session(
     Args:
         session: whose hooks.
         chunks: the modules of this rank.
-        given: lengths of `s` and `b`; None for what the framework's arguments tell.
+        lengths: of `s` and `b`; None for what the framework's arguments tell.
         microbatches: of a step, on each data parallel rank.
         links: between ranks; None for usual ones.
         sequences: the packed sequences of each microbatch, or their lengths; None without packing.
@@ -184,7 +104,7 @@ def estimate_session(
         FlexError: nothing is active whose cost can be estimated, or a length is unknown.
     """
     check_count("microbatches", microbatches)
-    for name, length in given.items():
+    for name, length in lengths.items():
         if length is not None:
             check_count(name, length)
     links = links or Links()
@@ -193,18 +113,104 @@ def estimate_session(
     else:
         pack = PackedSequences.of(accumulate(sequences, initial=0))
     if pack is not None:
-        given = _packed_lengths(pack, given, session.mesh["cp"].size)
-    lengths = {**session.hooks.trials.lengths, **{n: k for n, k in given.items() if k is not None}}
-    modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
-    padded = max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0)
-    config = next((m.config for m in modules if hasattr(m, "config")), None)
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    standing = SessionEstimate(session, lengths, padded, microbatches, pack)
-    found, more = list(standing.hooks()), list(standing.more(links))
-    if not found and not more:
-        why = "; ".join(f"{n}: {w}" for n, w in standing.uncounted.items())
-        raise FlexError(f"costs of nothing: {why or 'no hook is active; register some first'}")
-    return estimate_run(standing.mesh, found, links, standing.uncounted, heads, more)
+        lengths = _packed_lengths(pack, lengths, session.mesh["cp"].size)
+    known = {name: length for name, length in lengths.items() if length is not None}
+    sizes = sizes_of_session(session, chunks, known, microbatches, pack)
+    dense, experts = ({a.name: a.size for a in axes} for axes in (session.mesh.axes, session.mesh.experts))
+    mesh = mesh_of_sizes(dense, experts)  # the estimate is for all ranks
+    heads = int(getattr(sizes.config, "num_attention_heads", 0) or 0)
+    uncounted: dict[str, str] = {}
+    hooks = list(_hooks_at_tensors(session, sizes, mesh, uncounted))
+    sinks = [
+        *_dump_rows(session, sizes, mesh, uncounted),
+        *(
+            estimate_statistics(measurer.settings.path, measurer.sends, mesh, links)
+            for measurer in session.sinks.statistics
+        ),
+    ]
+    if not hooks and not sinks:
+        why = "; ".join(f"{name}: {reason}" for name, reason in uncounted.items())
+        raise FlexError(f"nothing to estimate: {why or 'no hook is active; register some first'}")
+    return estimate_run(mesh, hooks, links, uncounted, heads, sinks)
+
+
+def _hooks_at_tensors(
+    session: Session, sizes: TensorSizes, mesh: Mesh, uncounted: dict[str, str]
+) -> Iterator[tuple[HookSpec, Site, EstimatedTensor]]:
+    """Each active hook at each tensor, in model order."""
+    for site, hooks in _hooked_sites(session, False, uncounted):
+        for backward in (False, True):
+            these = [h for h in hooks if h.backward is backward]
+            tensor = _tensor(sizes, site, backward, uncounted) if these else None
+            if tensor is not None:
+                for spec in _hook_specs(session, these, site, tensor, mesh):
+                    yield spec, site, tensor
+
+
+def _dump_rows(
+    session: Session, sizes: TensorSizes, mesh: Mesh, uncounted: dict[str, str]
+) -> Iterator[HookEstimate]:
+    """The estimates of the registered dumps."""
+    tensors: dict[int, tuple[Dump, list[EstimatedTensor]]] = {}
+    for site, hooks in _hooked_sites(session, True, uncounted):
+        for hook in hooks:
+            if isinstance(hook.tensor_sink, DumpSink):
+                dump = hook.tensor_sink.settings
+                tensor = _tensor(sizes, site, hook.backward, uncounted)
+                if tensor is not None:
+                    tensors.setdefault(id(dump), (dump, []))[1].append(tensor)
+    for dump, dumped in tensors.values():
+        yield from estimate_dump_rows(dump, dumped, mesh)
+        if dump.parameters:
+            uncounted[f"the dump in {dump.path}"] = PARAMETERS_LATER
+
+
+def _hooked_sites(
+    session: Session, of_sinks: bool, uncounted: dict[str, str]
+) -> list[tuple[Site, list[HookFunction]]]:
+    """The sites that have active hooks, and these, in model order."""
+    hooks_at: dict[str, tuple[Site, list[HookFunction]]] = {}
+    for entry in session.registry.selected:
+        if (entry.hook.tensor_sink is not None) is of_sinks:
+            for site in entry.sites:
+                hooks_at.setdefault(site.name, (site, []))[1].append(entry.hook)
+            uncounted.update((p.name, GRADIENTS_ONCE) for p in entry.parameters)
+    order = {s.name: n for n, s in enumerate(session.sites)}
+    return sorted(hooks_at.values(), key=lambda hooked: order.get(hooked[0].place, 0))
+
+
+def _tensor(
+    sizes: TensorSizes, site: Site, backward: bool, uncounted: dict[str, str]
+) -> EstimatedTensor | None:
+    """The tensor at the site, or its gradient; None where its size is unknown."""
+    try:
+        return sizes.activation(site, "gradient" if backward else "value")
+    except UnknownSizeError as error:
+        if error.dims:
+            raise FlexError(f"{error}; give estimate() sequence_length= and micro_batch_size=") from error
+        uncounted[site.name] = error.reason
+        return None
+
+
+def _hook_specs(
+    session: Session, hooks: Sequence[HookFunction], site: Site, tensor: EstimatedTensor, mesh: Mesh
+) -> Iterator[HookSpec]:
+    """The effect of these hooks at the site, all on the tensor or all on its gradient."""
+    edits = {h: e for h in hooks if (e := h.editing_of(site.name)) is not None}
+    trains = bool(session.editing.modules)
+    why = explain_gather(edits, tensor.layout, tensor.shape, mesh, trains) if edits else ""
+    kept, gathered = set(), False
+    for hook in hooks:
+        spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
+        if hook.save and hook.keep_as not in kept:
+            kept.add(hook.keep_as)
+            part = f"@{hook.wanted.describe()}" if hook.wanted else ""
+            yield replace(spec, wanted=hook.wanted, gathered=bool(why), asked=part)
+        if hook in edits and not why:
+            yield replace(spec, edit=edits[hook])
+        elif hook in edits:
+            yield replace(spec, edit="general", gathered=gathered, once=hook.run == "once")
+            gathered = True
 
 
 def _packed_lengths(
@@ -227,49 +233,46 @@ def _packed_lengths(
     return lengths
 
 
-def _first_rank_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    return tuple(Axis(a.name, a.size, 0, None, tuple(range(a.size))) for a in axes)
-
-
-def _in_dump_dtype(held: EstimatedTensor, dump: Dump) -> EstimatedTensor:
-    cast = dump.dtype if isinstance(dump.dtype, torch.dtype) else None
-    return held if cast is None else replace(held, itemsize=cast.itemsize)
-
-
-def estimate_registered_dump(
-    dump: Dump, tensors: Sequence[EstimatedTensor], mesh: Mesh
-) -> Iterator[HookEstimate]:
-    """The estimate of a dump: nothing is sent; each rank of a stage writes its part of the stage's tensors.
+def estimate_live_dump(session: Session, chunks: nn.ModuleList, args: Namespace, dump: Dump) -> DumpEstimate:
+    """Estimate the size of a dump of a Megatron run. Collective over the mesh; the same on all ranks.
 
     Args:
-        dump: its settings; samples that it omits are counted, too.
-        tensors: the tensors of each microbatch.
-        mesh: the run's mesh.
+        session: of the model.
+        chunks: the modules of this rank.
+        args: Megatron's validated arguments.
+        dump: the settings of the dump; samples that the dump leaves out are counted too.
+
+    Raises:
+        FlexError: on all ranks: a pattern matches nothing or only hidden sites, or a size does not follow
+            from the configuration.
     """
-    estimate = estimate_dump_size(mesh, tensors, dump)
-    ranks = estimate.ranks // mesh["pp"].size
-    for site, held in zip(estimate.sites, tensors, strict=True):
-        share = round(site.bytes / (ranks * held.times))
-        moved = Traffic(pcie=share, disk=share)
-        full = prod(n for n in held.shape if isinstance(n, int)) * held.weight
-        part = round(prod(held.local) * held.weight)
-        each = PassEstimate("dump", (), full, part, moved, moved, device=part, host=share, leader_host=share)
-        words = f"dump to {dump.path}"
-        yield HookEstimate(words, held.name, held.kind, site.layout, held.shape, held.stage, held.times, each)
+    mesh, local_sites = session.mesh, session.taps.own
+    chosen = select_estimated_sites(session.sites, dump.sites)
+    parameters = [*session.parameters.index.all_copies(), *session.parameters.buffers.all_copies()]
+    names = {p.name for p in select_estimated_parameters(parameters, dump.parameters)}
+    here = [*session.adapter.parameters(), *session.adapter.buffers()]
+    written = sum(dump.wants_microbatch(n) for n in range(count_microbatches(args, None)))
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
+    sizes = replace(
+        sizes_of_session(session, chunks, {"s": args.seq_length, "b": args.micro_batch_size}, written),
+        even_routing=True,
+        gradient_dtype=torch.float32 if in_fp32 else None,
+    )
 
+    def list_tensors() -> list[EstimatedTensor]:
+        # Taps, which say what rows of experts are, stay on the rank that has the module.
+        sites = [local_sites[s.name] for s in chosen if s.name in local_sites]
+        return list(sizes.of_dump(sites, (p for p in here if p.name in names), dump.gradients))
 
-def estimate_statistics(words: str, nbytes: Sequence[int], mesh: Mesh, links: Links) -> HookEstimate:
-    """The estimate of statistics: one all-reduce over all ranks in a step that is measured.
-
-    Args:
-        words: their description.
-        nbytes: of each all-reduce.
-        mesh: the run's mesh.
-        links: between ranks.
-    """
-    ranks = prod(a.size for a in mesh)
-    sent = tuple(AddedCollective("all_reduce", "all", ranks, n) for n in nbytes if ranks > 1)
-    near = Placement(mesh.sizes, links.gpus_per_node).within(RANK_ORDER)
-    moved = traffic_between(sum(RING_SHARES[s.op](s.ranks) * s.nbytes for s in sent), near)
-    each = PassEstimate("statistics", sent, sum(nbytes), sum(nbytes), moved, moved, host=sum(nbytes))
-    return HookEstimate(words, "all that is measured", "value", "", (), -1, 1, each)
+    tensors: dict[tuple[str, str], EstimatedTensor] = {}
+    for listed in gather_distinct(run_or_raise_on_all(mesh, list_tensors), mesh):
+        for tensor in listed:
+            tensors.setdefault((tensor.name, tensor.kind), tensor)
+    places = {name: n for n, name in enumerate([s.name for s in chosen] + [p.name for p in parameters])}
+    return estimate_dump_size(
+        mesh,
+        sorted(tensors.values(), key=lambda t: places[t.name]),
+        dump,
+        iterations=sum(dump.wants_iteration(n) for n in range(args.iteration, args.train_iters or 0)),
+        hidden={s.name: s.hidden for s in chosen if s.hidden},
+    )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_flex.collectives import run_or_raise_on_all
 from megatron_flex.dump.json_form import load_json, stringify_nonfinite
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.rank_errors import run_or_raise_on_all
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime.gradient_norm import GradientNorms
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.estimate.estimates import estimate_live_dump
+from megatron_flex.estimate.session_estimate import estimate_live_dump
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.model_alignment import align_with_folder
 from megatron_flex.launch.settings_resolver import ResolvedSettings
@@ -69,7 +69,7 @@ def _describe_estimates(flex: FlexModel, resolved: ResolvedSettings, args: Names
             "--flex-estimate: nothing would be written or edited; give --flex-dump or --flex-edit"
         )
     for dump in resolved.dumps:
-        estimate = estimate_live_dump(flex, args, dump)
+        estimate = estimate_live_dump(flex.session, flex.chunks, args, dump)
         yield f"dump to {dump.path}"
         yield from format_table(
             [("tensor", "stage", "full shape", "layout", "of a rank", "in all"), *estimate.rows()]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flex.collectives import gather_reports
-from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
-
-MAX_RANKS_SHOWN = 8  # ranks that an error names; others are only counted
-T = TypeVar("T")
 
 
 def job_mesh() -> Mesh:
@@ -26,42 +20,6 @@ def job_mesh() -> Mesh:
         return Mesh()
     size = dist.get_world_size()
     return Mesh((Axis("job", size, dist.get_rank(), None, tuple(range(size))),))
-
-
-def run_or_raise_on_all(mesh: Mesh, act: Callable[[], T]) -> T:
-    """Call a function that may fail on some ranks; raise on all ranks if it failed. Collective over the mesh.
-
-    Returns:
-        The result of `act`.
-
-    Raises:
-        FlexError: on the ranks where `act` succeeded, with the messages of the others.
-        Exception: on a rank where `act` failed, its own exception.
-    """
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = act()
-    except Exception as caught:  # sent to all ranks, and raised unchanged on this one
-        error = caught
-    reports = gather_reports(None if error is None else _error_text(error), mesh)
-    if error is not None:
-        raise error
-    wrong: dict[str, list[int]] = {}
-    for who, what in reports:
-        wrong.setdefault(what, []).append(who)
-    if wrong:
-        raise FlexError("; ".join(f"{what} (rank {_list_first_ranks(who)})" for what, who in wrong.items()))
-    return cast(T, result)
-
-
-def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, FlexError) else f"{type(error).__name__}: {error}"
-
-
-def _list_first_ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
-    return ", ".join(map(str, ranks[:MAX_RANKS_SHOWN])) + more
 
 
 ERROR_STATUS = 2  # exit status of the process after a FlexError

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.collectives import run_or_raise_on_all
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.gradient_norm_file import NormFile
 from megatron_flex.launch.hook_control import Control
 from megatron_flex.launch.launch_settings import Settings
-from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
+from megatron_flex.launch.rank_errors import job_mesh
 from megatron_flex.launch.run_report import RunReport, describe_end, describe_start
 from megatron_flex.launch.settings_resolver import (
     DUMP_GROUP,

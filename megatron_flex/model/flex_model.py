@@ -386,7 +386,8 @@ class FlexModel(nn.Module):
         """Estimate bytes by link, collectives and memory of a step: of each hook, and each stage's ranks.
 
         Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step. Entries
-        are counted in the parameters' dtype. Formulae: `docs/contributing/performance.md`.
+        are counted in the dtype of the parameters, or in that in which Megatron keeps a tensor. Formulae:
+        `docs/contributing/performance.md`.
 
         Args:
             sequence_length: of the full sequence, in tokens; None to use the setting of `megatron.training`.
@@ -399,7 +400,7 @@ class FlexModel(nn.Module):
         Raises:
             FlexError: nothing active has a cost that can be estimated, or a length is unknown.
         """
-        # Imported here, as it needs numpy, which hooks do not.
+        # Imported here, as hooks need none of it.
         from megatron_flex.estimate.session_estimate import estimate_session
 
         given = {"s": sequence_length, "b": micro_batch_size}

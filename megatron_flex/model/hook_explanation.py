@@ -58,7 +58,7 @@ class HookExplanation:
         yield f"layout {layout.describe(mesh.sizes)}, full shape [{full}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
-        size = session.hooks.trials.itemsize
+        size = session.hooks.trials.dtype.itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
             if hook.wanted is not None:

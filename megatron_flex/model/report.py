@@ -165,13 +165,14 @@ class Report:
         sites = session.sites.match(pattern)
         if not session.is_leader or session.mesh["dp"].coord:
             return None
+        from megatron_flex.estimate.session_estimate import sizes_of_session
+        from megatron_flex.estimate.site_estimates import estimate_sites
         from megatron_flex.page import Page, grid_of_mesh, write  # needs numpy, which nothing else here does
         from megatron_flex.page.page_builder import fill_page
-        from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
 
         grid = grid_of_mesh(session.mesh)
         known = _captured_lengths(session) | dict(lengths or {})
-        weight = next((p.element_size() for p in self._chunks.parameters() if p.is_floating_point()), None)
+        sizes = sizes_of_session(session, self._chunks, known)
         recorded = _recorded_sites(session)
         page = Page(
             title or type(self._chunks[0]).__name__,
@@ -179,7 +180,7 @@ class Report:
             [replace(s, tap=None) for s in sites],
             collect_site_hooks(session),
             recorded,
-            estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weight, known), grid),
+            estimate_sites(sites, sizes, grid.mesh()),
             notes=[("info", OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, recorded) else (),
         )
         if isinstance(statistics, (str, PathLike)):

@@ -1,22 +1,24 @@
-"""Building a page from dumps, statistics and comparisons: sites where there is no model, data, notes."""
+"""Building a page from a configuration, or from dumps, statistics and comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any
+
+import torch
 
 from megatron_flex.dump.reader import OpenDump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, FlexError, LayoutError
+from megatron_flex.estimate import ConfiguredRun, Links, RunConfig, TensorSizes
+from megatron_flex.estimate.site_estimates import estimate_sites
 from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
 from megatron_flex.page.dump_damage import open_readable
 from megatron_flex.page.html_page import Page
 from megatron_flex.page.rank_grid import RankGrid, grid_of_ranks, grid_of_sizes
-from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
-from megatron_flex.sites import GRADIENT_SUFFIX, Site
+from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site, SiteTable
 from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 EXPERT_AXES = ("edp", "ep", "etp")
@@ -115,15 +117,13 @@ def _page_of_dump(found: OpenDump, title: str) -> Page:
             )
         )
     lengths = _lengths(found)
-    weights = {s.name: _weight(found, s.name) for s in sites}
-    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weights[s.name], lengths), grid)
-    return Page(title, grid, sites, estimates=estimates, notes=notes)
+    sizes = TensorSizes(grid.sizes, lengths, lambda site: _dtype(found, site.name))
+    return Page(title, grid, sites, estimates=estimate_sites(sites, sizes, grid.mesh()), notes=notes)
 
 
-def _weight(found: OpenDump, name: str) -> int | None:
-    """Bytes of an entry."""
+def _dtype(found: OpenDump, name: str) -> torch.dtype | None:
     try:
-        return int(found[name].dtype.itemsize)
+        return found[name].dtype
     except DumpError:  # missing on disk, which the data pane reports
         return None
 
@@ -173,5 +173,41 @@ def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
             sites.append(Site(name, layout_from_json(dict(record.layout)), tuple(record.shape)))
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             notes.append(("damage", f"{name}: the statistics have no layout of it: {error!r}"))
-    estimates = estimate_sites(sites, partial(tensor_at_site, sizes=grid.sizes, weight=None), grid)
-    return Page(title, grid, sites, estimates=estimates, notes=notes)
+    sizes = TensorSizes(grid.sizes, {}, lambda _: None)
+    return Page(title, grid, sites, estimates=estimate_sites(sites, sizes, grid.mesh()), notes=notes)
+
+
+def make_configuration_page(
+    config: RunConfig,
+    *,
+    match: Pattern = "**",
+    mesh: Mapping[str, int] | None = None,
+    world_size: int | None = None,
+    links: Links | None = None,
+    title: str = "",
+) -> Page:
+    """The page of a configuration, without weights, GPU or ranks.
+
+    Args:
+        config: a YAML or JSON file or a mapping of Megatron's argument names, or a list of its flags.
+        match: the pattern of the sites to show, as for `flex.sites()`.
+        mesh: sizes that override the config's: `tp`, `pp`, `cp`, `ep`, `etp`, `dp`.
+        world_size: the number of ranks; by default from `dp`, or with the smallest data parallel size that
+            fits.
+        links: the number of ranks on a node.
+        title: the title of the page; by default the model's sizes.
+
+    Raises:
+        FlexError: the configuration is invalid; the process has groups already; the pattern matches nothing.
+    """
+    run = ConfiguredRun(config, mesh=mesh, world_size=world_size)
+    model = run.model
+    sites = SiteTable(model.sites).match(match)
+    layers = run.args.num_layers or sum(model.layers.values())
+    axes, experts = ({a.name: a.size for a in axes} for axes in (model.mesh.axes, model.mesh.experts))
+    return Page(
+        title or f"{layers} layers × {model.config.hidden_size}",
+        grid_of_sizes(axes, experts),
+        [s.remote() for s in sites],
+        estimates=estimate_sites(sites, run.sizes, model.mesh, links),
+    )

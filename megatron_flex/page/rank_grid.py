@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh, mesh_of_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,7 @@ class RankGrid:
 
     def mesh(self) -> Mesh:
         """The mesh as seen by its first rank, without groups."""
-        made = [
-            tuple(Axis(a.name, a.size, 0, None, tuple(range(a.size))) for a in axes)
-            for axes in (self.axes, self.experts)
-        ]
-        return Mesh(made[0], made[1])
+        return mesh_of_sizes({a.name: a.size for a in self.axes}, {a.name: a.size for a in self.experts})
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

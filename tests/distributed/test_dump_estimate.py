@@ -52,7 +52,7 @@ EXPERTS = [
 
 
 def check(case: Case) -> None:
-    from megatron_flex.launch.estimate import estimate_dump
+    from megatron_flex.estimate import estimate_dump
 
     answers = run(case.world, estimated.present, case, timeout=300)
     estimate = estimate_dump(estimated.told(case), "**:*", parameters="**")
@@ -134,7 +134,7 @@ def dumped(case: Case, folder: str) -> int:
 
 @pytest.mark.parametrize("case", [DENSE[2], DENSE[9], DENSE[11]], ids=lambda c: c.name)
 def test_estimate_is_what_a_dump_writes(case: Case, tmp_path: Path) -> None:
-    from megatron_flex.launch.estimate import estimate_dump
+    from megatron_flex.estimate import estimate_dump
 
     written = run(case.world, dumped, case, str(tmp_path), timeout=300)
     estimate = estimate_dump(estimated.told(case), DUMPED, tokens=slice(0, None, 2), dtype="bf16")

@@ -7,7 +7,7 @@ from tests.support.examples import Example
 from tests.support.pool import run_alone
 
 # Estimates refuse a process that has process groups, which every rank of a pool has.
-ESTIMATES = "megatron_flex.launch.estimate.estimates."
+ESTIMATES = "megatron_flex.estimate.configuration."
 
 
 def test_examples_run() -> None:

@@ -166,7 +166,7 @@ def _counted(case: Case, words: list[str]) -> dict[str, Any]:
 @needs_arguments
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_counted_is_what_the_estimate_says(case: Case) -> None:
-    from megatron_flex.launch.estimate import estimate_hooks
+    from megatron_flex.estimate import estimate_hooks
 
     words = _part(case, (*READS, *EDITS), CASES)
     answers = run(case.world, _counted, case, words, timeout=300)
@@ -187,7 +187,7 @@ def test_counted_is_what_the_estimate_says(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_whole_of_an_edit_is_what_one_device_has(case: Case) -> None:
     """However many ranks hold copies of a head of keys and values."""
-    from megatron_flex.launch.estimate import estimate_hooks
+    from megatron_flex.estimate import estimate_hooks
 
     points = ("linear_qkv:q", "linear_qkv:k", "core_attention:q", "core_attention:k", "core_attention:v")
     edits = [f"decoder.layers.0.self_attention.{p}=general" for p in points]

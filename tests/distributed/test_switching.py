@@ -243,7 +243,8 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
 
 
 def failing_on(rank: int) -> tuple[str, str]:
-    from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
+    from megatron_flex.collectives import run_or_raise_on_all
+    from megatron_flex.launch.rank_errors import job_mesh
 
     def act() -> int:
         if dist.get_rank() == rank:

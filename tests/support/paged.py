@@ -9,6 +9,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import dumps, gpt
 from tests.support.dumps import Given, random
@@ -40,8 +41,6 @@ HOSTILE = (
 
 def train(case: Case, path: str, wrong: bool, page: str) -> None:
     """On each rank: some iterations with a dump; then, where one is wanted, the page of the live model."""
-    import torch
-
     import megatron_flex as mf
     from tests.support import ranks
 
@@ -112,8 +111,9 @@ MESH_LAYERS = 32
 
 def of_mesh(page: Path, sizes: dict[str, int]) -> Path:
     """A page of ranks, with a model of 32 layers."""
+    from megatron_flex.estimate import TensorSizes
+    from megatron_flex.estimate.site_estimates import estimate_sites
     from megatron_flex.page import Page, grid_of_sizes, write
-    from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
     from megatron_flex.sites import Site
 
     grid = grid_of_sizes({"pp": 1, "dp": 1, "cp": 1, "tp": 1} | sizes)
@@ -127,7 +127,8 @@ def of_mesh(page: Path, sizes: dict[str, int]) -> Path:
         )
         for n in range(MESH_LAYERS)
     ]
-    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 16, "b": 2}), grid)
+    sizes = TensorSizes(grid.sizes, {"s": 16, "b": 2}, lambda _: torch.bfloat16)
+    estimates = estimate_sites(sites, sizes, grid.mesh())
     return write(Page("a mesh", grid, sites, estimates=estimates), page)
 
 

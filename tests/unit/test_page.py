@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron_flex.page
 from megatron_flex import Dim, FlexError, Layout, Mesh
-from megatron_flex.estimate import HookSpec, Placement, estimate_pass
+from megatron_flex.estimate import HookSpec, Placement, TensorSizes, estimate_pass
+from megatron_flex.estimate.site_estimates import estimate_sites
 from megatron_flex.layout import Cut, coordinates, replicated, spans
 from megatron_flex.mesh import Axis
 from megatron_flex.page import Page, RankGrid, grid_of_mesh, grid_of_ranks, grid_of_sizes, html, write
 from megatron_flex.page.page_builder import fill_page
-from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
 from megatron_flex.sites import Site
 from megatron_flex.view import TreeHook
 from tests.support import dumps, measured
@@ -79,9 +80,17 @@ def read(page: Page) -> dict[str, Any]:
     return told
 
 
+def sizes(
+    lengths: Mapping[str, int],
+    dtype: torch.dtype | None = torch.bfloat16,
+    axes: Mapping[str, int] = GRID.sizes,  # of frozen data
+) -> TensorSizes:
+    return TensorSizes(axes, lengths, lambda _: dtype)
+
+
 def test_every_number_in_the_values_leads_somewhere() -> None:
     sites = model()
-    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
+    estimates = estimate_sites(sites, sizes({"s": 16, "b": 2}), GRID.mesh())
     hooks = {
         sites[1].name: [TreeHook("reads", groups=("probe",))],
         sites[2].name: [TreeHook("reads", active=False)],
@@ -229,7 +238,7 @@ def test_ten_thousand_sites_on_sixteen_thousand_ranks_stay_small() -> None:
     grid = grid_of_sizes({"pp": 16, "dp": 16, "cp": 8, "tp": 8}, {"edp": 16, "ep": 64, "etp": 1})
     sites = model(100, 100)
     assert len(sites) > 10_000
-    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 8192, "b": 1}), grid)
+    estimates = estimate_sites(sites, sizes({"s": 8192, "b": 1}, axes=grid.sizes), grid.mesh())
     page = Page("large", grid, sites, estimates=estimates)
     assert grid.ranks == 16384
     assert len(html(page)) < 2_000_000
@@ -316,10 +325,10 @@ def test_blocks_of_the_picture_are_what_each_rank_holds(layout: Layout) -> None:
 
 def test_estimates_are_those_of_the_estimate() -> None:
     site = Site("x:output", COLUMN, ("s", "b", 32))
-    held = tensor_at_site(site, GRID.sizes, 2, {"s": 16, "b": 2})
-    assert not isinstance(held, str)
+    lengths = {"s": 16, "b": 2}
+    held = sizes(lengths).activation(site)
     assert held.local == (8, 2, 16)
-    told = estimate_sites([site], lambda _: held, GRID)[site.name]
+    told = estimate_sites([site], sizes(lengths), GRID.mesh())[site.name]
     wanted = estimate_pass(HookSpec("**", "general"), held, site, GRID.mesh(), Placement(GRID.sizes, 8))
     assert told["edit"]["sent"] == [[s.op, s.axis, s.ranks, s.nbytes, s.backward] for s in wanted.collectives]
     assert ("all_gather", "tp") in [(op, axis) for op, axis, *_ in told["edit"]["sent"]]
@@ -329,19 +338,19 @@ def test_estimates_are_those_of_the_estimate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "lengths", "weight", "unknown"),
+    ("more", "lengths", "dtype", "unknown"),
     [
-        ({}, {}, 2, ("s", "b")),
-        ({}, {"s": 16}, 2, ("b",)),
+        ({}, {}, torch.bfloat16, ("s", "b")),
+        ({}, {"s": 16}, torch.bfloat16, ("b",)),
         ({}, {"s": 16, "b": 1}, None, ()),
-        ({"inferred": True}, {"s": 16, "b": 1}, 2, ()),
+        ({"inferred": True}, {"s": 16, "b": 1}, torch.bfloat16, ()),
     ],
 )
 def test_what_only_the_data_tell_is_said(
-    more: Mapping[str, Any], lengths: Mapping[str, int], weight: int | None, unknown: tuple[str, ...]
+    more: Mapping[str, Any], lengths: Mapping[str, int], dtype: torch.dtype | None, unknown: tuple[str, ...]
 ) -> None:
     site = Site("x:output", COLUMN, ("s", "b", 32), **more)
-    told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, weight, lengths), GRID)
+    told = estimate_sites([site], sizes(lengths, dtype), GRID.mesh())
     for why in (told["x:output"]["read"]["why"], told["x:output"]["edit"]["why"]):
         assert why
         assert missing_values(why, "s", "b") == [n for n in ("s", "b") if n not in unknown]
@@ -349,7 +358,7 @@ def test_what_only_the_data_tell_is_said(
 
 def test_a_place_that_can_be_read_only_says_so() -> None:
     site = Site("x:output", COLUMN, (16, 2, 32), read_only_reason="it is boolean")
-    told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, 1), GRID)["x:output"]
+    told = estimate_sites([site], sizes({}, torch.bool), GRID.mesh())["x:output"]
     assert told["read"]["whole"] == 1024
     assert_names(told["edit"]["why"], "it is boolean")
     assert read(Page("", GRID, [site]))["sites"]["state"] == [4]

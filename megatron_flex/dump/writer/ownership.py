@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from math import prod
 
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Axis, Mesh
 
 DISTINCT_AXES = ("pp", "dp", "edp")
+
+
+class ReplicaTurns:
+    """Whose turn it is, of ranks that hold the same tensors: the one that has had the least to write.
+
+    Args:
+        replicas: their number.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._loads = [(0, n) for n in range(replicas)]  # a heap: bytes so far, and the replica
+
+    def next(self, nbytes: int) -> int:
+        """The replica that writes a tensor of so many bytes."""
+        load, chosen = self._loads[0]
+        heapreplace(self._loads, (load + nbytes, chosen))
+        return chosen
 
 
 class Ownership:
@@ -21,7 +38,7 @@ class Ownership:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._loads: dict[tuple[tuple[str, int], ...], list[tuple[int, int]]] = {}
+        self._turns: dict[tuple[tuple[str, int], ...], ReplicaTurns] = {}
 
     def mine(
         self,
@@ -46,12 +63,9 @@ class Ownership:
         for _, size, coord in places:
             position = position * size + coord
         key = tuple((name, size) for name, size, _ in places)
-        if key not in self._loads:
-            self._loads[key] = [(0, n) for n in range(prod(size for _, size in key))]
-            heapify(self._loads[key])
-        load, chosen = self._loads[key][0]
-        heapreplace(self._loads[key], (load + nbytes, chosen))
-        return chosen == position
+        if key not in self._turns:
+            self._turns[key] = ReplicaTurns(prod(size for _, size in key))
+        return self._turns[key].next(nbytes) == position
 
 
 def list_replica_axes(

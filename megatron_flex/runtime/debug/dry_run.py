@@ -65,17 +65,16 @@ class DryRun:
     Attributes:
         on_gpu: whether the model is on a device with asynchronous execution.
         lengths: the lengths of `s` and `b` that are certain.
-        itemsize: bytes of an entry of the dtype that the model's tensors usually have.
+        dtype: that the model's tensors usually have.
     """
 
     def __init__(self, adapter: Adapter, parameters: Iterable[ParameterSite], mesh: Mesh) -> None:
         tensors: list[Tensor] = [p.parameter for p in parameters if p.parameter is not None]
         tensor = next((t for t in tensors if t.is_floating_point()), torch.empty(0, dtype=torch.float32))
-        self._device, dtype, self._mesh = tensor.device, tensor.dtype, mesh
+        self._device, self.dtype, self._mesh = tensor.device, tensor.dtype, mesh
         self.on_gpu = self._device.type == "cuda"
-        self._dtypes = list(dict.fromkeys([dtype, torch.float32]))
+        self._dtypes = list(dict.fromkeys([self.dtype, torch.float32]))
         self.lengths: Mapping[str, int] = adapter.lengths()
-        self.itemsize = dtype.itemsize
 
     def consider(self, entry: HookEntry) -> None:
         """Warn of likely mistakes in a hook's function, and try the function if it only computes.

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_flex import Dim, Dump, FlexError, Layout, Mesh, SiteError
 from megatron_flex.dump import Ownership, sampled, select_entries
-from megatron_flex.dump.size_estimate import (
-    DumpEstimate,
-    EstimatedTensor,
-    StageLoad,
-    compute_local_shape,
-    estimate_dump_size,
-)
+from megatron_flex.estimate import DumpEstimate, EstimatedTensor
+from megatron_flex.estimate.dump_estimate import StageLoad, estimate_dump_size
+from megatron_flex.estimate.tensor_sizes import compute_local_shape
 from megatron_flex.layout import Cut, replicated
 from megatron_flex.mesh import Axis
 from megatron_flex.progress import format_bytes
@@ -49,7 +46,7 @@ def mesh_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> Mesh:
 
 def held(layout: Layout, local: tuple[float, ...], **kwargs: Any) -> EstimatedTensor:
     return EstimatedTensor(
-        **{"name": "x:output", "kind": "value", "shape": (8, 2, 4), "itemsize": 4, "weight": 4, **kwargs},
+        **{"name": "x:output", "kind": "value", "shape": (8, 2, 4), "dtype": torch.float32, **kwargs},
         layout=layout,
         local=local,
     )
@@ -158,7 +155,7 @@ def test_random_tokens_fractions_and_means() -> None:
     assert size_of(mesh, tensor, share=0.5).bytes == 12 * 2 * 4 * 4
     assert size_of(mesh, tensor, tokens=sampled(99)).bytes == size_of(mesh, tensor).bytes
     assert (
-        size_of(mesh, [held(CUT, (6, 2, 4), itemsize=2)], reduce="mean").bytes == 4 * 2 * 4 * 4
+        size_of(mesh, [held(CUT, (6, 2, 4), dtype=torch.bfloat16)], reduce="mean").bytes == 4 * 2 * 4 * 4
     )  # fp32 summands
 
 
@@ -200,7 +197,7 @@ def dump_estimate(config: Any, *args: Any, **kwargs: Any) -> DumpEstimate:
     pytest.importorskip("megatron.core")
     if tuple(map(int, importlib.metadata.version("megatron-core").split(".")[:2])) < (0, 19):
         pytest.skip("megatron.training came with 0.19")
-    from megatron_flex.launch.estimate import estimate_dump
+    from megatron_flex.estimate import estimate_dump
 
     return estimate_dump(config, *args, **kwargs)
 
@@ -367,7 +364,7 @@ FC1, WHOLE = "decoder.layers.*.mlp.linear_fc1", 32 * 2 * 256 * 2  # bytes
 
 def hook_estimate(config: Any, **kwargs: Any) -> Any:
     dump_estimate(config, "decoder.layers.0")  # skips where there is no megatron.training
-    from megatron_flex.launch.estimate import estimate_hooks
+    from megatron_flex.estimate import estimate_hooks
 
     return estimate_hooks(config, **kwargs)
 
@@ -417,7 +414,7 @@ def test_rows_are_named_as_they_were_asked_for() -> None:
 def test_links_by_kind_of_hook_and_by_node() -> None:
     config = {**BASE, "num_layers": 1}
     for node, near, far in ((8, WHOLE / 2 * 2, 0), (1, 0, WHOLE / 2 * 2)):
-        from megatron_flex.launch.estimate import Links
+        from megatron_flex.estimate import Links
 
         links = Links(gpus_per_node=node)
         hooks = {"read": [FC1], "edit": [f"{FC1}=general", f"{FC1}=local", f"{FC1}=scale=1.01"]}
@@ -471,7 +468,7 @@ def test_wrong_words_of_hooks(hooks: dict[str, str], said: tuple[str, ...]) -> N
 
 
 def test_links_are_numbers_above_zero() -> None:
-    from megatron_flex.launch.estimate import Links
+    from megatron_flex.estimate import Links
 
     with raises(FlexError, "nvlink=0"):
         Links(nvlink=0)

@@ -24,7 +24,7 @@ INTERNAL = {
     "dump/part_format.py",
     "dump/reader/expert_tensors.py",
     "dump/reader/shard_files.py",
-    "dump/size_estimate.py",
+    "estimate/dump_estimate.py",
     "estimate/run_estimate.py",
     "runtime/dump_sink.py",
     "runtime/function_agreement.py",

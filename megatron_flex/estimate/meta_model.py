@@ -24,9 +24,9 @@ from torch import nn
 
 from megatron_flex.adapters import Adapter, ParameterSite, detect
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.estimate.megatron_arguments import translate_megatron_errors
-from megatron_flex.launch.estimate.shape_only_layers import use_shape_only_layers
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.estimate.megatron_arguments import translate_megatron_errors
+from megatron_flex.estimate.shape_only_layers import use_shape_only_layers
+from megatron_flex.mesh import Mesh, mesh_of_sizes
 from megatron_flex.progress import track
 from megatron_flex.sites import Site, model_order
 
@@ -109,9 +109,7 @@ def build_mesh(args: argparse.Namespace) -> Mesh:
     }
     inside = dense["dp"] * dense["cp"] * dense["tp"]
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    experts = {"edp": inside // (ep * etp), "ep": ep, "etp": etp}
-    made = [tuple(Axis(n, s, 0, None, tuple(range(s))) for n, s in axes.items()) for axes in (dense, experts)]
-    return Mesh(made[0], made[1])
+    return mesh_of_sizes(dense, {"edp": inside // (ep * etp), "ep": ep, "etp": etp})
 
 
 # -- one rank's world --------------------------------------------------------------------------------
