@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
 from megatron_flex.notebook_html import count_words, html_fragment, html_table
 from megatron_flex.text_table import format_table
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters import ParameterSite
 
 GRADIENT_SUFFIX = ".grad"  # suffix of a gradient's name, after the name of its site
 EDITED_SUFFIX = ".edited"  # suffix of the tensor after all edits at a site
@@ -240,34 +243,10 @@ class Site:
         return replace(self, tap=None, dim_names=None)
 
 
-class NamedSite(Protocol):
-    """A site or a parameter."""
-
-    @property
-    def name(self) -> str:
-        """Its global name."""
-        ...
-
-    @property
-    def inferred(self) -> bool:
-        """Whether it belongs to a plain module."""
-        ...
-
-    @property
-    def chunk(self) -> int:
-        """The virtual chunk of its stage."""
-        ...
-
-    @property
-    def order(self) -> tuple[int, int] | None:
-        """Its place in the order of the model, where its name does not tell it."""
-        ...
-
-
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)[.:]")
 
 
-def model_order(site: NamedSite) -> tuple[int, int]:
+def model_order(site: Site | ParameterSite) -> tuple[int, int]:
     """A sort key for sites of all stages and chunks: embeddings, layers by number, then the rest.
 
     Sites of plain modules are already in order within a chunk.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from megatron_flex.gpt_names import GptNames
 from megatron_flex.layout import Layout
 from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import GRADIENT_SUFFIX
+
+if TYPE_CHECKING:
+    from megatron_flex.compare.statistics_comparison import StatisticsFiles
 
 SAMPLE_AXIS, TOKEN_AXIS, MICROBATCH_AXIS = "sample", "token", "microbatch"
 
@@ -215,20 +218,7 @@ class ComparedDump:
         return out
 
 
-class NamedSource(Protocol):
-    """Anything to compare by the names of sites."""
-
-    @property
-    def gpt_names(self) -> GptNames:
-        """The correspondence of its names and a GPTModel's."""
-        ...
-
-    def use_gpt_names(self) -> None:
-        """Name its tensors as a GPTModel does."""
-        ...
-
-
-def align_names(sources: Sequence[NamedSource | None]) -> None:
+def align_names(sources: Sequence[ComparedDump | StatisticsFiles | None]) -> None:
     """Make a HybridModel's sources use a GPTModel's names, if another source is of a GPTModel."""
     present = [source for source in sources if source is not None]
     if any(source.gpt_names.same for source in present):

@@ -39,7 +39,6 @@ from megatron_flex.compare.shards import find_dim_shares, find_holders
 from megatron_flex.compare.statistics_comparison import (
     StatisticsFiles,
     StatisticsOfDump,
-    StatisticsSide,
     compare_statistics,
     find_statistics,
 )
@@ -197,7 +196,7 @@ def _compare_measured(
             else:
                 opened.append(stack.enter_context(open_compared_dump(source, label)))
         align_names(opened)
-        sides: list[StatisticsSide] = [
+        sides: list[StatisticsFiles | StatisticsOfDump] = [
             StatisticsOfDump(one, block_bytes) if isinstance(one, ComparedDump) else one for one in opened
         ]
         return compare_statistics(*sides, allow_missing=allow_missing, only=only)

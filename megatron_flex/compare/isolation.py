@@ -7,23 +7,17 @@ round-off. A run that starts a step with the parameters of the other has only th
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_flex.dump.reader import OpenDump, open_dump
 from megatron_flex.errors import DumpError
 
-
-class ParameterTarget(Protocol):
-    """What takes full parameters: a `FlexModel`."""
-
-    def set_module_parameter(self, name: str, value: Tensor | None, *, optimizer: Any = None) -> None:
-        """Set a parameter from its full tensor; every rank calls it."""
+if TYPE_CHECKING:
+    from megatron_flex.model import FlexModel
 
 
 def load_parameters(
-    flex: ParameterTarget, dump: OpenDump | str | PathLike[str], iteration: int, *, optimizer: Any = None
+    flex: FlexModel, dump: OpenDump | str | PathLike[str], iteration: int, *, optimizer: Any = None
 ) -> list[str]:
     """Load the parameters with which a dumped run began an iteration: an isolated step.
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -54,32 +53,6 @@ KINDS: dict[str, StatisticsKind] = {
     PARAMETER_GRADIENT: "parameter_gradient",
 }
 ASSUMED_DTYPE = torch.bfloat16  # of statistics whose header has none
-
-
-class StatisticsSide(Protocol):
-    """One of the two sides.
-
-    Attributes:
-        label: `A` or `B`.
-        iterations: the numbers of its iterations.
-        names: its tensors, with `.grad` for gradients, in execution order.
-    """
-
-    label: str
-    iterations: Sequence[int]
-    names: Sequence[str]
-
-    def describe(self) -> str:
-        """The side as text."""
-        ...
-
-    def row(self, name: str, iteration: int) -> TensorStatistics | None:
-        """The statistics of one tensor; None if there are none."""
-        ...
-
-    def precision(self) -> tuple[torch.dtype | None, int]:
-        """The compute dtype and the hidden size; None if the dtype is unknown."""
-        ...
 
 
 def find_statistics(source: object) -> OpenStatistics | None:
@@ -286,8 +259,8 @@ def _compare_histograms(a: TensorStatistics, b: TensorStatistics) -> float:
 
 
 def compare_statistics(
-    a: StatisticsSide,
-    b: StatisticsSide,
+    a: StatisticsFiles | StatisticsOfDump,
+    b: StatisticsFiles | StatisticsOfDump,
     *,
     allow_missing: bool = False,
     only: Sequence[Span] | None = None,
@@ -349,7 +322,7 @@ def compare_statistics(
     )
 
 
-def _list_missing(a: StatisticsSide, b: StatisticsSide) -> list[str]:
+def _list_missing(a: StatisticsFiles | StatisticsOfDump, b: StatisticsFiles | StatisticsOfDump) -> list[str]:
     out = []
     for one, other in ((a, b), (b, a)):
         names = [n for n in one.names if n not in set(other.names)]

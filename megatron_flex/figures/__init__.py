@@ -19,7 +19,6 @@ from megatron_flex.figures.figure_data import (
 from megatron_flex.figures.figure_sources import Source
 from megatron_flex.figures.lens_figure import logit_lens
 from megatron_flex.figures.tensor_figures import (
-    ComparisonLike,
     attention,
     divergence,
     heat,
@@ -30,7 +29,6 @@ from megatron_flex.figures.tensor_figures import (
 
 __all__ = [
     "Attention",
-    "ComparisonLike",
     "Divergence",
     "FigureError",
     "Heat",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from megatron_flex.statistics.moments import (
     MomentSums,
 )
 from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, compute_bin_edges
+
+if TYPE_CHECKING:
+    from megatron_flex.compare import Comparison
 
 LAYER_OUTPUTS = "decoder.layers.*:output"
 READ_VALUES = 1 << 22  # maximum number of values of a heat map read at a time
@@ -405,55 +408,7 @@ def _check_repeated(source: TensorSource, iteration: int) -> None:
             )
 
 
-class RowLike(Protocol):
-    """One site in one iteration; `compare.Row`."""
-
-    @property
-    def name(self) -> str:
-        """The name of the site or parameter."""
-        ...
-
-    @property
-    def iteration(self) -> int:
-        """The framework's number."""
-        ...
-
-    @property
-    def error(self) -> float:
-        """The quantity bounded by the tolerance."""
-        ...
-
-    @property
-    def tolerance(self) -> float:
-        """It."""
-        ...
-
-
-class ComparisonLike(Protocol):
-    """Two dumps compared; `compare.Comparison`."""
-
-    @property
-    def a(self) -> str:
-        """The first dump, as text."""
-        ...
-
-    @property
-    def b(self) -> str:
-        """The second dump."""
-        ...
-
-    @property
-    def rows(self) -> Sequence[RowLike]:
-        """Every site in every iteration, in execution order."""
-        ...
-
-    @property
-    def first(self) -> RowLike | None:
-        """The first row above its tolerance."""
-        ...
-
-
-def divergence(comparison: ComparisonLike) -> Divergence:
+def divergence(comparison: Comparison) -> Divergence:
     """The errors and tolerances of a comparison as tables, iterations x sites in execution order.
 
     Returns:

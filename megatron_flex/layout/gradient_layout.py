@@ -28,9 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_flex.layout.algebra import Layout
+
+if TYPE_CHECKING:
+    from megatron_flex.sites import Tap
 
 Axes = frozenset[str]
 # What the uses of a tensor leave of its gradient on a rank: axes to sum over, and reasons against a layout.
@@ -59,18 +62,6 @@ class GradientLayout:
     reason: str = ""
 
 
-class UseSource(Protocol):
-    """A tap, which may know how a model uses the activations that pass it."""
-
-    @property
-    def uses(self) -> Callable[[int], Callable[[], GradientUses] | None] | None:
-        """Finds what gives the uses of the current activation of an index, after the forward pass."""
-
-    @property
-    def index(self) -> int:
-        """Which activation of the call it is."""
-
-
 class ParameterUses(Protocol):
     """What knows how a model uses a parameter."""
 
@@ -94,7 +85,7 @@ def layout_in_pass(layout: Layout, backward: bool) -> Layout:
     return conjugate_layout(layout) if backward else layout
 
 
-def find_activation_gradient(tap: UseSource | None, layout: Layout) -> Callable[[], GradientLayout]:
+def find_activation_gradient(tap: Tap | None, layout: Layout) -> Callable[[], GradientLayout]:
     """What finds the gradient's layout of an activation that passes a tap now, once the forward pass is over.
 
     Args:

@@ -26,12 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_flex.dump.reader import OpenDump
 from megatron_flex.dump.tools.dump_contents import get_named_array, list_parameter_names, list_site_names
 from megatron_flex.errors import DumpError
-from megatron_flex.figures import ComparisonLike, Divergence, FigureError
+from megatron_flex.figures import Divergence, FigureError
 from megatron_flex.figures import divergence as tables_of
 from megatron_flex.page.dump_damage import PageNote, damage_note, info_note, open_readable, shorten_paths
 from megatron_flex.page.dump_pictures import DumpPictures, PageBounds
@@ -51,35 +51,14 @@ from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
 from megatron_flex.statistics.statistics_records import TensorStatistics
 
+if TYPE_CHECKING:
+    from megatron_flex.compare import Comparison
+
 MAX_COMPARISON_ROWS = 30_000
 
 
-class DescribedComparison(ComparisonLike, Protocol):
-    """The result of comparing two dumps; `compare.Comparison`."""
-
-    @property
-    def verdict(self) -> str:
-        """`equal`, `not distinguishable from round-off`, `diverges`, `incomplete`, `cannot be compared`."""
-        ...
-
-    @property
-    def incomparable(self) -> str:
-        """Why the two cannot be compared at all; empty if they can."""
-        ...
-
-    @property
-    def hints(self) -> Sequence[str]:
-        """The pattern of the first divergence."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What could not be compared."""
-        ...
-
-
 def divergence_json(
-    comparison: DescribedComparison, names: Sequence[str], most: int = MAX_COMPARISON_ROWS
+    comparison: Comparison, names: Sequence[str], most: int = MAX_COMPARISON_ROWS
 ) -> dict[str, Any]:
     """The rows of a comparison as plain JSON values.
 
@@ -148,7 +127,7 @@ def divergence_json(
 
 
 def _comparison_rows(
-    comparison: DescribedComparison,
+    comparison: Comparison,
     found: Divergence,
     names: Sequence[str],
     iterations: set[int],

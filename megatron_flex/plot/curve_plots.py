@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_flex import figures
 from megatron_flex.errors import FlexError
-from megatron_flex.figures import ComparisonLike, Divergence, Histograms, Norms, Source
+from megatron_flex.figures import Divergence, Histograms, Norms, Source
 from megatron_flex.figures.tensor_figures import LAYER_OUTPUTS
 from megatron_flex.plot.canvas import (
     GREY,
@@ -31,6 +31,8 @@ from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, LOWEST_EX
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from megatron_flex.compare import Comparison
 
 
 LOG_RATIO = 20  # ratio of greatest to least value from which an axis is logarithmic
@@ -133,7 +135,7 @@ MARKERS = "osD^vP"
 
 
 @styled
-def divergence(comparison: ComparisonLike | Divergence, *, iteration: int | None = None) -> Figure:
+def divergence(comparison: Comparison | Divergence, *, iteration: int | None = None) -> Figure:
     """The error by layer, a series for each kind of site, and the tolerances; the first divergence marked.
 
     A kind is what sites of different layers have in common, such as `mlp.linear_fc1:output`. Sites before

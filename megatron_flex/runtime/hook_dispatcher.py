@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,14 @@ from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import explain_unhookable
 from megatron_flex.runtime.layout_inference import LayoutInference
-from megatron_flex.runtime.pass_builder import PassBuilder, PassTracer
+from megatron_flex.runtime.pass_builder import PassBuilder
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.site_pass import Pass, Record, Take
 from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_no_layout
 from megatron_flex.sites import DimNames, Site
+
+if TYPE_CHECKING:
+    from megatron_flex.runtime.debug.hook_trace import Tracer
 
 MAX_PASSES = 1024  # that a site remembers; sequences of ever new lengths make new ones
 # The number of the backward pass that runs, -1 if none does. A forward pass inside one is recomputation.
@@ -77,7 +80,7 @@ class HookDispatcher:
             registry, self.captures, self.passes, self.inference, self.rejection, backward_seen
         )
 
-    def trace(self, tracer: PassTracer | None) -> None:
+    def trace(self, tracer: Tracer | None) -> None:
         """Print each pass by a tracer, or no longer."""
         self.passes.tracer = tracer
         self.registry.note_change()

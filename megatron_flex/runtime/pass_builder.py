@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
     IDENTITY,
-    Exchange,
     Route,
     is_leader_for,
     plan_exchange,
@@ -35,19 +34,10 @@ from megatron_flex.runtime.site_pass import After, Attach, Pass, PassEdits, Reco
 from megatron_flex.runtime.stand_in import StandIns
 from megatron_flex.sites import EDITED_SUFFIX
 
+if TYPE_CHECKING:
+    from megatron_flex.runtime.debug.hook_trace import Tracer
+
 Compare = Callable[[Key, Tensor, Tensor, LocalEditPlan, Callable[[], Pass]], None]
-
-
-class PassTracer(Protocol):
-    """Prints each pass."""
-
-    def note(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
-        """Print a pass that captures."""
-
-    def follow(
-        self, hooks: Sequence[HookFunction], layout: Layout, exchange: Exchange, key: Key, route: Route | None
-    ) -> Exchange:
-        """The exchange of one pass that edits, printed as it is used."""
 
 
 class PassBuilder:
@@ -81,7 +71,7 @@ class PassBuilder:
         self.stand_ins = StandIns(mesh, trains, editing.caught)
         self.gradients = ResultGradients(peers, lambda: editing.complete)
         self.compared: Compare | None = None
-        self.tracer: PassTracer | None = None
+        self.tracer: Tracer | None = None
 
     def make(
         self,

@@ -47,11 +47,7 @@ class FrameworkWriters(Protocol):
         """The interval, in iterations, at which the writers receive statistics."""
 
 
-class FindWriters(Protocol):
-    """Finds the framework's writers, which may be created late."""
-
-    def __call__(self) -> FrameworkWriters | None:
-        """Return the writers of this rank; None if there can be none."""
+FindWriters = Callable[[], FrameworkWriters | None]  # finds the writers of this rank; None if it has none
 
 
 def find_no_writers() -> None:

@@ -18,7 +18,7 @@ import megatron_flex as mf
 from tests.support.pages import ROOT
 
 ROOMS = ("edits", "figures", "plot")  # with names of their own
-ALIASES = ("PRESETS", "Indices", "Source", "ComparisonLike")  # other names, and types
+ALIASES = ("PRESETS", "Indices", "Source")  # other names, and types
 OF_ROOMS = {
     f"megatron_flex.{room}.{name}"
     for room in ROOMS

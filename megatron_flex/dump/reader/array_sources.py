@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_flex.dump.reader.sample_plan import (
     StoredTensorKey,
     StoredTensorShards,
 )
-from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump, WeightedCache
+from megatron_flex.dump.reader.shard_files import LocatedShard, WeightedCache
 from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.dump.reader.tensor_assembly import (
     AssembledTensor,
@@ -29,6 +29,9 @@ from megatron_flex.dump.reader.tensor_assembly import (
 )
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index, inverse_order
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reader.dump_reader import OpenDump
 
 MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
 PIECE_BYTES = 16 << 20  # of an array, which one thread reads at a time; each takes about 1 ms more
@@ -70,7 +73,7 @@ class ActivationSource:
 
     def __init__(
         self,
-        dump: StoredDump,
+        dump: OpenDump,
         which: StoredTensorKey,
         passes: list[IterationKey],
         shards: StoredTensorShards | None = None,
@@ -363,9 +366,7 @@ class ParameterSource:
         passes: the iterations.
     """
 
-    def __init__(
-        self, dump: StoredDump, name: str, kind: str, stage: int, passes: list[IterationKey]
-    ) -> None:
+    def __init__(self, dump: OpenDump, name: str, kind: str, stage: int, passes: list[IterationKey]) -> None:
         self.dump, self.name, self.kind, self.stage, self.iteration_keys = dump, name, kind, stage, passes
 
     def __reduce__(self) -> tuple[object, ...]:

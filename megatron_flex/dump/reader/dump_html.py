@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_flex.dump.reader.missing_parts import MOST_DETAILED
-from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
+from megatron_flex.dump.reader.stored_runs import DumpRun
 from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, Sizes
@@ -30,81 +27,17 @@ from megatron_flex.notebook_html import (
 from megatron_flex.progress import format_bytes
 from megatron_flex.sites import strip_numbers
 
+if TYPE_CHECKING:
+    from megatron_flex.dump.reader.dump_array import DumpArray
+    from megatron_flex.dump.reader.dump_reader import OpenDump
+
 MOST_DRAWN_RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
 REPLACED_HINT = "dump.replaced lists all"
 VERIFY_HINT = "`megatron-flex dump verify` lists all"
 TENSORS_HINT = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
 
 
-class DumpSummary(Protocol):
-    """What a picture of a dump shows of it."""
-
-    path: Path
-    runs: list[DumpRun]
-
-    @property
-    def manifests(self) -> list[Manifest]:
-        """The manifest of each run."""
-
-    @property
-    def iterations(self) -> list[int]:
-        """The numbers of complete iterations."""
-
-    @property
-    def iteration_keys(self) -> list[IterationKey]:
-        """Complete iterations, with the runs of the schedule in them."""
-
-    @property
-    def site_records(self) -> Mapping[str, SiteRecord]:
-        """The sites, by name."""
-
-    @property
-    def parameters(self) -> list[str]:
-        """The names of parameters."""
-
-    @property
-    def missing(self) -> list[str]:
-        """What is not there, a line for each."""
-
-    @property
-    def replaced(self) -> list[str]:
-        """The iterations of which a later run is read, a line for each run."""
-
-    def stored_iteration(self, which: IterationKey) -> StoredIteration:
-        """A complete iteration."""
-
-
-class ArraySummary(Protocol):
-    """What a picture of an array shows of it."""
-
-    name: str
-
-    @property
-    def dims(self) -> Sequence[str]:
-        """Names of its axes."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Their lengths."""
-
-    @property
-    def iterations(self) -> Sequence[int]:
-        """Those that it goes over."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its values."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-
-    @property
-    def stored_layout(self) -> tuple[Layout, Sizes]:
-        """The layout that ranks held it in, and the sizes of their mesh."""
-
-
-def render_dump(dump: DumpSummary) -> Markup:
+def render_dump(dump: OpenDump) -> Markup:
     """Runs, iterations, tensors, what is missing; from names of files and manifests, none of the data."""
     head = f"OpenDump · {dump.path}"
     try:
@@ -191,7 +124,7 @@ def _group_tensor_cells(rows: list[TensorCells]) -> list[tuple[object, ...]]:
     return out
 
 
-def render_array(array: ArraySummary) -> Markup:
+def render_array(array: DumpArray) -> Markup:
     """Axes, dtype, bytes and who held which part; reads headers and no data."""
     try:
         dims, shape, iterations = array.dims, array.shape, array.iterations

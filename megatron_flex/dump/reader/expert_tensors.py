@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from megatron_flex.dump.json_form import pick_known
 from megatron_flex.dump.reader.shard_files import (
     LocatedShard,
     PartFiles,
-    StoredDump,
     parse_layout_text,
 )
 from megatron_flex.dump.reader.stored_runs import StoredIteration
@@ -23,6 +23,9 @@ from megatron_flex.dump.schema import ROUTING, RowsRoute
 from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Dim, DimIndex, Layout, Sizes
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reader.dump_reader import OpenDump
 
 TOKEN_SAMPLE_DIMS = Dim(TOKEN_DIM), Dim(SAMPLE_DIM)
 
@@ -123,7 +126,7 @@ class ExpertTensorReader:
         call: the pass through it within a microbatch.
     """
 
-    def __init__(self, dump: StoredDump, site: str, stage: int, call: int) -> None:
+    def __init__(self, dump: OpenDump, site: str, stage: int, call: int) -> None:
         self.dump, self.site, self.stage, self.call = dump, site, stage, call
 
     def entries(self, written: StoredIteration, kind: str, site: str = "") -> list[LocatedShard]:

@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 from megatron_flex.dump.reader.expert_tensors import ExpertTensorReader
-from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump, WeightedCache
+from megatron_flex.dump.reader.shard_files import LocatedShard, WeightedCache
 from megatron_flex.dump.reader.stored_runs import REPLICA_AXIS, DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.reader.tensor_assembly import (
     AssembledTensor,
@@ -33,6 +34,9 @@ from megatron_flex.dump.token_selection import (
 )
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Coords, DimIndex, Layout, compact_index
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reader.dump_reader import OpenDump
 
 MOST_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
 MOST_KNOWN_SHARDS = 1 << 15  # of a tensor whose places are kept
@@ -186,7 +190,7 @@ class StoredTensorShards:
         which: the tensor; `only` is not used.
     """
 
-    def __init__(self, dump: StoredDump, which: StoredTensorKey) -> None:
+    def __init__(self, dump: OpenDump, which: StoredTensorKey) -> None:
         self.dump, self.which = dump, which
         self.expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
         self._known: WeightedCache[tuple[IterationKey, int], dict[int, list[LocatedShard]]] = WeightedCache(
@@ -233,7 +237,7 @@ class SamplePlanner:
         shards: what ranks wrote of it.
     """
 
-    def __init__(self, dump: StoredDump, which: StoredTensorKey, shards: StoredTensorShards) -> None:
+    def __init__(self, dump: OpenDump, which: StoredTensorKey, shards: StoredTensorShards) -> None:
         self.dump, self.which, self._shards = dump, which, shards
         try:
             self.selection = SelectionSettings.of(dump.manifest.settings)

@@ -7,12 +7,12 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast, get_args
+from typing import Any, BinaryIO, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from megatron_flex.checksums import (
     count_checksum_blocks,
     get_block_checksum,
 )
-from megatron_flex.dump.expert_routing import ExpertRouting
 from megatron_flex.dump.part_format import StoredPart, parse_iteration_folder, parse_part_name, read_part
-from megatron_flex.dump.reader.stored_runs import IterationKey, StoredIteration
-from megatron_flex.dump.schema import REPLICA, Manifest, ShardEntry, SiteRecord, layout_from_json
+from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.dump.schema import REPLICA, ShardEntry, layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries
 
@@ -355,42 +354,3 @@ def _map_part_file(path: Path) -> mmap.mmap:
 
 
 RoutingKey = tuple[IterationKey, int, str, int, int]  # iteration, stage, layer, call, microbatch
-
-
-class StoredDump(Protocol):
-    """What the sources of arrays ask of a dump that is open.
-
-    Attributes:
-        path: the folder.
-        files: its parts.
-    """
-
-    path: Path
-    files: PartFiles
-
-    @property
-    def routings(self) -> WeightedCache[RoutingKey, ExpertRouting]:
-        """Routers' decisions, of which all sites of a layer's experts ask for the same."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """That of the first run."""
-
-    @property
-    def site_records(self) -> Mapping[str, SiteRecord]:
-        """The sites, by name."""
-
-    def stored_iteration(self, which: IterationKey) -> StoredIteration:
-        """A complete iteration.
-
-        Raises:
-            DumpError: it is incomplete, or not there.
-        """
-
-    def entries(
-        self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
-    ) -> list[LocatedShard]:
-        """What the ranks of a stage of a replica wrote of a site."""
-
-    def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """The error where an iteration has nothing of a site."""
