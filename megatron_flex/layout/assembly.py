@@ -222,7 +222,7 @@ def copy_from_full(
     Args:
         layout: the layout of the shard.
         full: the full tensor.
-        found: its blocks in the shard: `find_values`.
+        blocks: its blocks in the shard: `find_values`.
         shape: of the shard. Entries outside of the blocks become those of `old`, or zeros.
         old: the shard before.
         alias: whether the result may be a view of `full`.

@@ -38,6 +38,7 @@ class SaveContext(Namespace):
     """
 
     __slots__ = ("touched",)
+    touched: set[str]
 
     def __init__(self) -> None:
         super().__init__()

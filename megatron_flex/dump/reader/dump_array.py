@@ -34,7 +34,7 @@ def parse_index_key(key: Any, shape: Sequence[int], dims: Sequence[str]) -> list
 
     Raises:
         DumpError: too many indices, or one that is none of these.
-        OutOfRange: an entry that the axis does not have.
+        IndexOutOfRange: an entry that the axis does not have.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
