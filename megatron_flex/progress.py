@@ -6,7 +6,6 @@ ends or fails. Stdout is never written to. A failure to draw never stops the wor
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from megatron_flex.config import flex_config
 
@@ -40,31 +39,32 @@ class ProgressBar:
         unit: what is counted, `B` for bytes; empty for a fraction of the work.
         done: the amount that is done.
         more: the current part of the work.
-        shown: draws the bar; None if nothing is drawn.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "") -> None:
         self.what, self.total, self.unit = what, total, unit
         self.done, self.more = 0.0, ""
-        self.shown: SafeDrawing | None = None
+        self._drawing: Any = None  # a tqdm bar, or lines of a log; None where nothing is drawn
         self._lock = threading.Lock()
 
     def advance(self, count: float = 1, more: str | None = None) -> None:
         """Add `count` to the amount that is done."""
         with self._lock:
-            self.done += count
-            self.more = self.more if more is None else more
-        if self.shown is not None:
-            self.shown.moved(self)
+            self._set(self.done + count, self.total, more)
 
     def to(self, done: float, total: float | None = None, more: str | None = None) -> None:
         """Set the amount that is done."""
         with self._lock:
-            self.done = done
-            self.total = self.total if total is None else total
-            self.more = self.more if more is None else more
-        if self.shown is not None:
-            self.shown.moved(self)
+            self._set(done, self.total if total is None else total, more)
+
+    def _set(self, done: float, total: float | None, more: str | None) -> None:
+        self.done, self.total = done, total
+        self.more = self.more if more is None else more
+        if self._drawing is not None:
+            try:
+                self._drawing.follow(self)
+            except Exception:  # a terminal that is gone must not stop the work
+                self._end()
 
     def describe(self) -> str:
         """Return the progress as text: `3 of 10 sites`, `1.50 GiB of 3.00 GiB`."""
@@ -76,17 +76,27 @@ class ProgressBar:
             amount = f"{self.done:,.0f}{of} {self.unit}".rstrip()
         return f"{amount} {self.more}".rstrip()
 
+    def begin(self) -> None:
+        """Draw the bar from now on, if this process draws bars."""
+        file: TextIO | None = sys.stderr  # None in a process without one
+        if file is None or flex_config.progress == 0 or not _is_first():
+            return
+        with suppress(Exception):  # as in `_set`
+            if _is_terminal(file):
+                self._drawing = _bar_class()(self, file)
+            elif flex_config.progress > 0:
+                self._drawing = LogLines(self, file)
 
-class BarDrawing(Protocol):
-    """Draws a bar."""
+    def end(self) -> None:
+        """Remove the bar from the terminal."""
+        with self._lock:
+            self._end()
 
-    def draw(self, bar: ProgressBar) -> None:
-        """Draw the progress."""
-        ...
-
-    def end(self, bar: ProgressBar) -> None:
-        """Remove the drawing and restore the terminal."""
-        ...
+    def _end(self) -> None:
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None:
+            with suppress(Exception):  # as in `_set`
+                drawing.close()
 
 
 @contextmanager
@@ -107,15 +117,11 @@ def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[
         yield bar
         return
     try:
-        shown = _choose_drawing()
-        bar.shown = None if shown is None else SafeDrawing(shown)
+        bar.begin()
         yield bar
     finally:
-        try:
-            if bar.shown is not None:
-                bar.shown.end(bar)
-        finally:
-            _bar_lock.release()
+        bar.end()
+        _bar_lock.release()
 
 
 @contextmanager
@@ -141,58 +147,19 @@ def track(items: Iterable[T], what: str, total: float | None = None, unit: str =
             bar.advance()
 
 
-class SafeDrawing:
-    """Draws at intervals, from any thread; an error in a drawing ends the drawing, not the work."""
-
-    def __init__(self, drawing: BarDrawing) -> None:
-        self._drawing: BarDrawing | None = drawing
-        self._next = time.monotonic() + AFTER
-        self._lock = threading.Lock()
-
-    def moved(self, bar: ProgressBar) -> None:
-        """Draw the bar if the last drawing is old enough."""
-        now = time.monotonic()
-        if now < self._next or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._next = now + EVERY
-            self._try(bar, lambda drawing: drawing.draw(bar))
-        finally:
-            self._lock.release()
-
-    def end(self, bar: ProgressBar) -> None:
-        """End the drawing."""
-        with self._lock:
-            self._try(bar, lambda drawing: drawing.end(bar))
-            self._drawing = None
-
-    def _try(self, bar: ProgressBar, do: Callable[[BarDrawing], None]) -> None:
-        drawing = self._drawing
-        if drawing is None:
-            return
-        try:
-            do(drawing)
-        except Exception:  # a terminal that is gone must not stop the work
-            self._drawing = None
-            with suppress(Exception):  # restores stderr at least
-                drawing.end(bar)
-
-
-def _choose_drawing() -> BarDrawing | None:
-    """How this process draws bars; None if it draws none."""
-    file: TextIO | None = sys.stderr  # None in a process without one
-    if file is None or flex_config.progress == 0 or not _is_first():
-        return None
-    if not _is_terminal(file):
-        return LogDrawing(file) if flex_config.progress > 0 else None
-    return TqdmDrawing(file)
-
-
 def _is_terminal(file: TextIO) -> bool:
     try:
         return file.isatty()
     except (OSError, ValueError):  # closed
         return False
+
+
+def _count_columns(file: TextIO) -> int:
+    """The columns of a terminal; 80 where it reports none."""
+    try:
+        return os.get_terminal_size(file.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def _is_first() -> bool:
@@ -204,135 +171,77 @@ def _is_first() -> bool:
 
 
 @cache
-def _make_bar_class() -> Any:
-    """Make a class of tqdm bars that starts no thread and makes no lock between processes."""
+def _bar_class() -> Any:
+    """The class of bars, made when the first is drawn: most processes need no tqdm."""
     from tqdm import tqdm
 
-    kind: Any = type("FlexBar", (tqdm,), {"monitor_interval": 0})
-    kind.set_lock(threading.RLock())
-    return kind
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        """A bar that follows a `ProgressBar`, below other output to stderr."""
 
+        monitor_interval = 0  # seconds; 0 starts no thread
 
-class TqdmDrawing:
-    """A tqdm bar, below other output to stderr."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._bar: Any = None
-        self._stderr: LinesAboveBar | None = None
-
-    def draw(self, bar: ProgressBar) -> None:
-        """Draw the progress."""
-        if self._bar is None:
-            for stop in _stops:
-                stop()
-            self._stderr = LinesAboveBar(self._file)
-            sys.stderr = self._stderr
-            self._bar = _make_bar_class()(
+        def __init__(self, bar: ProgressBar, file: TextIO) -> None:
+            self.file = file
+            self.above: LinesAboveBar | None = None  # stderr, while the bar is on it
+            super().__init__(
                 desc=bar.what,
-                initial=bar.done,
-                total=bar.total,
-                postfix=bar.describe(),
-                file=self._file,
-                bar_format=BAR_FORMAT if bar.total else BAR_FORMAT_WITHOUT_TOTAL,
-                leave=False,
-                ncols=_terminal_columns(self._file) - 1,
+                file=file,
+                delay=AFTER,
+                mininterval=EVERY,
+                miniters=0,
+                ncols=_count_columns(file) - 1,
                 nrows=ROWS,
+                leave=False,
+                bar_format=BAR_FORMAT_WITHOUT_TOTAL,
             )
-            return
-        self._bar.ncols = _terminal_columns(self._file) - 1
-        self._bar.n, self._bar.total = bar.done, bar.total
-        self._bar.bar_format = BAR_FORMAT if bar.total else BAR_FORMAT_WITHOUT_TOTAL
-        self._bar.set_postfix_str(bar.describe())
 
-    def end(self, bar: ProgressBar) -> None:
-        """Remove the bar."""
-        stderr, self._stderr = self._stderr, None
-        if stderr is not None and sys.stderr is stderr:
-            sys.stderr = self._file
-        try:
-            if self._bar is not None:
-                self._bar.close()
-        finally:
-            if stderr is not None:
-                stderr.write_rest()
+        def follow(self, bar: ProgressBar) -> None:
+            """Draw the amount that is done, if the last drawing is old enough."""
+            self.n, self.total, self.ncols = bar.done, bar.total, _count_columns(self.file) - 1
+            self.bar_format = BAR_FORMAT if bar.total else BAR_FORMAT_WITHOUT_TOTAL
+            self.set_postfix_str(bar.describe(), refresh=False)
+            self.update(0)
 
+        def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+            """Draw the bar; before the first time, make room for it on the terminal."""
+            if self.above is None:
+                for stop in _stops:
+                    stop()
+                self.above = sys.stderr = LinesAboveBar(self.file, Bar)
+            return super().display(msg, pos)
 
-class LinesAboveBar(io.TextIOBase):
-    """Stderr while a bar is drawn on it: complete lines are written above the bar."""
+        def close(self) -> None:
+            """Remove the bar."""
+            try:
+                super().close()
+            finally:
+                above, self.above = self.above, None
+                if above is not None and sys.stderr is above:
+                    sys.stderr = self.file
+                if above is not None:
+                    above.write_rest()
 
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._rest = file, ""
-
-    def __getattr__(self, name: str) -> Any:
-        """Anything else that the file has: `buffer`, `reconfigure`, `name`, `line_buffering`."""
-        if name.startswith("_"):  # while the object is made
-            raise AttributeError(name)
-        return getattr(self._file, name)
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """How the file encodes what its encoding lacks."""
-        return self._file.errors
-
-    @property
-    def newlines(self) -> Any:  # type: ignore[override]
-        """The newlines that the file translates."""
-        return self._file.newlines
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # nobody sets it, and C's attribute cannot be set
-        """The encoding of the file."""
-        return self._file.encoding
-
-    def isatty(self) -> bool:
-        """Always true, as bars are drawn on terminals only."""
-        return True
-
-    def fileno(self) -> int:
-        """The file descriptor of the file."""
-        return self._file.fileno()
-
-    def writable(self) -> bool:
-        """Always true."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Write the lines that are complete, and keep the rest."""
-        lines, newline, self._rest = (self._rest + text).rpartition("\n")
-        if newline:
-            with _make_bar_class().external_write_mode(self._file):
-                self._file.write(lines + newline)
-        return len(text)
-
-    def write_rest(self) -> None:
-        """Write the last line if no newline has ended it."""
-        rest, self._rest = self._rest, ""
-        if rest:
-            self._file.write(rest)
-            self._file.flush()
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
+    Bar.set_lock(threading.RLock())  # tqdm's own lock is shared with other processes
+    return Bar
 
 
-class LogDrawing:
-    """Writes a line at intervals, for a log."""
+class LogLines:
+    """Some lines that follow a `ProgressBar`, for a log, from which no bar can be removed."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._next, self._last = file, 0.0, ""
+    def __init__(self, bar: ProgressBar, file: TextIO) -> None:
+        self._file, self._next, self._last, self._bar = file, 0.0, "", bar
+        self._begin = time.monotonic() + AFTER
 
-    def draw(self, bar: ProgressBar) -> None:
-        """Write a line if the progress since the last line is large enough."""
-        if bar.done >= self._next:
+    def follow(self, bar: ProgressBar) -> None:
+        """Write a line, if the progress since the last line is large enough."""
+        if bar.done >= self._next and time.monotonic() >= self._begin:
             self._next = bar.done + bar.total / LOG_LINES if bar.total else max(1.0, 2 * bar.done)
             self._write(bar)
 
-    def end(self, bar: ProgressBar) -> None:
+    def close(self) -> None:
         """Write the last line, if others were written."""
         if self._last:
-            self._write(bar)
+            self._write(self._bar)
 
     def _write(self, bar: ProgressBar) -> None:
         text = f"{bar.what}: {bar.describe()}\n"
@@ -342,11 +251,29 @@ class LogDrawing:
             self._file.flush()
 
 
-def _terminal_columns(file: TextIO) -> int:
-    try:
-        return os.get_terminal_size(file.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
+class LinesAboveBar:
+    """Stderr while a bar is drawn on it: complete lines are written above the bar."""
+
+    def __init__(self, file: TextIO, bars: Any) -> None:
+        self._file, self._bars, self._rest = file, bars, ""
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else that the file has: `buffer`, `reconfigure`, `encoding`, `flush`."""
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete, and keep the rest."""
+        lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._bars.write(lines, file=self._file)
+        return len(text)
+
+    def write_rest(self) -> None:
+        """Write the last line if no newline has ended it."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._file.write(rest)
+            self._file.flush()
 
 
 def format_bytes(count: float) -> str:

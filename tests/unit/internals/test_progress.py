@@ -287,7 +287,7 @@ LONG = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background shells let it be ignored
 from megatron_flex import progress
-progress.AFTER = 0
+progress.AFTER = progress.EVERY = 0
 with progress.progress("comparing", 3, "sites") as bar:
     bar.advance()
     print("ready", flush=True)
