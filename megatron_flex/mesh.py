@@ -130,8 +130,8 @@ class Mesh:
         return all(self[n].coord == 0 for n in names)
 
     def __repr__(self) -> str:
-        here = ", ".join(f"{name} {self[name].coord}" for name in select_shown_axes(self.sizes))
-        return f"<Mesh {self.describe()}{here and ' at ' + here}>"
+        coords = ", ".join(f"{name} {self[name].coord}" for name in select_shown_axes(self.sizes))
+        return f"<Mesh {self.describe()}{coords and ' at ' + coords}>"
 
     def describe(self) -> str:
         """Return the mesh as text, such as `tp=2 x pp=2`.

@@ -173,12 +173,12 @@ class ParameterHome(NamedTuple):
     Attributes:
         unit: the wrapper that stores it.
         module: the module that has it while it is gathered.
-        own: its name there.
+        attribute: its name in the module.
     """
 
     unit: Any
     module: nn.Module
-    own: str
+    attribute: str
 
 
 class FSDPParameters(ModuleParameters):
@@ -417,6 +417,6 @@ def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _gathered_parameter(place: ParameterHome) -> nn.Parameter:
-    parameter = place.module._parameters[place.own]
+    parameter = place.module._parameters[place.attribute]
     assert parameter is not None
     return parameter

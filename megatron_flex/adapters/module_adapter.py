@@ -95,15 +95,15 @@ class ModuleAdapter(Adapter):
 
     def rename(self, name: str) -> None:
         """Give the outermost module a name."""
-        self._own, self.logits = name, f"{name}:output"
+        self._root_name, self.logits = name, f"{name}:output"
         self._modules = list(self._callable())
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that can be called, by name."""
-        name_in_use = any(n == self._own for n, _ in self._named)  # a part has that name
+        name_in_use = any(n == self._root_name for n, _ in self._named)  # a part has that name
         for name, module in self._named:
             if has_forward(module) and not (name_in_use and not name):
-                yield name or self._own, module
+                yield name or self._root_name, module
 
     def module_names(self) -> list[str]:
         """All modules, also those that only hold others; the outermost has an empty name."""

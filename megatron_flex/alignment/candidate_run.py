@@ -77,7 +77,7 @@ class CandidateRun:
         parameters = frozenset(self._gpt.index(self.session.parameters.index.sites))
         by_name = {site.name: site for site in self.session.sites}
         sites = {name: by_name[n] for name, n in self._gpt.index(by_name).items()}
-        self._own = {name: site.name for name, site in sites.items()}
+        self._model_names = {name: site.name for name, site in sites.items()}
         self.matches, self.uncompared = family.match(sites, parameters)
         self.weights = FullWeights(self.session, self.names)
         self._aliases: dict[str, Alias] = {}
@@ -113,7 +113,9 @@ class CandidateRun:
         Returns:
             On the rank that receives captures, the tensor of each site; elsewhere nothing.
         """
-        hooks = [(self._own[site], _Replacement(value)) for site, value in (layer_inputs or {}).items()]
+        hooks = [
+            (self._model_names[site], _Replacement(value)) for site, value in (layer_inputs or {}).items()
+        ]
         reading = TemporaryCaptures(self.session, self.weights)
         try:
             with edits(self.session, self.weights, hooks):

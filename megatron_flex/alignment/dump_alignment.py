@@ -105,8 +105,8 @@ class _DumpAlignment:
                 path=self.hf.path,
             )
         parameters = frozenset(self.megatron.gpt_names.index(self.megatron.parameters))
-        self._own = self.megatron.gpt_names.index(self.megatron.sites)
-        matches, uncompared = self.family.match(self._own, parameters)
+        self._stored_names = self.megatron.gpt_names.index(self.megatron.sites)
+        matches, uncompared = self.family.match(self._stored_names, parameters)
         precisions = [read_precision(dump.manifest) for dump in (self.megatron, self.hf)]
         tolerances = Tolerances(self.tolerance, [m.site for m in matches], precisions)
         verdicts = []
@@ -143,7 +143,7 @@ class _DumpAlignment:
             array = self.hf[point].at(iteration)[0]
             captures[point] = array.torch()
             samples.append(_numbers(array))
-        array = self.megatron[self._own[match.site]].at(iteration)[0]
+        array = self.megatron[self._stored_names[match.site]].at(iteration)[0]
         megatron = array.torch()
         samples.append(_numbers(array))
         if row.bias and self.megatron.manifest.model.get("add_bias_linear", True):

@@ -76,7 +76,7 @@ class EditSums:
         self._calls, self._results, self._is_known = [], [], expected is not None
         before, EditSums.running = EditSums.running, self
         try:
-            made = edit()
+            edited = edit()
             if not self._is_known:
                 self._meet(False)
         except FailedElsewhere:
@@ -92,7 +92,7 @@ class EditSums:
         finally:
             EditSums.running = before
         self._known[mode], self._results = self._calls, []
-        return made
+        return edited
 
     def begin(self, axes: list[Axis]) -> None:
         """Called before each sum: in a first pass the ranks meet."""

@@ -62,10 +62,10 @@ class Dispatch(ExpertChoice):
 
     def _stack_counts(self) -> Tensor:
         axes = [axis for axis in (self.mesh["etp"], self.mesh["ep"]) if axis.size > 1]
-        own = self.chosen.sum(0) if axes else self.host.sum(0)
+        counts = self.chosen.sum(0) if axes else self.host.sum(0)
         for axis in axes:
-            own = stack_along(own, axis)
-        return own.cpu().view(self.mesh["ep"].size, self.mesh["etp"].size, -1)
+            counts = stack_along(counts, axis)
+        return counts.cpu().view(self.mesh["ep"].size, self.mesh["etp"].size, -1)
 
     @cached_property
     def _tokens(self) -> dict[tuple[str, ...], Tensor]:
@@ -77,10 +77,10 @@ class Dispatch(ExpertChoice):
         """
         known = self._tokens.get(axes)
         if known is None:
-            own = self.chosen.sum(0)
+            counts = self.chosen.sum(0)
             for axis in (self.mesh[name] for name in reversed(axes)):
-                own = stack_along(own, axis) if axis.size > 1 else own
-            known = self._tokens[axes] = own.reshape(-1, self.chosen.shape[1]).cpu()
+                counts = stack_along(counts, axis) if axis.size > 1 else counts
+            known = self._tokens[axes] = counts.reshape(-1, self.chosen.shape[1]).cpu()
         return known
 
     @cached_property
@@ -96,8 +96,8 @@ class Dispatch(ExpertChoice):
 
     def _plan_rows(self, expert: int | None) -> RowPlan:
         ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self.gather_counts()
-        mine = select_experts(self.chosen.shape[1], ep.size, ep.coord, expert)
-        places = [torch.cat(ranks) for ranks in rows_by_source(counts[:, :, mine], self.etp_outer)]
+        experts = select_experts(self.chosen.shape[1], ep.size, ep.coord, expert)
+        places = [torch.cat(ranks) for ranks in rows_by_source(counts[:, :, experts], self.etp_outer)]
         sent = counts[ep.coord, etp.coord].clone()
         if expert is not None:
             sent[:expert] = 0
@@ -105,7 +105,7 @@ class Dispatch(ExpertChoice):
         return RowPlan(
             [len(rows) for rows in places],
             [to_device(rows, self.chosen.device) for rows in places],
-            counts[:, etp.coord, mine].sum(1).tolist(),
+            counts[:, etp.coord, experts].sum(1).tolist(),
             sent.view(ep.size, -1).sum(1).tolist(),
         )
 
@@ -152,8 +152,8 @@ class Route:
     def here(self) -> bool:
         """Whether the tensor has rows of an expert on this rank."""
         ep = self.mesh["ep"]
-        mine = select_experts(self.dispatch.chosen.shape[1], ep.size, ep.coord, self.expert)
-        return int(mine.stop) > int(mine.start)
+        experts = select_experts(self.dispatch.chosen.shape[1], ep.size, ep.coord, self.expert)
+        return int(experts.stop) > int(experts.start)
 
     def for_gradient(self) -> Route:
         """The route of the tensor's gradient."""
@@ -177,11 +177,11 @@ class Route:
     def _sort_tokens(self, expert: int) -> Tensor:
         rows = Layout(self.token_layout.dims[:1])
         places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
-        mine = self.dispatch.host[:, expert].nonzero()[:, 0]
-        own = places.index_select(0, to_device(mine, places.device))
+        tokens = self.dispatch.host[:, expert].nonzero()[:, 0]
+        positions = places.index_select(0, to_device(tokens, places.device))
         if has_uneven_shards(rows, self.mesh):
-            own = assemble_uneven(own, rows, self.mesh, self.list_shapes(rows, own))
-        return own.argsort()
+            positions = assemble_uneven(positions, rows, self.mesh, self.list_shapes(rows, positions))
+        return positions.argsort()
 
     def list_shapes(self, layout: Layout, rows: Tensor) -> list[tuple[int, ...]]:
         """The shapes of all ranks' rows of one expert at their tokens. Collective once for all experts.
@@ -229,8 +229,8 @@ class Route:
         """
         rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
         plan = self.dispatch.plan_rows(self.expert)
-        mine = rows.index_select(0, plan.places[self.mesh["etp"].coord])
-        rows = self._exchange(mine, plan.from_ranks, plan.to_ranks)
+        from_rank = rows.index_select(0, plan.places[self.mesh["etp"].coord])
+        rows = self._exchange(from_rank, plan.from_ranks, plan.to_ranks)
         return self.dispatch.by_token(rows) if self.expert is None else rows
 
     def to_experts(self, rows: Tensor) -> Tensor:
@@ -257,8 +257,8 @@ class Route:
             return rows
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
         width = rows[:1].nbytes if len(rows) else out[:1].nbytes
-        mine = rows.contiguous().reshape(-1).view(torch.uint8)
+        sent = rows.contiguous().reshape(-1).view(torch.uint8)
         flat = out.reshape(-1).view(torch.uint8)
         into, outof = [n * width for n in receive], [n * width for n in send]
-        call_metered("all_to_all", axis, out, dist.all_to_all_single, flat, mine, into, outof)
+        call_metered("all_to_all", axis, out, dist.all_to_all_single, flat, sent, into, outof)
         return out

@@ -143,23 +143,23 @@ class ShardGather:
 
     def _gather(self, message: Message) -> tuple[Any, list[Tensor]]:
         """Begin to send a message, or to receive those of all ranks."""
-        mine = pack([t for n, _ in message.captures for t in self._slots[n]], message.widths)
+        message_bytes = pack([t for n, _ in message.captures for t in self._slots[n]], message.widths)
         axis = self._mesh[message.step.axis]
         rows: list[Tensor] = []
         if axis.coord == 0:
-            rows = self._take_rows(message, axis, mine)
-        work = begin_gather_to_first(mine, rows[1:], axis, self._tag) if message.nbytes else None
+            rows = self._take_rows(message, axis, message_bytes)
+        work = begin_gather_to_first(message_bytes, rows[1:], axis, self._tag) if message.nbytes else None
         return work, rows
 
-    def _take_rows(self, message: Message, axis: Axis, mine: Tensor) -> list[Tensor]:
+    def _take_rows(self, message: Message, axis: Axis, message_bytes: Tensor) -> list[Tensor]:
         """Memory for the messages of all ranks, of which the first is this rank's."""
         count = axis.size if message.kept else axis.size - 1
-        buffer = buffer_pool.take(message.row * count, mine.device)
+        buffer = buffer_pool.take(message.row * count, message_bytes.device)
         self._buffers.append(buffer)
         rows = list(buffer.view(count, message.row)[:, : message.nbytes].unbind())
         if not message.kept:
-            return [mine, *rows]
-        rows[0].copy_(mine)
+            return [message_bytes, *rows]
+        rows[0].copy_(message_bytes)
         entries: dict[torch.dtype, Tensor] = {}
         for n, _ in message.captures:
             read = self.plan.reads[n]

@@ -163,8 +163,8 @@ class Shard:
 
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:
         """The cuts of these dims over axes of size above one."""
-        wanted = sorted({d % len(self.full_size) for d in dims})
-        cuts = [c for d in wanted for c in self.layout.dims[d].cuts]
+        indices = sorted({d % len(self.full_size) for d in dims})
+        cuts = [c for d in indices for c in self.layout.dims[d].cuts]
         return [c for c in cuts if self.mesh[c.axis].size > c.copies]
 
     def _part(self, constant: Tensor, along: dict[int, int]) -> Tensor:
@@ -307,8 +307,8 @@ class _LowRankUpdate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         down, up = ctx.saved_tensors
         total: ShardSum = ctx.total
-        made = _add_low_rank(grad, up.T, down.T, ctx.factor, total.axes, total.keeps, total.counts)
-        return made, None, None, None, None
+        grad_in = _add_low_rank(grad, up.T, down.T, ctx.factor, total.axes, total.keeps, total.counts)
+        return grad_in, None, None, None, None
 
 
 def _add_low_rank(

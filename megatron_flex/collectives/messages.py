@@ -180,7 +180,9 @@ class PendingMessages:
                 work.wait()
 
 
-def begin_gather_to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis, tag: int = 0) -> PendingMessages:
+def begin_gather_to_first(
+    message: Tensor, rows: Sequence[Tensor], axis: Axis, tag: int = 0
+) -> PendingMessages:
     """Start a gather of all messages to the first rank of an axis; the result has a `wait` method.
 
     On the host the messages are sent point to point, and gloo writes them directly to `rows`, whereas gloo's
@@ -188,7 +190,7 @@ def begin_gather_to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis, tag:
     would take the address of a message on the GPU for a host address.
 
     Args:
-        mine: this rank's message, flat.
+        message: this rank's message, flat.
         rows: on the first rank, the buffers of the other ranks' messages.
         axis: the ranks.
         tag: of messages that are sent point to point.
@@ -196,17 +198,17 @@ def begin_gather_to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis, tag:
     out = PendingMessages()
 
     def begin(group: Any) -> None:
-        if mine.device.type != "cpu":
-            slots = None if axis.coord else [mine, *rows]
-            out.works.append(dist.gather(mine, slots, axis.ranks[0], group=group, async_op=True))
+        if message.device.type != "cpu":
+            slots = None if axis.coord else [message, *rows]
+            out.works.append(dist.gather(message, slots, axis.ranks[0], group=group, async_op=True))
         elif axis.coord:
-            out.works.append(dist.isend(mine, axis.ranks[0], group=group, tag=tag))
+            out.works.append(dist.isend(message, axis.ranks[0], group=group, tag=tag))
         else:
             out.works += [
                 dist.irecv(row, r, group=group, tag=tag) for row, r in zip(rows, axis.ranks[1:], strict=True)
             ]
 
-    call_metered("gather", axis, mine, begin)
+    call_metered("gather", axis, message, begin)
     return out
 
 

@@ -93,8 +93,8 @@ class PipelineGather:
         """
         axis = self._axis
         if axis.size == 1 or axis.coord == 0:
-            own = [(base, tag, tensor) for tag, tensor in items]
-            return own if axis.size == 1 else [*own, *self._receive()]
+            local_items = [(base, tag, tensor) for tag, tensor in items]
+            return local_items if axis.size == 1 else [*local_items, *self._receive()]
         self._send(items, base)
         return []
 

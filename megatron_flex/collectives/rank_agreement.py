@@ -323,7 +323,7 @@ class Agreement:
 
     def _compare(
         self,
-        mine: _Statement,
+        statement: _Statement,
         differ: Callable[[dict[int, str]], str] | None,
         seconds: float,
         waits: Mapping[str, int],
@@ -333,16 +333,18 @@ class Agreement:
             return {}
         at, gave_up = self._round(), True
         try:
-            if at.arrive(_digest(json.dumps(mine[:2])), _digest(mine.values), json.dumps(mine)):
+            if at.arrive(
+                _digest(json.dumps(statement[:2])), _digest(statement.values), json.dumps(statement)
+            ):
                 # At once: a rank without a change may go on into a collective of the framework.
                 for name, step in waits.items():
                     at.say_waiting(name, step)
                 waits = {}
-            outcome = self._await_outcome(at, mine, seconds, waits)
+            outcome = self._await_outcome(at, statement, seconds, waits)
             gave_up = outcome not in (COMPLETE, DIFFERENT, VALUES)
             if gave_up:
                 other, _, why = outcome.partition(" ")
-                place, me = _describe_place(mine.what), dist.get_rank()
+                place, me = _describe_place(statement.what), dist.get_rank()
                 raise HookError(GAVE_UP.format(rank=other, place=place, me=me, why=why))
             if outcome == DIFFERENT:
                 raise HookError(self._differing(at.statements(DIFFERENT), differ))
@@ -363,14 +365,14 @@ class Agreement:
         at.leave()
 
     def _await_outcome(
-        self, at: StoreRound, mine: _Statement, seconds: float, waits: Mapping[str, int]
+        self, at: StoreRound, statement: _Statement, seconds: float, waits: Mapping[str, int]
     ) -> str:
         """Wait until all ranks have arrived, or one has given up: the first of them sets the outcome.
 
         Raises:
             HookError: this rank gave up: a rank has ended, or did not arrive in time.
         """
-        place, me, end = _describe_place(mine.what), dist.get_rank(), time.monotonic() + seconds
+        place, me, end = _describe_place(statement.what), dist.get_rank(), time.monotonic() + seconds
         while True:
             began = time.monotonic()
             pause = min(watch_seconds() / (2 if waits else 1), max(end - began, 0.01))
@@ -392,7 +394,7 @@ class Agreement:
                         "see its own error, and restart the job"
                     )
                 elif time.monotonic() >= end:
-                    text = self._absent(at, mine, seconds)
+                    text = self._absent(at, statement, seconds)
                 if text and at.set_outcome(f"{me} {why}"):
                     raise HookError(text) from error
 
@@ -402,13 +404,13 @@ class Agreement:
         missing = [r for r in ended if r in self._members and not at.has_arrived(self._members[r])]
         return {r: ended[r] for r in missing[:MAX_NAMED_RANKS]}
 
-    def _absent(self, at: StoreRound, mine: _Statement, seconds: float) -> str:
+    def _absent(self, at: StoreRound, statement: _Statement, seconds: float) -> str:
         missing = name_ranks([self._ranks[member] for member in at.find_missing()])
-        if not mine.what.startswith(PLACE_MARK):
+        if not statement.what.startswith(PLACE_MARK):
             return self.absent.format(ranks=missing, seconds=seconds)
         return (
-            f"{missing} did not come within {seconds:g} s to {_describe_place(mine.what)}, where rank "
-            f"{dist.get_rank()} is ({mine.where}): run as many steps on every rank, and call it on all"
+            f"{missing} did not come within {seconds:g} s to {_describe_place(statement.what)}, where rank "
+            f"{dist.get_rank()} is ({statement.where}): run as many steps on every rank, and call it on all"
         )
 
     def _differing_values(self, known: Statements) -> dict[int, str]:

@@ -62,10 +62,10 @@ class StoreRound:
         Returns:
             Whether this is the first member.
         """
-        mine = f"{self._member} {digest} {values}"
-        first = self._store.compare_set(self._key("first"), "", mine).decode()
+        entry = f"{self._member} {digest} {values}"
+        first = self._store.compare_set(self._key("first"), "", entry).decode()
         _, first_digest, first_values = first.split(" ")
-        if first == mine:
+        if first == entry:
             self._store.set(self._key("details"), details)
         elif digest != first_digest:
             self._publish_difference(DIFFERENT, details)
@@ -76,7 +76,7 @@ class StoreRound:
         if present == self._full(bucket) and self._store.add(self._key("full"), 1) == self._buckets:
             kinds = (kind for kind in (DIFFERENT, VALUES) if self._store.check([self._key(kind)]))
             self.set_outcome(next(kinds, COMPLETE))
-        return bool(first == mine)
+        return bool(first == entry)
 
     def await_outcome(self, seconds: float) -> str:
         """Wait until the round has an outcome; stores raise various errors if it has none in time."""
@@ -119,13 +119,13 @@ class StoreRound:
 
     def say_waiting(self, name: str, number: int) -> None:
         """Publish, for members that have not arrived, that one waits for them; the least number is kept."""
-        known, mine = "", f"{number} {self._member}"
+        known, entry = "", f"{number} {self._member}"
         while True:
-            published = self._store.compare_set(self._key(name), known, mine).decode()
+            published = self._store.compare_set(self._key(name), known, entry).decode()
             if int(published.partition(" ")[0]) <= number:
                 break
             known = published
-        if not known and published == mine:  # a name of the members' choice, which the last one has to know
+        if not known and published == entry:  # a name of the members' choice, which the last one has to know
             self._store.set(self._key(f"waiting{self._store.add(self._key('waiting'), 1)}"), name)
 
     def find_waiting(self, name: str) -> int | None:

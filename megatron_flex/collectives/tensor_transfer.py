@@ -116,11 +116,11 @@ def broadcast_in_buckets(
     note: list[TensorHeader] = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
     headers = broadcast_object(note, mesh)
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
-    mine, out = iter(items), []
+    local_items, out = iter(items), []
     for bucket in _buckets(headers, bucket_bytes):
         sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, shape, dtype in bucket]
         if first:
-            flat = torch.cat([_flatten_to_bytes(next(mine)[1]) for _ in bucket])
+            flat = torch.cat([_flatten_to_bytes(next(local_items)[1]) for _ in bucket])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
         flat = broadcast_from_first(flat.to(device), mesh).cpu() if len(flat) else flat
@@ -269,8 +269,10 @@ def find_differing_axes(
     device = _device(compared[0])
     flags = torch.zeros((len(compared), len(values)), dtype=torch.int32, device=device)
     for row, axis in enumerate(compared):
-        mine = [v.get(axis.name, NO_VALUE) for v in values]
-        both = torch.tensor([mine, [NO_VALUE if m == NO_VALUE else -m for m in mine]], device=device)
+        local_values = [v.get(axis.name, NO_VALUE) for v in values]
+        both = torch.tensor(
+            [local_values, [NO_VALUE if m == NO_VALUE else -m for m in local_values]], device=device
+        )
         run_collective(dist.all_reduce, both, op=dist.ReduceOp.MAX, group=axis.group)
         flags[row] = ((both[0] != -both[1]) & (both[0] != NO_VALUE)).int()
     for axis in mesh:

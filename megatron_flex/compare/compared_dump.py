@@ -72,7 +72,7 @@ class ComparedDump:
         self._arrays: dict[ComparedTensor, DumpArray] = {}
         self._items: list[ComparedTensor] | None = None
         self._gpt: GptNames | None = None
-        self._own: dict[str, str] = {}  # the dump's names, where others are used here
+        self._stored_names: dict[str, str] = {}  # the dump's names, where others are used here
         self.left_out: list[str] = []
         self._index_records()
 
@@ -86,7 +86,7 @@ class ComparedDump:
         self._gpt, self._items, self._arrays = self.gpt_names, None, {}
         names = [n for n in self.dump.order if not n.endswith(GRADIENT_SUFFIX)]
         self.left_out = [n for n in names if self._gpt.to_gpt(n) is None]
-        self._own = {self.name(n): n for n in [*names, *self.dump.parameters]}
+        self._stored_names = {self.name(n): n for n in [*names, *self.dump.parameters]}
         self.order = [self.name(n) for n in names if n not in self.left_out]
         self._index_records()
 
@@ -143,7 +143,7 @@ class ComparedDump:
         for iteration in self.iterations:
             written = self.dump.stored_iteration((iteration, 0))
             for replica in written.run.replicas:
-                stored_name = self._own.get(name, name)
+                stored_name = self._stored_names.get(name, name)
                 entries = self.dump.entries(written, stored_name, kind, self._records[name].stage, replica)
                 if entries:
                     return sorted({entry.call for _, entry, *_ in entries})
@@ -159,7 +159,7 @@ class ComparedDump:
         """The tensor over iterations."""
         if item not in self._arrays:
             array: DumpArray
-            stored_name = self._own.get(item.site, item.site)
+            stored_name = self._stored_names.get(item.site, item.site)
             if item.kind in (PARAMETER, PARAMETER_GRADIENT):
                 array = self.dump.parameter(stored_name, gradient=item.kind == PARAMETER_GRADIENT)
             else:
@@ -184,7 +184,7 @@ class ComparedDump:
         layout = self.layout(item)
         axes = [] if layout is None else [a for a in layout.partial if self.sizes.get(a, 1) > 1]
         written = self.dump.stored_iteration((iteration, 0))
-        stored_name = self._own.get(item.site, item.site)
+        stored_name = self._stored_names.get(item.site, item.site)
         for replica in written.run.replicas if len(axes) == 1 else ():
             entries = self.dump.entries(written, stored_name, item.kind, self.stage(item) or 0, replica)
             for part, entry, _, coords in entries:

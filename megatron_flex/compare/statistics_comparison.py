@@ -79,7 +79,7 @@ class StatisticsFiles:
         self.statistics, self.label = statistics, label
         self.iterations: Sequence[int] = statistics.iterations
         self.names: Sequence[str] = _sort_by_execution(statistics)
-        self._own: dict[str, str] = {}  # the names in the files, where others are used here
+        self._stored_names: dict[str, str] = {}  # the names in the files, where others are used here
 
     @property
     def gpt_names(self) -> GptNames:
@@ -89,12 +89,12 @@ class StatisticsFiles:
     def use_gpt_names(self) -> None:
         """Name tensors as a GPTModel with the same weights does; what such a model has not is left out."""
         gpt, names = self.gpt_names, _sort_by_execution(self.statistics)
-        self._own = {
+        self._stored_names = {
             gpt_name: stored_name
             for stored_name in names
             if (gpt_name := gpt.to_gpt(stored_name)) is not None
         }
-        self.names = list(self._own)
+        self.names = list(self._stored_names)
 
     def describe(self) -> str:
         """The folder, the mesh and the number of iterations."""
@@ -106,7 +106,7 @@ class StatisticsFiles:
 
     def row(self, name: str, iteration: int) -> TensorStatistics | None:
         """The statistics of one tensor."""
-        row = self.statistics.by_iteration.get(iteration, {}).get(self._own.get(name, name))
+        row = self.statistics.by_iteration.get(iteration, {}).get(self._stored_names.get(name, name))
         return None if row is None else expand_histogram(replace(row, site=name))
 
     def precision(self) -> tuple[torch.dtype | None, int]:

@@ -338,7 +338,7 @@ class MegatronWeights:
         Raises:
             FlexError: one is kept in another form, such as quantized.
         """
-        for name, sites in self.index.own.items():
+        for name, sites in self.index.local_sites.items():
             kind = next((type(s.parameter.data) for s in sites if s.parameter is not None), Tensor)
             if kind is not Tensor:
                 raise FlexError(

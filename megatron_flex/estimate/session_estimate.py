@@ -246,7 +246,7 @@ def estimate_live_dump(session: Session, chunks: nn.ModuleList, args: Namespace,
         FlexError: on all ranks: a pattern matches nothing or only hidden sites, or a size does not follow
             from the configuration.
     """
-    mesh, local_sites = session.mesh, session.taps.own
+    mesh, local_sites = session.mesh, session.taps.local_sites
     chosen = select_estimated_sites(session.sites, dump.sites)
     parameters = [*session.parameters.index.all_copies(), *session.parameters.buffers.all_copies()]
     names = {p.name for p in select_estimated_parameters(parameters, dump.parameters)}

@@ -194,10 +194,10 @@ def extract(
     ]
     if [d for n, d in zip(shape, layout.dims, strict=False) if d.keep not in (None, n)]:
         layout = _keep_lengths(layout, tuple(shape[:count]))
-    here = (*shard_shape(layout, padded, coords, sizes, lengths), *shape[count:])
+    local_shape = (*shard_shape(layout, padded, coords, sizes, lengths), *shape[count:])
     blocks = find_values(layout, coords, sizes, padded, lengths)
     old = local if isinstance(local, Tensor) and not partial_plane(layout, coords, sizes)[1] else None
-    return copy_from_full(layout, full, blocks, here, old, alias)
+    return copy_from_full(layout, full, blocks, local_shape, old, alias)
 
 
 def find_values(

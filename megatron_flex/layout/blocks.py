@@ -171,8 +171,8 @@ def partial_plane(layout: Layout, coords: Coords, sizes: Sizes) -> tuple[int, in
     for axis, copies in _list_partial_axes(layout):
         size = sizes.get(axis, 1)
         if size > 1:
-            here = copies or size
-            count, at = count * here, at * here + coords.get(axis, 0) % here
+            divisor = copies or size
+            count, at = count * divisor, at * divisor + coords.get(axis, 0) % divisor
     return count, at
 
 

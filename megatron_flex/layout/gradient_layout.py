@@ -117,8 +117,8 @@ def find_stored_gradient(layout: Layout, reduced: bool, unsummed: tuple[str, ...
         unsummed: the axes over which no code sums it, `Adapter.shares`.
     """
     stored = layout if reduced else conjugate_layout(layout)
-    there = {*stored.axes, *stored.shared}
-    more = tuple(a for a in unsummed if a not in there)
+    summed_axes = {*stored.axes, *stored.shared}
+    more = tuple(a for a in unsummed if a not in summed_axes)
     return replace(stored, partial=(*stored.partial, *more)) if more else stored
 
 
@@ -173,6 +173,6 @@ def _find_by_uses(find: Callable[[], GradientUses], layout: Layout) -> GradientL
         axes.add(end)
     if len(axes) > 1:
         return GradientLayout(None, PARTS_DIFFER)
-    there = layout.axes + layout.shared
-    more = tuple([a for a in sorted(next(iter(axes), ())) if a not in there])
+    summed_axes = layout.axes + layout.shared
+    more = tuple([a for a in sorted(next(iter(axes), ())) if a not in summed_axes])
     return _find_conjugate(layout, more)

@@ -43,7 +43,7 @@ def plan_reads(
     layout: Layout,
     full: Sequence[int],
     sizes: Sizes,
-    wanted: Sequence[DimIndex],
+    indices: Sequence[DimIndex],
     lengths: Lengths | None = None,
 ) -> Iterator[BlockRead]:
     """The blocks of shards that make up a region. Partial blocks have one target and are added there.
@@ -52,26 +52,26 @@ def plan_reads(
         layout: the layout of the shards.
         full: the full tensor's shape, padding included, dims in the shards' order.
         sizes: the sizes of the mesh axes.
-        wanted: for each dim, in the shards' order, the requested entries.
+        indices: for each dim, in the shards' order, the requested entries.
         lengths: the lengths of the shards of uneven dims.
     """
     axes = tuple((axis, sizes.get(axis, 1)) for axis in layout.axes)
-    ranges = tuple(index for index in wanted if isinstance(index, range))
-    if lengths or len(ranges) < len(wanted) or prod(n for _, n in axes) > MOST_KEPT_RANKS:
-        return _iterate_reads(layout, full, sizes, wanted, lengths)
+    ranges = tuple(index for index in indices if isinstance(index, range))
+    if lengths or len(ranges) < len(indices) or prod(n for _, n in axes) > MOST_KEPT_RANKS:
+        return _iterate_reads(layout, full, sizes, indices, lengths)
     return iter(_list_reads(layout, tuple(full), axes, ranges))
 
 
 @lru_cache(64)
 def _list_reads(
-    layout: Layout, full: tuple[int, ...], axes: tuple[tuple[str, int], ...], wanted: tuple[range, ...]
+    layout: Layout, full: tuple[int, ...], axes: tuple[tuple[str, int], ...], ranges: tuple[range, ...]
 ) -> tuple[BlockRead, ...]:
     """The plan of a region of ranges: microbatches, and most sites of a model, have the same one."""
-    return tuple(_iterate_reads(layout, full, dict(axes), wanted, None))
+    return tuple(_iterate_reads(layout, full, dict(axes), ranges, None))
 
 
 def _iterate_reads(
-    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None
+    layout: Layout, full: Sequence[int], sizes: Sizes, indices: Sequence[DimIndex], lengths: Lengths | None
 ) -> Iterator[BlockRead]:
     known: dict[tuple[int, tuple[int, ...]], list[tuple[DimIndex, DimIndex]]] = {}
     for owner in owned_blocks(layout, sizes, full, lengths):
@@ -79,7 +79,7 @@ def _iterate_reads(
         for index, (dim, row) in enumerate(zip(layout.dims, owner.dims, strict=True)):
             at = index, tuple([owner.coords[c.axis] for c in dim.cuts])
             if at not in known:
-                pairs = (_overlap_block(target, source, wanted[index]) for target, source in row)
+                pairs = (_overlap_block(target, source, indices[index]) for target, source in row)
                 known[at] = [pair for pair in pairs if pair is not None]
             overlaps.append(known[at])
         for combo in product(*overlaps):
@@ -91,7 +91,7 @@ def assemble_region(
     shard: Callable[[Coords, RegionIndex], Tensor],
     full: Sequence[int],
     sizes: Sizes,
-    wanted: Sequence[DimIndex],
+    indices: Sequence[DimIndex],
     lengths: Lengths | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -102,7 +102,7 @@ def assemble_region(
         shard: returns entries of the shard of a rank; they are copied at once, and never written to.
         full: the full tensor's shape, padding included, dims in the shards' order (`padded_shape`).
         sizes: the sizes of the mesh axes.
-        wanted: for each dim of the full tensor, in the single-device order, the requested entries.
+        indices: for each dim of the full tensor, in the single-device order, the requested entries.
         lengths: the lengths of the shards of uneven dims.
         out: the tensor to write to, in any dtype and memory order; a new tensor if None.
 
@@ -113,11 +113,11 @@ def assemble_region(
     Raises:
         LayoutError: the full tensor does not have these entries.
     """
-    order, local = _order_by_shard(layout, full, wanted)
+    order, local = _order_by_shard(layout, full, indices)
     shape = [len(index) for index in local]
     summed = is_partial(layout, sizes)
-    own = None if out is None else out.permute(inverse_order(order))
-    total, dtype = None if summed else own, torch.float32
+    in_order = None if out is None else out.permute(inverse_order(order))
+    total, dtype = None if summed else in_order, torch.float32
     for coords, source, target in plan_reads(layout, full, sizes, local, lengths):
         block = shard(coords, source)
         dtype = block.dtype
@@ -130,11 +130,11 @@ def assemble_region(
         # the region is empty, and any shard gives the dtype
         dtype = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order)).dtype
         total = torch.empty(shape, dtype=dtype)
-    if own is None:
+    if in_order is None:
         return total.to(dtype).permute(order)
     if summed:
-        own.copy_(total)
-    return own.permute(order)
+        in_order.copy_(total)
+    return in_order.permute(order)
 
 
 def find_region(
@@ -142,7 +142,7 @@ def find_region(
     shard: Callable[[Coords, RegionIndex], Tensor],
     full: Sequence[int],
     sizes: Sizes,
-    wanted: Sequence[DimIndex],
+    indices: Sequence[DimIndex],
     lengths: Lengths | None = None,
 ) -> Tensor | None:
     """Return a region without a copy, if one block of one shard has all of its entries.
@@ -152,7 +152,7 @@ def find_region(
         shard: likewise; what it returns is not copied.
         full: likewise.
         sizes: likewise.
-        wanted: likewise.
+        indices: likewise.
         lengths: likewise.
 
     Returns:
@@ -162,7 +162,7 @@ def find_region(
     Raises:
         LayoutError: the full tensor does not have these entries.
     """
-    order, local = _order_by_shard(layout, full, wanted)
+    order, local = _order_by_shard(layout, full, indices)
     blocks = list(islice(plan_reads(layout, full, sizes, local, lengths), 2))
     if len(blocks) != 1:
         return None
@@ -171,14 +171,14 @@ def find_region(
 
 
 def _order_by_shard(
-    layout: Layout, full: Sequence[int], wanted: Sequence[DimIndex]
+    layout: Layout, full: Sequence[int], indices: Sequence[DimIndex]
 ) -> tuple[tuple[int, ...], list[DimIndex]]:
     """The shards' order of the dims of the full tensor, and a region's entries of each dim in that order."""
     order = layout.permute or tuple(range(len(layout.dims)))
-    if len(wanted) != len(order):
-        raise LayoutError(f"a region of {len(wanted)} dims of layout {layout.describe()}")
+    if len(indices) != len(order):
+        raise LayoutError(f"a region of {len(indices)} dims of layout {layout.describe()}")
     local: list[DimIndex] = [range(0)] * len(order)
-    for index, at in zip(wanted, order, strict=True):
+    for index, at in zip(indices, order, strict=True):
         keep = layout.dims[at].keep
         length = full[at] if keep is None else min(full[at], keep)
         if len(index) and not 0 <= min(index) <= max(index) < length:
@@ -225,15 +225,17 @@ def compact_index(index: Sequence[int]) -> DimIndex:
     return indices
 
 
-def _overlap_block(target: slice, source: slice, wanted: DimIndex) -> tuple[DimIndex, DimIndex] | None:
+def _overlap_block(target: slice, source: slice, requested: DimIndex) -> tuple[DimIndex, DimIndex] | None:
     """The requested entries of a dim that a block has: their positions in the shard, and in the region."""
     start, stop, offset = target.start, target.stop, source.start
-    if isinstance(wanted, range):
-        first = max(0, -((wanted.start - start) // wanted.step))
-        last = min(len(wanted), -((wanted.start - stop) // wanted.step))
+    if isinstance(requested, range):
+        first = max(0, -((requested.start - start) // requested.step))
+        last = min(len(requested), -((requested.start - stop) // requested.step))
         if first >= last:
             return None
-        begin = wanted[first] - start + offset
-        return range(begin, begin + (last - first - 1) * wanted.step + 1, wanted.step), range(first, last)
-    pairs = [(i - start + offset, at) for at, i in enumerate(wanted) if start <= i < stop]
+        begin = requested[first] - start + offset
+        return range(begin, begin + (last - first - 1) * requested.step + 1, requested.step), range(
+            first, last
+        )
+    pairs = [(i - start + offset, at) for at, i in enumerate(requested) if start <= i < stop]
     return (compact_index([i for i, _ in pairs]), compact_index([at for _, at in pairs])) if pairs else None

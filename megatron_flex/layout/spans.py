@@ -70,8 +70,8 @@ def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) ->
             f"dim {name!r}: {length} entries do not divide by {chunks} over {cut.axis!r}", dim=name
         )
     step = length // chunks
-    mine = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
-    return [span for c in mine for span in _clip_window(piece, c * step, (c + 1) * step)]
+    chunk_numbers = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
+    return [span for c in chunk_numbers for span in _clip_window(piece, c * step, (c + 1) * step)]
 
 
 def _list_segments(piece: list[Span], cut: Cut, name: str) -> Iterator[Span]:

@@ -40,9 +40,9 @@ class ModelState:
         over: list[str] = []
         left = dict(state_dict)
         for head, module in reversed(self._parts):  # last the chunk whose prefix may be empty
-            own = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
+            of_chunk = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
             # `load_state_dict` of Megatron's DDP and Float16Module has no `assign` and returns None.
-            result = module.load_state_dict(own, strict=strict, **({"assign": True} if assign else {}))
+            result = module.load_state_dict(of_chunk, strict=strict, **({"assign": True} if assign else {}))
             missing += [head + n for n in result.missing_keys] if result else []
             over += [head + n for n in result.unexpected_keys] if result else []
         if strict and left:

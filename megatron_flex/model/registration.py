@@ -61,8 +61,8 @@ def select_sink_sites(
         SiteError: a pattern matches nothing.
         HookError: a named hook point, or all that a pattern matches, is unavailable.
     """
-    own = session.taps.own
-    wanted: dict[str, set[int]] = {}
+    local_sites = session.taps.local_sites
+    selected: dict[str, set[int]] = {}
     exact: set[str] = set()
     barred: dict[str, str] = {}
     for pattern in patterns:
@@ -75,12 +75,14 @@ def select_sink_sites(
             first = next(s for s in matched if why[s.name])
             raise HookError(f"no hook can be registered at {first.name}: {why[first.name]}", site=first.name)
         for site in free:
-            wanted.setdefault(site.name, set()).add(index)
+            selected.setdefault(site.name, set()).add(index)
         exact |= set() if _is_glob(name) else {s.leaf(index).name for s in free}
     warn_left_out(barred, purpose)
-    sites = [s.leaf(i) for s in session.sites if s.name in wanted for i in sorted(wanted[s.name])]
+    sites = [s.leaf(i) for s in session.sites if s.name in selected for i in sorted(selected[s.name])]
     _warn_assumed_replicated(session, sites, purpose)
-    return tuple(replace(s, tap=own[s.place].tap) if s.place in own else s for s in sites), frozenset(exact)
+    return tuple(
+        replace(s, tap=local_sites[s.place].tap) if s.place in local_sites else s for s in sites
+    ), frozenset(exact)
 
 
 def warn_left_out(barred: dict[str, str], purpose: SinkPurpose) -> None:
@@ -160,16 +162,16 @@ def register_statistics(
         )
     gradients = _select_gradients(mesh, values, exact) if statistics.gradients else ()
     parameters = select_parameters(session.parameters.index, statistics.parameters, STATISTICS_PURPOSE.what)
-    wanted = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
+    selected = StatisticsSelection(values, gradients, exact, parameters if parameters.names else None)
 
     def opened() -> StatisticsSink:
         open_sink = (
-            partial(_open_files, session, statistics, wanted, module) if sink is None else lambda: sink
+            partial(_open_files, session, statistics, selected, module) if sink is None else lambda: sink
         )
         writers = open_on_all_ranks(open_sink, mesh)
-        return StatisticsSink(statistics, wanted, mesh, session.clock, session.sinks.reduction, writers)
+        return StatisticsSink(statistics, selected, mesh, session.clock, session.sinks.reduction, writers)
 
-    described = f"{statistics.describe()}: {wanted.digest()}"
+    described = f"{statistics.describe()}: {selected.digest()}"
     return _register_hooks(session, session.sinks.add(StatisticsSink, statistics.path, described, opened))
 
 
@@ -190,13 +192,13 @@ def _register_hooks(session: Session, sink: SessionSink) -> Handle:
 
 
 def _open_files(
-    session: Session, statistics: Statistics, wanted: StatisticsSelection, module: nn.Module
+    session: Session, statistics: Statistics, selected: StatisticsSelection, module: nn.Module
 ) -> Sink:
     """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
     copies = session.parameters.index.first_copies()
-    parameters = [copies[name] for name in ([] if wanted.parameters is None else wanted.parameters.names)]
+    parameters = [copies[name] for name in ([] if selected.parameters is None else selected.parameters.names)]
     model = _describe_model(session, module)
-    header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)
+    header = make_header(statistics, session.adapter.name, session.mesh, selected.values, parameters, model)
     first = session.mesh.is_first(a.name for a in session.mesh)
     return open_writers(statistics, header, first, training_writers)
 

@@ -210,7 +210,7 @@ class Report:
 
 def _recorded_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
-    local_sites, fired = session.taps.own, session.editing.fired
+    local_sites, fired = session.taps.local_sites, session.editing.fired
     local_places = {
         s.place
         for e in session.registry.entries
@@ -223,7 +223,7 @@ def _recorded_sites(session: Session) -> frozenset[str]:
 
 def _has_unknown_hooks(session: Session, recorded: frozenset[str]) -> bool:
     """Whether another stage has a hook that sends nothing to this rank."""
-    local_sites = session.taps.own
+    local_sites = session.taps.local_sites
     silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
     return any(s.place not in local_sites and s.place not in recorded for e in silent for s in e.sites)
 

@@ -138,16 +138,16 @@ class CaptureDispatcher:
         """
         known = hook.known_dims(key.site)
         at = key.site, hook, number, layout, tensor.shape, tensor.dtype, known
-        found = self._plans.get(at)
-        if found is not None:
-            return found
+        cached = self._plans.get(at)
+        if cached is not None:
+            return cached
         assert hook.wanted is not None
         heads = self._heads.get(hook.site_of(key.site), 0)
-        wanted = hook.wanted if number is None else hook.wanted.in_sequence(number)
+        selection = hook.wanted if number is None else hook.wanted.in_sequence(number)
         parts = tensor.shape, tensor.dtype, tensor.device
         make = partial(
             plan_selection,
-            wanted,
+            selection,
             layout,
             *parts,
             mesh.sizes,

@@ -134,8 +134,8 @@ class Clock:
         if self._calls.get((site, self.microbatch, False), 0) < 2:
             return call
         samples = self._passed.get((site, self.microbatch), {})
-        mine = _sample_entries(tensor) if samples else tensor
-        same = [n for n, sample in samples.items() if torch.equal(sample, mine)]
+        sample_now = _sample_entries(tensor) if samples else tensor
+        same = [n for n, sample in samples.items() if torch.equal(sample, sample_now)]
         return same[0] if len(same) == 1 else call
 
 

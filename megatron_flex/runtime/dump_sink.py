@@ -328,8 +328,8 @@ class DumpSink:
                 "slower than the model; dump less, or pass when_full='wait'",
                 alike=True,
             )
-        here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
-        if here:
+        warns = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
+        if warns:
             local_sites = (s.name for s in self.chosen.sites if s.tap is not None)
             self.cycle.warn_of_absent(n for n in local_sites if n not in self._passed)
 
@@ -391,15 +391,15 @@ def _begin_run(dump: Dump, mesh: Mesh, manifest: Manifest) -> tuple[Path, int]:
     """
     rank, path, coords = global_rank(), Path(dump.path), dict(mesh.coords)
     numbers = gather_numbers_to_first((rank, *coords.values()), mesh)
-    made: RunMade | DumpError | None = None
+    outcome: RunMade | DumpError | None = None
     if mesh.is_first(axis.name for axis in mesh):
         ranks = tuple((number, dict(zip(coords, at, strict=True))) for number, *at in numbers)
         try:
             written = create_run(path, replace(manifest, ranks=ranks))
-            made = RunMade(written.run, written.created, rank)
+            outcome = RunMade(written.run, written.created, rank)
         except DumpError as error:
-            made = error
-    run: RunMade | DumpError = broadcast_object(made, mesh)
+            outcome = error
+    run: RunMade | DumpError = broadcast_object(outcome, mesh)
     if isinstance(run, DumpError):
         raise run
     # One rank of a node waits for a shared file system and reads the manifest; then the others look.

@@ -60,11 +60,11 @@ def raise_on_all_ranks(
         HookError: on every rank; the message names the ranks of each error, the attributes the hook point
             and hook of the first one.
     """
-    mine = None
+    local_report = None
     if failure is not None:
         number = hooks.index(failure.hook) if failure.hook in hooks else None
-        mine = failure.message, failure.site, number
-    reports = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
+        local_report = failure.message, failure.site, number
+    reports = gather_objects((global_rank(), local_report), mesh, [a.name for a in mesh])
     failed = [(rank, report) for rank, report in reports if report is not None]
     ranks_by_message = group_ranks((rank, message) for rank, (message, _, _) in failed)
     kind: type[HookError] = (
@@ -254,18 +254,18 @@ class EditSkips:
             SkipEdit: on all ranks, if the edit failed on one of them.
         """
         error: Exception | None = None
-        made: Tensor | None = None
+        edited: Tensor | None = None
         with self._trainable.all_or_nothing():
             try:
-                made = edit()
+                edited = edit()
             except FailedElsewhere:  # the exchange says so
-                made = None
+                edited = None
             except Exception as raised:  # counted by the caller
                 error = raised
             if max_over_ranks([int(error is not None)], holders)[0]:
                 raise SkipEdit(error)
-        assert made is not None
-        return made
+        assert edited is not None
+        return edited
 
     def count(self, hook: HookFunction, index: int, key: Key, text: str, left: SkipEdit, leads: bool) -> None:
         """Count a skipped pass; `leads`: whether this rank counts for all ranks that hold the tensor."""
@@ -306,8 +306,8 @@ class EditSkips:
                 self.count(one.hook, one.index, one.key, text, SkipEdit(one.error), one.leads)
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
-        mine, self._new = self._new, []
-        skipped = [(rank, n) for rank, items in gather_reports(mine or None, mesh) for n in items]
+        new, self._new = self._new, []
+        skipped = [(rank, n) for rank, items in gather_reports(new or None, mesh) for n in items]
         for number in dict.fromkeys(n.number for _, n in skipped):
             reports = [(rank, n) for rank, n in skipped if n.number == number]
             text, ranks = next(iter(group_ranks((r, n.text) for r, n in reports).items()))
@@ -330,10 +330,15 @@ class EditSkips:
         """
         if not self._expected:
             return
-        mine = [
+        local_counts = [
             (self._counted[h], self.skipped[h].first if h in self.skipped else "") for h in self._expected
         ]
-        reports = [one for _, one in gather_reports(mine if any(n for n, _ in mine) else None, self._mesh)]
+        reports = [
+            one
+            for _, one in gather_reports(
+                local_counts if any(n for n, _ in local_counts) else None, self._mesh
+            )
+        ]
         if reports and self._mesh.is_first(a.name for a in self._mesh):
             for hook, row in zip(self._expected, zip(*reports, strict=True), strict=True):
                 _warn_of_count(hook, row)

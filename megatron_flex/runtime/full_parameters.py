@@ -120,7 +120,7 @@ class ParameterIndex:
     def __init__(
         self,
         adapter: Adapter,
-        own: Sequence[ParameterSite],
+        local_sites: Sequence[ParameterSite],
         reports: Sequence[ParameterSite],
         unknown: Mapping[str, str] | None = None,
         buffers: Mapping[str, str] | None = None,
@@ -130,9 +130,9 @@ class ParameterIndex:
         self.sites: dict[str, list[ParameterSite]] = {}
         for site in sorted(reports, key=model_order):
             self.sites.setdefault(site.copy_of or site.name, []).append(site)
-        self.own: dict[str, list[ParameterSite]] = {}
-        for site in own:
-            self.own.setdefault(site.copy_of or site.name, []).append(site)
+        self.local_sites: dict[str, list[ParameterSite]] = {}
+        for site in local_sites:
+            self.local_sites.setdefault(site.copy_of or site.name, []).append(site)
 
     def first_copies(self) -> dict[str, ParameterSite]:
         """Each parameter by name, as the first stage that holds it reports it."""
@@ -144,7 +144,7 @@ class ParameterIndex:
 
     def held(self, name: str) -> list[tuple[ParameterSite, nn.Parameter]]:
         """This rank's copies of a parameter, usually one or none."""
-        return [(s, s.parameter) for s in self.own.get(name, []) if s.parameter is not None]
+        return [(s, s.parameter) for s in self.local_sites.get(name, []) if s.parameter is not None]
 
     def stages(self, name: str) -> list[int]:
         """The stages that hold the parameter; the first one is read."""
@@ -248,10 +248,10 @@ class ParameterIndex:
         Raises:
             FlexError: on all ranks, if one rank reports a problem, or gradients contradict the request.
         """
-        mine = {n: note for n in names if (note := self.note(n, want)) is not None}
+        local_reports = {n: note for n in names if (note := self.note(n, want)) is not None}
         report_of: dict[str, ParameterReport] = {}
         others: dict[str, str] = {}
-        for reports in gather_distinct(mine, self.mesh):
+        for reports in gather_distinct(local_reports, self.mesh):
             for name, note in reports.items():
                 if note.problem:
                     raise FlexError(f"{name}: {note.problem}")
@@ -260,10 +260,10 @@ class ParameterIndex:
                 if note.dtype is not None:
                     report_of.setdefault(name, note)
         if want.gradient:
-            here = [n for n in names if n in report_of]
-            self._check_shares([n for n in here if report_of[n].unsure])
+            with_report = [n for n in names if n in report_of]
+            self._check_shares([n for n in with_report if report_of[n].unsure])
             if want.reduced:
-                self._check_reduced(here)
+                self._check_reduced(with_report)
         return {n: report_of[n] for n in names if n in report_of}
 
     def average_replicas(self) -> None:
@@ -276,14 +276,14 @@ class ParameterIndex:
         replicas = self.mesh["dp"].size * self.mesh["cp"].size
         if replicas == 1 and self.mesh["edp"].size == 1:
             return
-        for site, parameter in (pair for name in self.own for pair in self.held(name)):
+        for site, parameter in (pair for name in self.local_sites for pair in self.held(name)):
             if not parameter.requires_grad:
                 continue
-            there = {*site.layout.axes, *site.layout.shared}
+            reduced_axes = {*site.layout.axes, *site.layout.shared}
             over = ("edp",) if is_expert(site) else ("dp", "cp")
             stored = self.adapter.storage.gradient(parameter, False).tensor
             gradient = torch.zeros_like(parameter) if stored is None else stored.detach().clone()
-            sum_along(gradient, self.mesh, [axis for axis in over if axis not in there])
+            sum_along(gradient, self.mesh, [axis for axis in over if axis not in reduced_axes])
             self.adapter.storage.put_gradient(parameter, gradient.div_(replicas), False)
 
     def _no_sum(self, site: ParameterSite) -> str:
@@ -298,10 +298,10 @@ class ParameterIndex:
 
     def _check_shares(self, names: Sequence[str]) -> None:
         """Refuse gradients that may be partial sums, if no tracked call can determine that."""
-        found = find_differing_axes(
+        differing = find_differing_axes(
             [self._copy(name, {"tp", "cp"}) for name in names], self.mesh, ("tp", "cp")
         )
-        wrong = [name for name, axes in zip(names, found, strict=True) if axes]
+        wrong = [name for name, axes in zip(names, differing, strict=True) if axes]
         if wrong:
             raise FlexError(
                 f"ranks have different gradients of {wrong[0]}, and how they form the full one is unknown: "
@@ -320,8 +320,8 @@ class ParameterIndex:
     def _check_reduced(self, names: Sequence[str]) -> None:
         """Verify that gradients requested as reduced are reduced: copies must be equal."""
         axes = ("tp", "cp", "dp", "pp", "etp", "edp")
-        found = find_differing_axes([self._reduced_copy(name) for name in names], self.mesh, axes)
-        wrong = [f"{n} over {', '.join(axes)}" for n, axes in zip(names, found, strict=True) if axes]
+        differing = find_differing_axes([self._reduced_copy(name) for name in names], self.mesh, axes)
+        wrong = [f"{n} over {', '.join(axes)}" for n, axes in zip(names, differing, strict=True) if axes]
         if wrong:
             more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
             raise FlexError(
@@ -421,8 +421,8 @@ def set_parameter(
     for number, (site, parameter) in enumerate(parameter_index.held(name)):
         first = number == 0 and site.stage == parameter_index.stages(name)[0]
         # Of partial sums one rank gets the value and the others zeros, as in a layout.
-        mine = value if first or not want.partial_sums else torch.zeros_like(value)
-        _write_shard(parameter_index, site, parameter, mine, want)
+        contribution = value if first or not want.partial_sums else torch.zeros_like(value)
+        _write_shard(parameter_index, site, parameter, contribution, want)
     if optimizer is not None:
         optimizer.reload_model_params()
 
@@ -437,7 +437,7 @@ def _gather_full(
     for stage in parameter_index.stages(name) if want.partial_sums else parameter_index.stages(name)[:1]:
         full = None
         if stage == mesh["pp"].coord:
-            site = parameter_index.own[name][0]
+            site = parameter_index.local_sites[name][0]
             local = _read_local(parameter_index, name, want, note)
             full = assemble_on_stage(
                 local, parameter_index.layout(site, want), site.owner, like, mesh, want.everywhere
@@ -455,7 +455,7 @@ def _read_local(
     if not held or not want.gradient:
         return parameter_index.adapter.storage.value(held[0]) if held else None
     # This rank has no gradient where others have one: its contribution is zero.
-    shape = parameter_index.own[name][0].local
+    shape = parameter_index.local_sites[name][0].local
     nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
     if want.reduced:
         local = parameter_index.adapter.storage.gradient(held[0], True)
@@ -499,7 +499,7 @@ def _agree_on_value(
         )
     if value is not None and len(supplied) == len(answers):
         return value.detach()
-    device = next(p.device for n in parameter_index.own for _, p in parameter_index.held(n))
+    device = next(p.device for n in parameter_index.local_sites for _, p in parameter_index.held(n))
     buffer = torch.empty(shape, dtype=dtype, device=device)
     if value is not None:
         buffer.copy_(value)

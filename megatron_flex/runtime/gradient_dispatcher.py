@@ -65,7 +65,7 @@ class GradientDispatcher:
         self,
         site: Site,
         later: list[HookFunction],
-        own: Layout,
+        replica_layout: Layout,
         layout: Layout,
         key: Key,
         out: Tensor,
@@ -76,7 +76,7 @@ class GradientDispatcher:
         An error is recorded: the edited tensor continues, as other ranks wait for its backward pass.
         """
         try:
-            return self._attach(site, later, own, layout, key, out, route)
+            return self._attach(site, later, replica_layout, layout, key, out, route)
         except Exception as error:  # recorded, as above
             self.editing.caught(site.name, error)
             return out
@@ -85,7 +85,7 @@ class GradientDispatcher:
         self,
         site: Site,
         later: list[HookFunction],
-        own: Layout,
+        replica_layout: Layout,
         layout: Layout,
         key: Key,
         out: Tensor,
@@ -106,8 +106,8 @@ class GradientDispatcher:
             back = route and route.for_gradient()
             find = find_activation_gradient(site.tap, layout)
             dumped = find
-            if any(h.tensor_sink for h in later) and own != layout:
-                dumped = find_activation_gradient(site.tap, own)
+            if any(h.tensor_sink for h in later) and replica_layout != layout:
+                dumped = find_activation_gradient(site.tap, replica_layout)
             owner = None if module is None else weakref.ref(module)
             compare = (
                 "propagated" if site.propagated else "assumed" if self.inference.is_assumed(site) else ""
@@ -157,7 +157,7 @@ class GradientDispatcher:
         compare: str,
         grad: Tensor,
     ) -> Tensor | None:
-        source, own = find(), find_dumped().layout
+        source, replica_layout = find(), find_dumped().layout
         layout = source.layout or self._expected_layout(name, key, source.reason, grad)
         if layout is None:
             why, shape = source.reason, source.reason not in NO_LAYOUT
@@ -173,8 +173,10 @@ class GradientDispatcher:
                 return None
         elif compare and route is None:
             self.inference.note_layout(name + GRADIENT_SUFFIX, layout, grad)
-        if own is not None:
-            self.captures.feed_sinks([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
+        if replica_layout is not None:
+            self.captures.feed_sinks(
+                [h for h in self.registry.at(name) if h.backward], key, grad, replica_layout, route
+            )
         return self.run_hooks(name, layout, owner and owner(), key, grad, route)
 
     def _expected_layout(self, name: str, key: Key, reason: str, grad: Tensor) -> Layout | None:

@@ -223,29 +223,31 @@ class SiteDispatch:
     ) -> Pass:
         """Make the pass of a tensor, and remember it for those like it."""
         site, dispatcher = self._site, self._dispatcher
-        own = name_batch_first(layout, names) if site.inferred and route is None else layout
-        layout = own
+        replica_layout = name_batch_first(layout, names) if site.inferred and route is None else layout
+        layout = replica_layout
         if dispatcher.over_data and route is None:
-            own = without_data_axis(own)  # the layout on each data parallel rank, which dumps record
-            layout = shard_over_data(own)
+            replica_layout = without_data_axis(
+                replica_layout
+            )  # the layout on each data parallel rank, which dumps record
+            layout = shard_over_data(replica_layout)
         gradients, captures = dispatcher.gradients, dispatcher.captures
         attach = None
         if self._later or (site.propagated and self._editing.modules):
-            attach = partial(gradients.attach, site, self._later, own, layout)
+            attach = partial(gradients.attach, site, self._later, replica_layout, layout)
         sinks: tuple[Record, ...] = ()
         if self._sinks:
-            sinks = ((partial(captures.feed_sinks, self._sinks), own),)
+            sinks = ((partial(captures.feed_sinks, self._sinks), replica_layout),)
         observer: Record | None = None
         if dispatcher.observer is not None:
-            observer = partial(self._editing.apart, self._name, dispatcher.observer), own
-        made, lasting = dispatcher.passes.make(
+            observer = partial(self._editing.apart, self._name, dispatcher.observer), replica_layout
+        site_pass, lasting = dispatcher.passes.make(
             self._name, self._hooks, self._module, local, layout, route, sinks, attach, observer
         )
         if lasting:
             if len(self._passes) >= MAX_PASSES:
                 self._passes.clear()
-            self._passes[at] = made
-        return made
+            self._passes[at] = site_pass
+        return site_pass
 
     def _explain_unhookable(self, local: Tensor) -> str:
         """Why no hook at the site can have the tensor; empty if they can."""

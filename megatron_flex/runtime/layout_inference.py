@@ -146,11 +146,11 @@ class LayoutInference:
         if (key.site, layout) in self._seen:
             return True
         self._seen.add((key.site, layout))
-        mine = sketch_tensor(key.site, (TENSOR_AXIS,), layout, local)
+        sketch = sketch_tensor(key.site, (TENSOR_AXIS,), layout, local)
         if not edits:
-            self._assumed.setdefault(key.site, mine)
+            self._assumed.setdefault(key.site, sketch)
             return True
-        wrong = self._describe_unlike(gather_objects({key.site: mine}, self._tp, [TENSOR_AXIS]))
+        wrong = self._describe_unlike(gather_objects({key.site: sketch}, self._tp, [TENSOR_AXIS]))
         for hook in self._registry.at(site) if wrong else ():
             self._editing.fired.add(hook)
             self._editing.guard(hook, key, partial(_raise_hook_error, wrong))
@@ -224,16 +224,20 @@ class LayoutInference:
 
         Collective over `tp` and `cp`: the ranks call it if any of them has tensors to compare.
         """
-        mine, self._sketches = self._sketches, []
+        sketches, self._sketches = self._sketches, []
         assumed, self._assumed = self._assumed, {}
         wrong = ""
         # Every rank makes all of these exchanges: what it knows alone decides nothing before the last one.
         for axis in self._samples:
-            facts = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
+            facts = gather_objects((sketches, assumed), self._samples, [axis.name]) if axis.size > 1 else []
             if axis.name == TENSOR_AXIS:
-                differing = self._describe_unlike([theirs for _, theirs in facts])
+                differing = self._describe_unlike([rank_sketches for _, rank_sketches in facts])
                 wrong = wrong or differing
-            pairs = [(one, other) for theirs, _ in facts for one, other in zip(mine, theirs, strict=False)]
+            pairs = [
+                (one, other)
+                for rank_sketches, _ in facts
+                for one, other in zip(sketches, rank_sketches, strict=False)
+            ]
             unlike = [pair for pair in pairs if not pair[0].fits(pair[1], axis.name)]
             wrong = wrong or (_describe_difference(*unlike[0], axis.name) if unlike else "")
         return wrong

@@ -61,13 +61,14 @@ class LocalEditPlan:
             HookError: the pass needs the full tensor, and it is too late to gather it.
         """
         edit = self.given[hook]
-        mine = for_pass(edit, key)
-        if mine is edit:
+        of_pass = for_pass(edit, key)
+        if of_pass is edit:
             return self.edits[hook]
-        bound = mine if self.alone else on_shard(mine, self.shard)
+        bound = of_pass if self.alone else on_shard(of_pass, self.shard)
         if bound is None:
             raise HookError(
-                f"{describe_edit(mine)}, of one pass, needs the full tensor; {describe_edit(edit)} does not"
+                f"{describe_edit(of_pass)}, of one pass, needs the full tensor; "
+                f"{describe_edit(edit)} does not"
             )
         return bound
 

@@ -72,9 +72,14 @@ def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fin
         for name in _show_progress(parameter_index.sites)
     ]
     unequal = _describe_unequal("parameter", parameters, mesh)
-    mine = {b.name: b.parameter for b in parameter_index.adapter.buffers() if b.parameter is not None}
-    names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
-    buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
+    local_buffers = {
+        b.name: b.parameter for b in parameter_index.adapter.buffers() if b.parameter is not None
+    }
+    names = dict.fromkeys(n for stage in gather_objects(list(local_buffers), mesh, ["pp"]) for n in stage)
+    buffers = [
+        (name, _checksum_tensor(local_buffers[name], {"dp"}, mesh) if name in local_buffers else {})
+        for name in names
+    ]
     return [
         *unequal,
         *_describe_unequal("buffer", buffers, mesh),
@@ -89,26 +94,28 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
     shards = parameter_index.adapter.storage.shards()
     if not max_over_ranks([len(shards)], mesh)[0]:
         return []
-    held = {name: (part, checksum(tensor)) for name, (part, tensor) in shards.items()}
-    here = _compare_shards(held, mesh) if _may_differ(held, mesh) else []
-    elsewhere = gather_distinct(here, mesh, [a.name for a in mesh if a.name != "dp"])
+    checksums = {name: (part, checksum(tensor)) for name, (part, tensor) in shards.items()}
+    findings = _compare_shards(checksums, mesh) if _may_differ(checksums, mesh) else []
+    elsewhere = gather_distinct(findings, mesh, [a.name for a in mesh if a.name != "dp"])
     return list({one.text: one for several in elsewhere for one in several}.values())
 
 
-def _may_differ(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
+def _may_differ(checksums: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
     """Whether ranks that hold the same part of a parameter may have other values; the same along `dp`.
 
     What ranks send does not grow with their number but for two numbers a rank: a parameter that all hold
     alike is compared by the greatest and the least checksum, the others by one digest of the parts of a rank
     and one of its values.
     """
-    parts = [{"dp": zlib.crc32(repr(part).encode())} for part, _ in held.values()]
-    sums = [{"dp": total} for _, total in held.values()]
+    parts = [{"dp": zlib.crc32(repr(part).encode())} for part, _ in checksums.values()]
+    sums = [{"dp": total} for _, total in checksums.values()]
     differing = find_differing_axes([*parts, *sums], Mesh((mesh["dp"],)), ["dp"])  # stages hold others
-    is_divided = [bool(axes) for axes in differing[: len(held)]]
-    if any(axes and not divided for divided, axes in zip(is_divided, differing[len(held) :], strict=True)):
+    is_divided = [bool(axes) for axes in differing[: len(checksums)]]
+    if any(
+        axes and not divided for divided, axes in zip(is_divided, differing[len(checksums) :], strict=True)
+    ):
         return True
-    divided = [item for item, is_apart in zip(held.items(), is_divided, strict=True) if is_apart]
+    divided = [item for item, is_apart in zip(checksums.items(), is_divided, strict=True) if is_apart]
     position = zlib.crc32(repr([(name, part) for name, (part, _) in divided]).encode())
     values = zlib.crc32(repr([total for _, (_, total) in divided]).encode())
     by_position: dict[int, set[int]] = {}
@@ -117,11 +124,11 @@ def _may_differ(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
     return any(len(digests) > 1 for digests in by_position.values())
 
 
-def _compare_shards(held: Mapping[str, tuple[Any, int]], mesh: Mesh) -> list[Finding]:
+def _compare_shards(checksums: Mapping[str, tuple[Any, int]], mesh: Mesh) -> list[Finding]:
     """The parameters of which ranks along `dp` have the same part with other values. Collective over `dp`."""
-    gathered = gather_objects((global_rank(), held), mesh, ["dp"])
+    gathered = gather_objects((global_rank(), checksums), mesh, ["dp"])
     findings = []
-    for name in held:
+    for name in checksums:
         parts: dict[Any, dict[int, list[int]]] = {}
         for rank, shards in gathered:
             part, total = shards[name]
@@ -150,8 +157,8 @@ def _checksum_parameter(parameter_index: ParameterIndex, name: str, mesh: Mesh) 
 
 
 def _checksum_tensor(tensor: Tensor, axes: set[str], mesh: Mesh) -> CopyChecksums:
-    wanted = {a for a in axes if mesh[a].size > 1}
-    return dict.fromkeys(wanted, checksum(tensor)) if wanted else {}
+    compared = {a for a in axes if mesh[a].size > 1}
+    return dict.fromkeys(compared, checksum(tensor)) if compared else {}
 
 
 def _describe_unequal(kind: str, copies: Sequence[tuple[str, CopyChecksums]], mesh: Mesh) -> list[Finding]:
@@ -161,8 +168,10 @@ def _describe_unequal(kind: str, copies: Sequence[tuple[str, CopyChecksums]], me
     if not wrong:
         return []
     # Which ranks: each line of ranks along the axis, and their checksums.
-    mine = {n: {a: (mesh[a].ranks, s[a]) for a in along if a in s} for n, s, along in wrong[:MAX_COPIES]}
-    gathered = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
+    local_sums = {
+        n: {a: (mesh[a].ranks, s[a]) for a in along if a in s} for n, s, along in wrong[:MAX_COPIES]
+    }
+    gathered = gather_objects((global_rank(), local_sums), mesh, [a.name for a in mesh])
     findings = []
     for name, _, along in wrong:
         sides, ranks = _describe_sides(gathered, name, along)
@@ -408,8 +417,8 @@ class SiteVerifier:
             return []
         self.checked += 1
         reports = gather_objects((dict(mesh.coords), seen), mesh, self._list_compared_axes(seen, mesh))
-        here = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
-        stages = gather_distinct([*here, *dict.fromkeys(edits)], mesh)
+        violations = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
+        stages = gather_distinct([*violations, *dict.fromkeys(edits)], mesh)
         copies = dict.fromkeys([*before, *find_unequal_copies(self.parameter_index, mesh)])
         return [*copies, *dict.fromkeys(finding for stage in stages for finding in stage)]
 

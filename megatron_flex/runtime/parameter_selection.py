@@ -166,16 +166,16 @@ class ParameterSelection:
 
     def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
         gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in held]
-        there = [t.detach() for t in gradients if t is not None]
-        return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
+        present = [t.detach() for t in gradients if t is not None]
+        return torch.stack(present).sum(0) if len(present) > 1 else next(iter(present), None)
 
 
 def select_buffers(buffer_index: ParameterIndex, patterns: Sequence[Pattern]) -> ParameterSelection:
     """Select the buffers that patterns of parameters match, which may be none."""
     table = _make_table(buffer_index)
-    wanted = {name for pattern in patterns for name, _ in _match_pattern(table, pattern)}
-    left = {n: why for n in sorted(wanted) if (why := _explain_omission(buffer_index, n))}
-    names = [n for n in buffer_index.sites if n in wanted and n not in left]
+    matched = {name for pattern in patterns for name, _ in _match_pattern(table, pattern)}
+    left = {n: why for n in sorted(matched) if (why := _explain_omission(buffer_index, n))}
+    names = [n for n in buffer_index.sites if n in matched and n not in left]
     return ParameterSelection(buffer_index, names, left)
 
 
@@ -197,13 +197,13 @@ def select_parameters(
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
     table, elsewhere = _make_table(parameter_index), SiteTable(Site(n, Layout(()), ()) for n in also)
-    wanted: set[str] = set()
+    matched: set[str] = set()
     left: dict[str, str] = {}
     for pattern in patterns:
         if _match_pattern(elsewhere, pattern) and not _match_pattern(table, pattern):
             continue  # buffers only
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
-            wanted.add(parameter_index.resolve(pattern))
+            matched.add(parameter_index.resolve(pattern))
             continue
         unknown = {
             name: f"is of a {kind}"
@@ -211,16 +211,16 @@ def select_parameters(
         }
         left |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
         try:
-            wanted |= {s.name for s in table.match(pattern)}
+            matched |= {s.name for s in table.match(pattern)}
         except SiteError:
             if not unknown:
                 raise
-    left |= {n: why for n in sorted(wanted) if (why := _explain_omission(parameter_index, n))}
+    left |= {n: why for n in sorted(matched) if (why := _explain_omission(parameter_index, n))}
     if left:
         name, why = next(iter(left.items()))
         more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
         warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
-    names = [n for n in parameter_index.sites if n in wanted and n not in left]
+    names = [n for n in parameter_index.sites if n in matched and n not in left]
     return ParameterSelection(parameter_index, names, left)
 
 

@@ -35,7 +35,7 @@ class ResultGradients:
         self._needed: set[tuple[str, bool]] = set()  # sites with results that needed one in this step
         self._connected: set[tuple[str, bool]] = set()  # sites with results that were only made to need one
 
-    def settle(self, site: str, entry: Tensor, made: Tensor) -> Tensor:
+    def settle(self, site: str, entry: Tensor, edited: Tensor) -> Tensor:
         """Return an edit's result, which needs a gradient if those of other ranks do.
 
         Collective over the stage in the first pass in which the edited tensor needs no gradient and autograd
@@ -44,34 +44,34 @@ class ResultGradients:
         Args:
             site: the name of the site, or of its gradient.
             entry: the tensor before the edit.
-            made: the result; the unedited tensor where the edit failed.
+            edited: the result; the unedited tensor where the edit failed.
         """
         if entry.requires_grad or not torch.is_grad_enabled():
-            return made
+            return edited
         if not (entry.is_floating_point() or entry.is_complex()):
-            return made
+            return edited
         mesh = self._peers()
         place = site, mesh["dp"].size > 1
         needs = self._needs.get(place)
         if needs is None:
-            needs = self._agree(place, made, mesh)
-        if made.requires_grad:
+            needs = self._agree(place, edited, mesh)
+        if edited.requires_grad:
             if place in self._needs:  # otherwise no rank knows: this is not agreed on
                 self._needs[place] = True
                 self._needed.add(place)
-            return made
+            return edited
         if not needs:
-            return made
+            return edited
         if self._complete():  # the other ranks do the same
             self._connected.add(place)
-        return require_gradient(made)
+        return require_gradient(edited)
 
-    def _agree(self, place: tuple[str, bool], made: Tensor, mesh: Mesh) -> bool:
+    def _agree(self, place: tuple[str, bool], edited: Tensor, mesh: Mesh) -> bool:
         """Whether some rank's result needs a gradient; remembered if an edit succeeded on some rank."""
         over = Mesh(tuple(mesh[n] for n in STAGE_AXES if mesh[n].size > 1))
         with guard_collective():
             needs, clean = max_over_ranks(
-                [int(made.requires_grad), int(self._complete())],
+                [int(edited.requires_grad), int(self._complete())],
                 over,
                 f"the result of the edit at {place[0]}",
             )

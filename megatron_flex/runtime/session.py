@@ -91,7 +91,7 @@ class Session:
         self.over_data = gather_data_parallel and self.mesh["dp"].size > 1
         with shared_walk():
             adapter.check()
-            own, parameters = self._list_sites()
+            local_sites, parameters = self._list_sites()
         self.captures = Captures(self.sites.own_name, None if self.is_leader else self._find_receiver())
         self.clock = Clock()
         ranks = self.mesh.ranks
@@ -105,7 +105,7 @@ class Session:
         self.context_relay, self._skips = self.editing.passing, self.editing.skipping
         common = self.clock, self._recorder, self.editing, self.mesh, self.over_data
         self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward, self._find_peers)
-        self.taps = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
+        self.taps = SessionTaps(local_sites, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
         self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.taps.update_taps)
         trials = DryRun(adapter, parameters, self.mesh)
@@ -129,21 +129,21 @@ class Session:
     def _list_sites(self) -> tuple[list[Site], list[ParameterSite]]:
         """Exchange sites and parameters with the other stages, and return those of this rank."""
         adapter = self.adapter
-        own, parameters, buffers = adapter.sites(), adapter.parameters(), adapter.buffers()
+        local_sites, parameters, buffers = adapter.sites(), adapter.parameters(), adapter.buffers()
         without_layout = adapter.without_layout(), adapter.buffer_owners()
-        self._plain = own
+        self._plain = local_sites
         if self.over_data:
-            own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
+            local_sites = [replace(s, layout=shard_over_data(s.layout)) for s in local_sites]
         # Sites of one stage alone go nowhere, and need no copies that say nothing of this rank's modules.
-        mine = own, parameters, buffers, without_layout
+        local_report = local_sites, parameters, buffers, without_layout
         if self.mesh["pp"].size > 1:
-            mine = (
-                [s.remote() for s in own],
+            local_report = (
+                [s.remote() for s in local_sites],
                 [p.remote() for p in parameters],
                 [b.remote() for b in buffers],
                 without_layout,
             )
-        reports = gather_objects(mine, self.mesh, ["pp"])
+        reports = gather_objects(local_report, self.mesh, ["pp"])
         self.sites = SiteTable(sorted((s for sites, *_ in reports for s in sites), key=model_order))
         everywhere = [p for _, ps, *_ in reports for p in ps]
         self.registry = HookRegistry(
@@ -157,7 +157,7 @@ class Session:
             ParameterIndex(adapter, buffers, [b for _, _, bs, _ in reports for b in bs]),
             self.check_open,
         )
-        return own, parameters
+        return local_sites, parameters
 
     @property
     def is_leader(self) -> bool:
@@ -170,11 +170,11 @@ class Session:
 
     def _find_receiver(self) -> int:
         """The global rank that receives the captures of this rank's replica."""
-        here = global_rank()
+        rank = global_rank()
         axes = ["tp", "cp", "pp"]
         if self.over_data or self.mesh["ep"].size > 1:  # the experts of a replica are spread over replicas
             axes.append("dp")
-        return here - sum(here - self.mesh[name].ranks[0] for name in axes if self.mesh[name].size > 1)
+        return rank - sum(rank - self.mesh[name].ranks[0] for name in axes if self.mesh[name].size > 1)
 
     @property
     def running(self) -> bool:
@@ -476,8 +476,8 @@ class Session:
 
     def _list_model_ids(self) -> set[int]:
         """The ids of the modules and parameters of the model on this rank."""
-        modules = [m for s in self.taps.own.values() if s.tap and (m := s.tap.module) is not None]
-        parameters = [p.parameter for sites in self.parameters.index.own.values() for p in sites]
+        modules = [m for s in self.taps.local_sites.values() if s.tap and (m := s.tap.module) is not None]
+        parameters = [p.parameter for sites in self.parameters.index.local_sites.values() for p in sites]
         parameters += [t for m in modules for t in m.parameters(recurse=False)]
         return {
             id(one) for one in (*modules, *parameters, *self.trainable.modules.modules()) if one is not None

@@ -150,7 +150,7 @@ class SessionHooks:
             HookError: on all ranks, for an error that would occur in a step.
         """
         self._check_open()
-        failures = self.trials.all(self.registry.active, self._taps.own, self._editing.modules)
+        failures = self.trials.all(self.registry.active, self._taps.local_sites, self._editing.modules)
         bad = [f for f, certain in failures if certain]
         if bad:
             raise HookError("; ".join(f.text for f in bad), site=bad[0].site)

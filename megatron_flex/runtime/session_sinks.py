@@ -169,8 +169,8 @@ class SessionSinks:
             if sink.cycle.active:  # the backward pass that the last call waited for did not come
                 sink.cycle.warn_of_missing_backward()
                 sink.flush(False, start.mesh)
-            wanted = not probing and self._registry.takes(sink.settings.groups)
-            if not wanted or not sink.due(start):
+            selected = not probing and self._registry.takes(sink.settings.groups)
+            if not selected or not sink.due(start):
                 resting |= set(sink.hooks)
         if self._registry.rest(resting):
             self._update_taps()

@@ -27,7 +27,7 @@ class SessionTaps:
     """The taps of a session on this rank.
 
     Attributes:
-        own: this rank's sites, by name.
+        local_sites: this rank's sites, by name.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class SessionTaps:
         mesh: Mesh,
     ) -> None:
         self.registry, self.firing, self.editing, self._mesh = registry, firing, firing.editing, mesh
-        self.own = {s.name: s for s in sites}
-        self._own_parameters = {p.name: p for p in parameters}
+        self.local_sites = {s.name: s for s in sites}
+        self._local_parameters = {p.name: p for p in parameters}
         self._taps: dict[str, Undo] = {}
         self._named: dict[str, Undo] = {}  # where hooks need the names of dims
         self._tapped: dict[nn.Module, list[Site]] = {}  # for each module, in the order of the data flow
@@ -50,7 +50,7 @@ class SessionTaps:
     @cached_property
     def _positions(self) -> dict[str, int]:
         """The place of each site in the order of the data flow."""
-        return {name: position for position, name in enumerate(self.own)}
+        return {name: position for position, name in enumerate(self.local_sites)}
 
     def update_taps(self) -> None:
         """Install taps where active hooks need them, and remove all others."""
@@ -67,44 +67,44 @@ class SessionTaps:
             self.tap(entry)
         for name in self._observed:
             if name not in self._taps:
-                self._install(self.own[name])
+                self._install(self.local_sites[name])
 
     def observe(self, names: Iterable[str]) -> None:
         """Install taps at these sites too, where the dispatcher's observer sees all tensors; none: remove
         them.
         """
-        self._observed = {name for name in names if self.own[name].tap is not None}
+        self._observed = {name for name in names if self.local_sites[name].tap is not None}
         self.update_taps()
 
     def tap(self, entry: HookEntry) -> None:
         """Install the taps of an active hook."""
         for site in entry.sites:
-            first = self.own.get(site.place)
-            own = first and first.leaf(site.index)
-            if own is not None and own.tap is not None and own.name not in self._taps:
-                self._install(own)
-            if own is None or own.dim_names is None or own.name in self._named:
+            first = self.local_sites.get(site.place)
+            local_site = first and first.leaf(site.index)
+            if local_site is not None and local_site.tap is not None and local_site.name not in self._taps:
+                self._install(local_site)
+            if local_site is None or local_site.dim_names is None or local_site.name in self._named:
                 continue
             if entry.hook.needs_dim_names:
-                self._named[own.name] = own.dim_names.want()
+                self._named[local_site.name] = local_site.dim_names.want()
         for reported in entry.parameters:
-            mine = self._own_parameters.get(reported.name)
-            if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                self._taps[mine.name] = self._hooked(mine, mine.parameter)
+            parameter = self._local_parameters.get(reported.name)
+            if parameter is not None and parameter.parameter is not None and parameter.name not in self._taps:
+                self._taps[parameter.name] = self._hooked(parameter, parameter.parameter)
 
     def _install(self, site: Site) -> None:
         """Install a tap, and reinstall those of the same module that come later in the data flow."""
         module = None if site.tap is None else site.tap.module
-        here = [site] if module is None else [*self._tapped.get(module, ()), site]
-        here.sort(key=self._order)
-        later = here[here.index(site) :]
+        of_module = [site] if module is None else [*self._tapped.get(module, ()), site]
+        of_module.sort(key=self._order)
+        later = of_module[of_module.index(site) :]
         for other in later[1:]:
             self._taps.pop(other.name)()
         for one in later:
             assert one.tap is not None
             self._taps[one.name] = one.tap.install(self._fire(one))
         if module is not None:
-            self._tapped[module] = here
+            self._tapped[module] = of_module
 
     def _fire(self, site: Site) -> Fire:
         dispatch = SiteDispatch(self.firing, site)
@@ -166,4 +166,8 @@ class SessionTaps:
         quiet = [
             e for e in self.registry.entries if e.hook in self._hooks_due and e.hook not in self.editing.fired
         ]
-        return [e.hook for e in quiet if any(n in self.own or n in self._own_parameters for n in e.names)]
+        return [
+            e.hook
+            for e in quiet
+            if any(n in self.local_sites or n in self._local_parameters for n in e.names)
+        ]

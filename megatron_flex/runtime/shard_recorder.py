@@ -90,16 +90,16 @@ class ShardRecorder:
             DumpError: no file format stores this dtype.
         """
         selection = self._wanted(entry.microbatch, local.detach(), layout, iteration)
-        mine = self._ownership.mine(selection.layout, selection.kept, over=over)
-        self._put(entry, selection, factor, mine, given=local)
+        is_owner = self._ownership.mine(selection.layout, selection.kept, over=over)
+        self._put(entry, selection, factor, is_owner, given=local)
 
     def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
         """Write the entries of a shard that are inside the entry's span."""
         assert entry.span is not None
         if entry.span[0] < entry.span[1]:
             flat = ShardSelection(local.detach().reshape(-1)[slice(*entry.span)], layout, None)
-            mine = self._ownership.mine(layout, flat.tensor.nbytes, over=over)
-            self._put(entry, flat, 1.0, mine, tuple(local.shape))
+            is_owner = self._ownership.mine(layout, flat.tensor.nbytes, over=over)
+            self._put(entry, flat, 1.0, is_owner, tuple(local.shape))
 
     def copy(self, entry: ShardEntry, local: Tensor, layout: Layout) -> None:
         """Write the checksum of a copy that another rank writes, if checksums are requested."""
@@ -110,11 +110,11 @@ class ShardRecorder:
         entry: ShardEntry,
         selection: ShardSelection,
         factor: float,
-        mine: bool,
+        is_owner: bool,
         shape: tuple[int, ...] | None = None,
         given: Tensor | None = None,
     ) -> None:
-        if not mine and not self.dump.replicas:
+        if not is_owner and not self.dump.replicas:
             return
         local, layout, picked = selection
         shape = tuple(local.shape) if shape is None else shape
@@ -127,7 +127,7 @@ class ShardRecorder:
         if local.dtype not in DTYPE_NAMES:
             raise DumpError(f"no file of a dump has tensors of {local.dtype}; give the Dump a dtype")
         changes: dict[str, Any] = {"shape": shape, "picked": picked is not None}
-        if not mine:
+        if not is_owner:
             end = GRADIENT_SUFFIX if "gradient" in entry.kind else ""
             changes |= {"kind": REPLICA, "site": entry.site + end}
         self.writer.put(replace(entry, **changes), layout, local, owned)

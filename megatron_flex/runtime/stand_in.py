@@ -128,8 +128,8 @@ class StandIns:
             return False
         if (most, high) != (-least, -low):
             axes = "/".join(a.name for a in over)
-            mine = f"{tuple(local.shape)} of {local.dtype}"
-            self._keep(site, HookError(UNLIKE.format(axes=axes, mine=mine, layout=layout.describe())))
+            local_shape = f"{tuple(local.shape)} of {local.dtype}"
+            self._keep(site, HookError(UNLIKE.format(axes=axes, mine=local_shape, layout=layout.describe())))
             return False
         self._new.add(site)
         self._compared.add(site)

@@ -70,12 +70,12 @@ def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axi
         kept = _find_unpadded(dim, local.shape[index], mesh)
         if kept is not None:
             local = torch.cat([local.narrow(index, *k) for k in kept], index)
-    ways, mine = divide_copies(layout, mesh, over)
-    if ways == 1 or not local.ndim:
-        return local if mine == 0 else local.new_empty(0)
+    divisor, number = divide_copies(layout, mesh, over)
+    if divisor == 1 or not local.ndim:
+        return local if number == 0 else local.new_empty(0)
     lengths = list(local.shape)
-    at = next((d for d, n in enumerate(lengths) if n and n % ways == 0), lengths.index(max(lengths)))
-    first, last = (lengths[at] * n // ways for n in (mine, mine + 1))
+    at = next((d for d, n in enumerate(lengths) if n and n % divisor == 0), lengths.index(max(lengths)))
+    first, last = (lengths[at] * n // divisor for n in (number, number + 1))
     return local.narrow(at, first, last - first)
 
 
@@ -92,23 +92,23 @@ def select_counted_part(
     for index, dim in enumerate(layout.dims):
         kept = _find_unpadded(dim, local.shape[index], mesh)
         if kept is not None:
-            here = torch.zeros(local.shape[index], dtype=torch.bool, device=local.device)
+            is_real = torch.zeros(local.shape[index], dtype=torch.bool, device=local.device)
             for start, length in kept:
-                here[start : start + length] = True
-            here = here.view([-1 if d == index else 1 for d in range(local.ndim)])
-            real = here if real is None else real & here
+                is_real[start : start + length] = True
+            is_real = is_real.view([-1 if d == index else 1 for d in range(local.ndim)])
+            real = is_real if real is None else real & is_real
     flat = local.reshape(-1)[slice(*part)]
     flat = flat if real is None else flat[real.expand(local.shape).reshape(-1)[slice(*part)]]
-    ways, mine = divide_copies(layout, mesh, over)
-    return flat[len(flat) * mine // ways : len(flat) * (mine + 1) // ways]
+    divisor, number = divide_copies(layout, mesh, over)
+    return flat[len(flat) * number // divisor : len(flat) * (number + 1) // divisor]
 
 
 def divide_copies(layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> tuple[int, int]:
     """The number of ranks that divide the entries they all hold, and this rank's index among them."""
-    ways, mine = 1, 0
+    divisor, number = 1, 0
     for _, size, coord in list_replica_axes(mesh, layout, over=over):
-        ways, mine = ways * size, mine * size + coord
-    return ways, mine
+        divisor, number = divisor * size, number * size + coord
+    return divisor, number
 
 
 def _check_countable(local: Tensor, layout: Layout, mesh: Mesh) -> None:
@@ -315,7 +315,7 @@ class StatisticsSink:
                 over = parameters.apart(over)
             row = self._place["parameter_gradient", parameter.name + GRADIENT_SUFFIX]
             try:
-                mine = select_counted_part(
+                counted = select_counted_part(
                     parameter.local.detach(), parameter.part, parameter.layout, self.mesh, over
                 )
             except FlexError as error:
@@ -324,7 +324,7 @@ class StatisticsSink:
                     parameter.name, f"the gradient of {parameter.name} is not measured: {error}"
                 )
                 continue
-            self._add(row, mine, 1.0)
+            self._add(row, counted, 1.0)
 
     def _add(self, row: int, values: Tensor, factor: float) -> None:
         if row not in self._sums:

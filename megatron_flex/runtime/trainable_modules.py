@@ -64,7 +64,7 @@ class TrainableModules:
         self._over_data = gather_data_parallel
         self._await_backward = await_backward
         self._doing: Literal["", "first", "replay"] = ""
-        self._own: dict[str, Tensor] = {}  # gradients of the losses of editing functions
+        self._edit_loss_grads: dict[str, Tensor] = {}  # gradients of the losses of editing functions
         self._through: dict[str, Tensor] = {}  # gradients of the model's loss
         self._buffers: dict[str, Tensor] = {}  # buffers at the beginning of the step
         self._microbatches: int | None = None  # of the running schedule; None outside one
@@ -117,9 +117,9 @@ class TrainableModules:
             raise HookError(f"no trainable module {name!r} is registered; those that are: {known}")
         del self.modules[name]
         self._watch()
-        for kept in (self._own, self._through, self._buffers):
-            for own in [n for n in kept if n.startswith(f"{name}.")]:
-                del kept[own]
+        for kept in (self._edit_loss_grads, self._through, self._buffers):
+            for name_of_tensor in [n for n in kept if n.startswith(f"{name}.")]:
+                del kept[name_of_tensor]
         if not self.modules:
             for undo in self._undos:
                 undo()
@@ -170,16 +170,16 @@ class TrainableModules:
         """The context of an editing function that may fail: on an exception, restore gradients and
         buffers.
         """
-        before, self._own = self._own, {}
+        before, self._edit_loss_grads = self._edit_loss_grads, {}
         buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
         try:
             yield
         except Exception:  # raised again
-            self._own = before
+            self._edit_loss_grads = before
             for name, buffer in self.modules.named_buffers():
                 buffer.data.copy_(buffers[name])  # `data` only, as above
             raise
-        received, self._own = self._own, before
+        received, self._edit_loss_grads = self._edit_loss_grads, before
         for name, grad in received.items():
             before[name] = before[name] + grad if name in before else grad
 
@@ -221,7 +221,7 @@ class TrainableModules:
             if self.mesh["pp"].size > 1:
                 raise HookError(OUTSIDE_SCHEDULE.format(name=name, size=self.mesh["pp"].size))
             self._await_backward()
-        into = self._own if self._doing else self._through
+        into = self._edit_loss_grads if self._doing else self._through
         grad = grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach()
         if name in into:
             into[name] += grad
@@ -238,7 +238,7 @@ class TrainableModules:
             self._buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
 
     def _forget(self) -> None:
-        self._own.clear()
+        self._edit_loss_grads.clear()
         self._through.clear()
         self._buffers.clear()
 
@@ -264,11 +264,11 @@ class TrainableModules:
         """
         if not self.modules:
             return
-        own, through = self._scales()
+        own_factor, through = self._scales()
         parameters = {n: p for n, p in self.modules.named_parameters() if p.requires_grad}
         with torch.no_grad():
             moved = self._moved()
-            pieces = {n: self._contribution(n, p, own, through) for n, p in parameters.items()} | moved
+            pieces = {n: self._contribution(n, p, own_factor, through) for n, p in parameters.items()} | moved
             sums, present = self._combined(pieces)
             for name, parameter in parameters.items():
                 if name in present:
@@ -297,8 +297,12 @@ class TrainableModules:
         tokens = sum_over_ranks(self.clock.tokens, self.mesh, ("pp", "cp", "dp"))
         return 1 / count, self.mesh["dp"].size / (factor * max(tokens, 1.0))
 
-    def _contribution(self, name: str, parameter: Tensor, own: float, through: float) -> Tensor | None:
-        parts = [kept[name] * s for kept, s in ((self._own, own), (self._through, through)) if name in kept]
+    def _contribution(self, name: str, parameter: Tensor, own_factor: float, through: float) -> Tensor | None:
+        parts = [
+            kept[name] * s
+            for kept, s in ((self._edit_loss_grads, own_factor), (self._through, through))
+            if name in kept
+        ]
         return sum(parts[1:], parts[0]) if parts else None
 
     def _moved(self) -> dict[str, Tensor | None]:
@@ -307,8 +311,8 @@ class TrainableModules:
         if not kept:
             return {}
         changes = {n: (self._buffers[n], b) for n, b in kept.items()}
-        here = [int(not torch.equal(old, new)) for old, new in changes.values()]
-        changed = max_over_ranks(here, self.mesh)
+        changed_here = [int(not torch.equal(old, new)) for old, new in changes.values()]
+        changed = max_over_ranks(changed_here, self.mesh)
         return {
             n: torch.where(new == old, 0.0, new.double() - old.double())
             for (n, (old, new)), c in zip(changes.items(), changed, strict=True)
@@ -334,7 +338,7 @@ class TrainableModules:
                 flags[index] = 1
         combine_replicas(flat, self.mesh)
         sums = {n: place.view(shapes[n]) for n, place in places.items()}
-        return sums, {n for n, there in zip(pieces, flags.tolist(), strict=True) if there}
+        return sums, {n for n, flag in zip(pieces, flags.tolist(), strict=True) if flag}
 
     def unequal(self) -> list[str]:
         """What differs between ranks, as text. Collective over the mesh."""

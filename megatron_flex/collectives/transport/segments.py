@@ -41,7 +41,7 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
         self.size = size
-        self._own = memoryview(self._map)
+        self._view = memoryview(self._map)
         self._entries: dict[torch.dtype, Tensor] = {}
         self._given: weakref.ref[memoryview] | None = None
         with suppress(OSError):  # before Linux 5.14: the first writes then fault page by page
@@ -52,7 +52,7 @@ class Segment:
         entries = self._entries.get(dtype)
         if entries is None:
             with torch.inference_mode(False):  # written inside and outside inference mode
-                entries = torch.frombuffer(self._own, dtype=torch.uint8).view(dtype)
+                entries = torch.frombuffer(self._view, dtype=torch.uint8).view(dtype)
             self._entries[dtype] = entries
         return entries
 

@@ -416,8 +416,8 @@ class SharedMemoryTransport:
             return ""
         recorded = self.members[self.me].rank, len(self._submitted), self._code()
         (rank, count, code), *rows = gather_objects(recorded, self._stage, [a.name for a in self._stage])
-        other, theirs, _ = next((row for row in rows if row[2] != code), rows[0])
-        return DIFFERENT.format(other=other, theirs=theirs, rank=rank, count=count)
+        other, their_count, _ = next((row for row in rows if row[2] != code), rows[0])
+        return DIFFERENT.format(other=other, theirs=their_count, rank=rank, count=count)
 
     def _choose_segment(self) -> tuple[int, bool]:
         """The segment of the next step, and whether the tensors of this step are lent; else they are copied.

@@ -84,8 +84,8 @@ class ContextPlan:
 
     def leaves_stage(self, virtual_stage: int, backward: bool) -> bool:
         """Whether a microbatch does not return to this stage after this virtual stage."""
-        mine = [p for p in self.chain if p % self.stages == virtual_stage % self.stages]
-        return not mine or virtual_stage == (min(mine) if backward else max(mine))
+        of_stage = [p for p in self.chain if p % self.stages == virtual_stage % self.stages]
+        return not of_stage or virtual_stage == (min(of_stage) if backward else max(of_stage))
 
     def describe(self) -> str:
         """The plan as text, for comparison between ranks."""

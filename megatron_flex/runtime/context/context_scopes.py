@@ -196,7 +196,7 @@ class ContextScopes:
     # -- functions that run once -----------------------------------------------------------------------
 
     def share(
-        self, hook: HookFunction, refused: Callable[[str, Exception], None], holders: Mesh, here: bool
+        self, hook: HookFunction, refused: Callable[[str, Exception], None], holders: Mesh, is_sender: bool
     ) -> None:
         """Broadcast the changes made by a call on one rank. Collective over `holders`.
 
@@ -204,7 +204,7 @@ class ContextScopes:
             hook: the hook of the call.
             refused: called with the name of a value that cannot be sent.
             holders: the axes of the ranks for which the call runs.
-            here: whether the call ran on this rank.
+            is_sender: whether the call ran on this rank.
         """
         if self.alone or not self.shared or self._mode(hook) is CallMode.REPLAY:
             return
@@ -218,12 +218,14 @@ class ContextScopes:
             (self.run if key[0] == "run" else micro.state).pop(key[1], None)
             refused(key[1], error)
 
-        received = unpack_values(broadcast_package(pack_values(items, refuse) if here else None, holders))
-        if not here:
+        received = unpack_values(
+            broadcast_package(pack_values(items, refuse) if is_sender else None, holders)
+        )
+        if not is_sender:
             removed, removed_of_run = received["removed", ""]
             written, written_of_run = (
-                {name: item for (kind, name), item in received.items() if kind == wanted}
-                for wanted in ("value", "run")
+                {name: item for (kind, name), item in received.items() if kind == scope}
+                for scope in ("value", "run")
             )
             self._changes = Changes(written, removed), Changes(written_of_run, removed_of_run)
             self._apply(micro)
@@ -242,17 +244,19 @@ class ContextScopes:
         """
         anchors, self._anchors = self._anchors, []
         for once in (False, True) if full.is_floating_point() else ():
-            mine = [(tensor_id, tensor) for by, tensor_id, tensor in anchors if by is once]
+            saved = [(tensor_id, tensor) for by, tensor_id, tensor in anchors if by is once]
             # If every rank made the tensor, only the edit's rank may have read it: its gradient is used.
             spread = self.once and self.shared and not once and not self.alone
             if spread and saving and torch.is_grad_enabled():
-                most, least = max_over_ranks([len(mine), -len(mine)], holders, "the tensors that edits saved")
-                mine = mine if most == -least else []  # a function failed, and has saved none on that rank
-            if mine:
-                tensor_ids = [tensor_id for tensor_id, _ in mine]
+                most, least = max_over_ranks(
+                    [len(saved), -len(saved)], holders, "the tensors that edits saved"
+                )
+                saved = saved if most == -least else []  # a function failed, and has saved none on that rank
+            if saved:
+                tensor_ids = [tensor_id for tensor_id, _ in saved]
                 take = partial(_take_gradients, self.begin(), tensor_ids, holders if spread else None, leads)
                 # torch does not type `apply`
-                full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
+                full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in saved)))  # type: ignore[no-untyped-call]
         return full
 
 

@@ -109,10 +109,10 @@ def _terminal() -> tuple[TextIO, TextIO] | None:
     except OSError:
         return None
     try:
-        mine = os.tcgetpgrp(descriptor) == os.getpgrp()
+        in_foreground = os.tcgetpgrp(descriptor) == os.getpgrp()
     except OSError:
-        mine = False
-    if not mine:
+        in_foreground = False
+    if not in_foreground:
         os.close(descriptor)
         return None
     return os.fdopen(os.dup(descriptor), "r"), os.fdopen(descriptor, "w")

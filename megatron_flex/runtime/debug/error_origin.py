@@ -30,12 +30,14 @@ def find_user_line(error: BaseException) -> tuple[str, int] | None:
     this package, with its subfolders. Code without a file (`python -c`, `exec`, a prompt) counts separately.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not _is_library(f.filename)]
-    if not theirs:
+    user_frames = [f for f in frames if not _is_library(f.filename)]
+    if not user_frames:
         return None
-    first = theirs[0].filename
+    first = user_frames[0].filename
     home = _folder(first)
-    near = [f for f in theirs if f.filename == first or (home is not None and _is_below(f.filename, home))]
+    near = [
+        f for f in user_frames if f.filename == first or (home is not None and _is_below(f.filename, home))
+    ]
     frame = [f for f in near if SITE_PACKAGES in first or SITE_PACKAGES not in f.filename][-1]
     return frame.filename, frame.lineno or 0
 
@@ -65,17 +67,17 @@ def format_user_line(error: BaseException) -> str:
     return f"{line[0]}:{line[1]}"
 
 
-def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException], None]) -> None:
+def guard_backward(edited: Tensor, inputs: Tensor, keep: Callable[[BaseException], None]) -> None:
     """Record errors of a user's autograd Functions, as the other ranks would wait for a rank that raises.
 
     A backward pass that raises then returns no gradient, and the step continues to its end.
 
     Args:
-        made: the result of an editing function.
+        edited: the result of an editing function.
         inputs: the function's input, where the search of the graph ends.
         keep: called with each error.
     """
-    stop, todo = inputs.grad_fn, deque([made.grad_fn])
+    stop, todo = inputs.grad_fn, deque([edited.grad_fn])
     seen: set[Any] = set()
     while todo and len(seen) < MAX_NODES:
         node: Any = todo.popleft()

@@ -48,8 +48,8 @@ class HookCallTrace:
         """Format as one line."""
         if self.full_size is None and not self.here:
             return f"{_format_key(self.key)}: {self.local} in {self.layout}, kept to be sent later"
-        made = "on the shard" if self.here else f"-> {self.full_size}"
-        parts = [f"{_format_key(self.key)}: {self.local} {made} in {self.layout}"]
+        result = "on the shard" if self.here else f"-> {self.full_size}"
+        parts = [f"{_format_key(self.key)}: {self.local} {result} in {self.layout}"]
         parts += describe_moves(self.moves)
         parts += [f"edit {self.seconds * 1e3:.2f} ms ({self.edits})", f"-> {self.out}"]
         return " | ".join(parts)
@@ -101,9 +101,9 @@ class Tracer:
         """The exchange of one pass that edits, printed as it is used."""
         self.close()
         edits = " | ".join(describe_edit(h.editing_function) for h in hooks if h.editing_function is not None)
-        here = isinstance(exchange, ShardExchange)
+        on_shard = isinstance(exchange, ShardExchange)
         return TracedExchange(
-            self, HookCallTrace(key, self._describe(layout, route), (), edits=edits, here=here), exchange
+            self, HookCallTrace(key, self._describe(layout, route), (), edits=edits, here=on_shard), exchange
         )
 
     def _describe(self, layout: Layout, route: Route | None) -> str:

@@ -79,14 +79,14 @@ class DimChoice(NamedTuple):
             raise HookError(f"{self.what}: {UNKNOWN_TEXT}")
         end = self.first + length
         indices = _find_entries(self.entries, end, self.what, f"a text of {end}")
-        here = [at - self.first for at in indices if at >= self.first]
-        if not here:
+        in_call = [at - self.first for at in indices if at >= self.first]
+        if not in_call:
             raise HookError(
                 f"{self.what}: {format_entries(self.entries)} is not in this call, which has the tokens "
                 f"{self.first} to {end - 1} of its text, as earlier ones are cached; select from the end, or "
                 "hook the first call only"
             )
-        return here
+        return in_call
 
 
 @dataclass(frozen=True, slots=True)

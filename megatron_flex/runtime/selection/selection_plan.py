@@ -58,10 +58,10 @@ class CaptureSelection:
 
     def describe(self) -> str:
         """The selection and the reduction as text."""
-        made = None if self.reduce is None else self.reduce.describe()
+        reduction = None if self.reduce is None else self.reduce.describe()
         if self.select == EVERYTHING:
-            return made or "everything"
-        return self.select.describe() + (f", then {made}" if made else "")
+            return reduction or "everything"
+        return self.select.describe() + (f", then {reduction}" if reduction else "")
 
     def check(self, site: Site) -> None:
         """Validate before any step begins.
@@ -182,7 +182,7 @@ def widen_context(where: ReductionContext, number: int, most: int, dtype: torch.
 
 
 def plan_selection(
-    wanted: CaptureSelection,
+    requested: CaptureSelection,
     layout: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -195,7 +195,7 @@ def plan_selection(
     """Plan a selection.
 
     Args:
-        wanted: the selection and the reduction.
+        requested: the selection and the reduction.
         layout: the layout of the shards.
         shape: the shape of this rank's shard.
         dtype: the dtype of the tensor.
@@ -213,16 +213,18 @@ def plan_selection(
     dims = [layout.dims[i] for i in order]
     local = [shape[i] for i in order]
     lengths = _list_full_lengths(dims, local, sizes)
-    names = list(wanted.select.names or (known.names if known else [d.name for d in dims]))
+    names = list(requested.select.names or (known.names if known else [d.name for d in dims]))
     if len(names) != len(dims):
-        raise HookError(f"{wanted.describe()}: the tensor has {len(dims)} dims; name each of them")
+        raise HookError(f"{requested.describe()}: the tensor has {len(dims)} dims; name each of them")
     first = known.first if known else 0
-    choices = {c.dim: c for c in wanted.select.choices(names, (known and known.heads) or heads, first=first)}
+    choices = {
+        c.dim: c for c in requested.select.choices(names, (known and known.heads) or heads, first=first)
+    }
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
     chosen = {d: c.of(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None}
-    targets = wanted.reduce.places(names) if wanted.reduce is not None else ()
+    targets = requested.reduce.places(names) if requested.reduce is not None else ()
     counts = [len(chosen[d]) if d in chosen else lengths[d] for d in targets]
-    reduction = wanted.reduce
+    reduction = requested.reduce
     if reduction is not None and counts[-1] is not None:
         reduction.check(counts[-1], dtype)
     pushed = reduction
@@ -351,30 +353,30 @@ def locate_entries(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, co
         sizes: the axis sizes of the mesh.
         coords: this rank's coordinates.
     """
-    wanted = torch.tensor(list(entries), dtype=torch.int64)
+    positions = torch.tensor(list(entries), dtype=torch.int64)
     count = count_parts(dim, sizes)
-    slots = torch.arange(len(wanted))
+    slots = torch.arange(len(positions))
     if count == 1:
-        return DimEntries(wanted, slots, len(wanted), None)
+        return DimEntries(positions, slots, len(positions), None)
     cuts = [c for c in dim.cuts if sizes.get(c.axis, 1) > 1]
     owner, offset = torch.empty(full, dtype=torch.int64), torch.empty(full, dtype=torch.int64)
-    mine = 0
+    local_part = 0
     for number, at in enumerate(product(*(range(sizes[c.axis] // c.copies) for c in cuts))):
         if at == tuple(coords.get(c.axis, 0) // c.copies for c in cuts):
-            mine = number
+            local_part = number
         first = 0
         where = {c.axis: a * c.copies for c, a in zip(cuts, at, strict=True)}
         for start, stop in spans(dim, full, where, sizes):
             owner[start:stop] = number
             offset[start:stop] = torch.arange(first, first + stop - start)
             first += stop - start
-    owners = owner[wanted]
+    owners = owner[positions]
     each = torch.bincount(owners, minlength=count)
     most = int(each.max())
     by_owner = torch.argsort(owners, stable=True)
     order = torch.empty_like(slots)
     order[by_owner] = slots - (each.cumsum(0) - each).repeat_interleave(each)
     order += owners * most
-    own = owners == mine
-    same = count * most == len(wanted) and torch.equal(order, slots)
-    return DimEntries(offset[wanted[own]], slots[own], most, None if same else order)
+    is_local = owners == local_part
+    same = count * most == len(positions) and torch.equal(order, slots)
+    return DimEntries(offset[positions[is_local]], slots[is_local], most, None if same else order)

@@ -321,7 +321,7 @@ def failing(case: Case, name: str) -> dict[str, Any]:
     if broken.get("module"):
         flex.register_trainable_module("probe", Fails(2, 2))
     if here and "layout" in broken:
-        own = flex.session.taps.own
+        own = flex.session.taps.local_sites
         own[f"{LAYER}:output"] = replace(own[f"{LAYER}:output"], layout=broken["layout"])
     if here and "owner" in broken:
         changes.setattr(broken["owner"], broken["name"], raising)
