@@ -105,21 +105,23 @@ class _MissingGradients:
         )
         todo = deque(upstream)
         while todo:
-            one = todo.popleft()
-            leaf = getattr(one, "variable", None)
+            upstream_node = todo.popleft()
+            leaf = getattr(upstream_node, "variable", None)
             if isinstance(leaf, nn.Parameter) and leaf.grad is None:
-                self._waiting.append((leaf, one))
-            for following, _ in one.next_functions:
+                self._waiting.append((leaf, upstream_node))
+            for following, _ in upstream_node.next_functions:
                 if following is not None and following not in upstream and following not in self._numbers:
                     upstream[following] = None
                     todo.append(following)
         if not self._waiting:
             return False
-        for one in upstream:  # the hooks are given its number: a hook that held the node would keep the graph
-            number = self._numbers[one] = len(self._nodes)
-            self._nodes.append(one)
-            self._handles.append(one.register_prehook(weak_hook(self._note_arrived, number)))
-            self._handles.append(one.register_hook(weak_hook(self._note_left, number)))
+        for (
+            upstream_node
+        ) in upstream:  # the hooks are given its number: a hook that held the node would keep the graph
+            number = self._numbers[upstream_node] = len(self._nodes)
+            self._nodes.append(upstream_node)
+            self._handles.append(upstream_node.register_prehook(weak_hook(self._note_arrived, number)))
+            self._handles.append(upstream_node.register_hook(weak_hook(self._note_left, number)))
         return True
 
     def _note_arrived(
@@ -150,8 +152,8 @@ class _MissingGradients:
             if place not in self._sent:
                 self._sent[place] = grad
             else:
-                held = self._held_back.get(place)
-                self._held_back[place] = grad if held is None else held + grad
+                held_back = self._held_back.get(place)
+                self._held_back[place] = grad if held_back is None else held_back + grad
                 out[index] = None
         return tuple(out)
 

@@ -215,8 +215,8 @@ class Route:
 
     def _features(self, local: Tensor) -> tuple[int, ...]:
         """The shape of one whole row."""
-        one = Layout((Dim("t"), *self.layout.dims[1:]))
-        return padded_shape(one, local.shape, self.mesh.sizes)[1:]
+        row = Layout((Dim("t"), *self.layout.dims[1:]))
+        return padded_shape(row, local.shape, self.mesh.sizes)[1:]
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """The rows of this rank's own tokens. Collective over `ep` and `etp`.

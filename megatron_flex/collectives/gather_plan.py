@@ -239,8 +239,8 @@ def _plan_messages(
             captures = tuple([(alike[i], counts[alike[i]]) for i in group])
             widths = [shards[n].width for n, count in captures for _ in range(count)]
             places, nbytes = message_offsets(widths)
-            kept = step.op == "gather" and nbytes <= SMALL_MESSAGE_BYTES
-            out.append(Message(step, captures, tuple(widths), tuple(places), nbytes, dtype, kept))
+            keeps = step.op == "gather" and nbytes <= SMALL_MESSAGE_BYTES
+            out.append(Message(step, captures, tuple(widths), tuple(places), nbytes, dtype, keeps))
     return out
 
 
@@ -293,12 +293,14 @@ def order_steps(plans: Sequence[Sequence[GatherStep]]) -> list[tuple[GatherStep,
     in different captures must agree on the captures of each message. Each step occurs once, since all plans
     are subsequences of one order.
     """
-    left = {i: list(steps) for i, steps in enumerate(plans) if steps}
+    remaining = {i: list(steps) for i, steps in enumerate(plans) if steps}
     out: list[tuple[GatherStep, list[int]]] = []
-    while left:
-        later = {s for steps in left.values() for s in steps[1:]}
-        step = next(steps[0] for steps in left.values() if steps[0] not in later)
-        now = [i for i, steps in left.items() if steps[0] == step]
-        left = {i: steps[1:] if i in now else steps for i, steps in left.items() if i not in now or steps[1:]}
+    while remaining:
+        later = {s for steps in remaining.values() for s in steps[1:]}
+        step = next(steps[0] for steps in remaining.values() if steps[0] not in later)
+        now = [i for i, steps in remaining.items() if steps[0] == step]
+        remaining = {
+            i: steps[1:] if i in now else steps for i, steps in remaining.items() if i not in now or steps[1:]
+        }
         out.append((step, now))
     return out

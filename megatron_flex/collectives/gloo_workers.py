@@ -34,11 +34,11 @@ def run_collective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _lend(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_lend(one) for one in value]
+        return [_lend(item) for item in value]
     if not isinstance(value, Tensor) or not value.is_cpu:
         return value
     view = value.detach()
-    _lent[:] = [one for one in _lent if one() is not None]
+    _lent[:] = [item for item in _lent if item() is not None]
     _lent.append(weakref.ref(view))
     return view
 
@@ -46,7 +46,7 @@ def _lend(value: Any) -> Any:
 def _await_workers() -> None:
     seconds = FAILED_SECONDS if hasattr(sys, "last_value") else EXIT_SECONDS
     end = time.monotonic() + seconds
-    while any(one() is not None for one in _lent) and time.monotonic() < end:
+    while any(view() is not None for view in _lent) and time.monotonic() < end:
         time.sleep(1e-3)  # releases the interpreter's lock, which the workers take
 
 

@@ -39,8 +39,8 @@ def gather_to_leader(tensors: Sequence[tuple[Layout, Tensor]], mesh: Mesh, most:
     """
     shards = [CapturedShard.of(layout, t.shape, t.dtype, mesh) for layout, t in tensors]
     shards = exchange_shapes(shards, mesh, tensors[0][1].device)
-    held = [t if s.needed else None for s, (_, t) in zip(shards, tensors, strict=True)]
-    return ShardGather(plan_gather(tuple(shards), mesh, most), held, mesh).wait()
+    needed = [t if s.needed else None for s, (_, t) in zip(shards, tensors, strict=True)]
+    return ShardGather(plan_gather(tuple(shards), mesh, most), needed, mesh).wait()
 
 
 def exchange_shapes(shards: Sequence[CapturedShard], mesh: Mesh, device: torch.device) -> list[CapturedShard]:

@@ -73,8 +73,8 @@ class BufferPool:
             return
         free, total = self._free, 0
         free.append(base)
-        for held in free:
-            total += held.nbytes
+        for buffer_in_pool in free:
+            total += buffer_in_pool.nbytes
         while len(free) > MAX_POOL_BUFFERS or total > MAX_POOL_BYTES:
             total -= free.pop(0).nbytes
 

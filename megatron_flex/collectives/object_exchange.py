@@ -47,8 +47,8 @@ def gather_distinct(item: ItemT, mesh: Mesh, axes: Sequence[str] | None = None) 
         most, least = max_over_ranks([code, -code], Mesh((axis,)), "items that may differ")
         if most != -least:
             several = all_gather_pickled(items, axis.group)
-            items = list(dict.fromkeys(one for of_rank in several for one in of_rank))
-    return [pickle.loads(one) for one in items]  # noqa: S301  # ranks of this job pickled them
+            items = list(dict.fromkeys(pickled for of_rank in several for pickled in of_rank))
+    return [pickle.loads(pickled) for pickled in items]  # noqa: S301  # ranks of this job pickled them
 
 
 def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
@@ -60,7 +60,7 @@ def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
         return []
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     reports = gather_objects((rank, report), mesh, [axis.name for axis in mesh])
-    return [(who, one) for who, one in reports if one is not None]
+    return [(who, rank_report) for who, rank_report in reports if rank_report is not None]
 
 
 def run_or_raise_on_all(mesh: Mesh, act: Callable[[], ItemT]) -> ItemT:

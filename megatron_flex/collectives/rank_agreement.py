@@ -426,19 +426,19 @@ class Agreement:
         alike = [first_rank] if known.unnamed else [r for r in self._ranks if r not in others]
         statements = dict(sorted({**dict.fromkeys(alike, first), **others}.items()))
         more = f"; and {known.unnamed} more ranks differ from rank {first_rank}" if known.unnamed else ""
-        if any(one.what.startswith(PLACE_MARK) for one in statements.values()):
+        if any(statement.what.startswith(PLACE_MARK) for statement in statements.values()):
             # Ranks at one place may have come from different steps; the first one's is known.
             shown = {first_rank, *others}
             places = [
-                (r, _describe_place(one.what) + (f", {one.where}" if r in shown else ""))
-                for r, one in statements.items()
+                (r, _describe_place(statement.what) + (f", {statement.where}" if r in shown else ""))
+                for r, statement in statements.items()
             ]
             return _describe_difference(places, more)
         groups: dict[str, list[int]] = {}
-        for rank, one in statements.items():
-            groups.setdefault(one.what or "no hook", []).append(rank)
+        for rank, statement in statements.items():
+            groups.setdefault(statement.what or "no hook", []).append(rank)
         if len(groups) == 1 and differ is not None:
-            return differ({r: one.code for r, one in statements.items()})
+            return differ({r: statement.code for r, statement in statements.items()})
         differences = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in groups.items())
         return (
             f"hooks differ between ranks ({differences}{more}); register the same hooks, in the same order, "

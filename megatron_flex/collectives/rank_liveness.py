@@ -45,10 +45,10 @@ class RankLiveness:
             rank, _, why = text.partition(" ")
             self._told += 1
             self._ended.setdefault(int(rank), why)
-        for one, process, started in self._here:
-            if one not in self._ended and _start_time(process) != started:
-                self._ended[one] = KILLED
-                self._append(f"{PREFIX}/ended", f"{one} {KILLED}")  # for the ranks of other nodes
+        for node_rank, process, started in self._here:
+            if node_rank not in self._ended and _start_time(process) != started:
+                self._ended[node_rank] = KILLED
+                self._append(f"{PREFIX}/ended", f"{node_rank} {KILLED}")  # for the ranks of other nodes
         return self._ended
 
     def tell_end(self, why: str) -> None:

@@ -136,12 +136,12 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 def _buckets(headers: Sequence[TensorHeader], limit: int) -> Iterator[list[TensorHeader]]:
     bucket: list[TensorHeader] = []
     filled = 0
-    for one in headers:
-        size = torch.empty(one[1], dtype=one[2], device="meta").nbytes
+    for header in headers:
+        size = torch.empty(header[1], dtype=header[2], device="meta").nbytes
         if bucket and filled + size > limit:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(one)
+        bucket.append(header)
         filled += size
     if bucket:
         yield bucket

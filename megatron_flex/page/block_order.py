@@ -60,8 +60,8 @@ def _holds_layers(block: _Block) -> bool:
 def _executed(names: list[str]) -> list[str]:
     """Modules of one module in the order of execution."""
     for norm in [n for n in names if NORM_BEFORE.fullmatch(n)]:
-        found = NORM_BEFORE.fullmatch(norm)
-        following = EXECUTED_NEXT.get(found[1], "") if found is not None else ""
+        matched = NORM_BEFORE.fullmatch(norm)
+        following = EXECUTED_NEXT.get(matched[1], "") if matched is not None else ""
         if following in names:
             names.remove(norm)
             names.insert(names.index(following), norm)

@@ -82,7 +82,7 @@ def divergence_json(
         notes       [{"kind", "text"}]
     """
     try:
-        found = tables_of(comparison)
+        divergence = tables_of(comparison)
     except FigureError as error:
         notes = [{"kind": "info", "text": str(error)}]
         empty: dict[str, Any] = {"names": [], "iterations": [], "rows": [], "hints": []}
@@ -97,26 +97,25 @@ def divergence_json(
             "notes": notes,
         }
     notes = [{"kind": "info", "text": text} for text in comparison.notes]
-    kept = set(range(len(found.sites)))
-    iterations = list(found.iterations)
+    kept = set(range(len(divergence.sites)))
+    iterations = list(divergence.iterations)
     if len(comparison.rows) > most:
-        several = max(1, most // max(1, len(found.sites)))
-        first = {found.first[1]} if found.first else set()
+        several = max(1, most // max(1, len(divergence.sites)))
+        first = {divergence.first[1]} if divergence.first else set()
         iterations = sorted({*choose_evenly(iterations, max(1, several - len(first))), *first})
         if several == 1:
-            kept = set(choose_evenly(range(len(found.sites)), most // len(iterations) - 1))
-            kept |= {found.sites.index(found.first[0])} if found.first else set()
-        text = (
-            f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list_numbers(iterations)}"
-        )
+            kept = set(choose_evenly(range(len(divergence.sites)), most // len(iterations) - 1))
+            kept |= {divergence.sites.index(divergence.first[0])} if divergence.first else set()
+        text = f"{len(kept)} of {len(divergence.sites)} tensors are shown"
+        text += f", in iterations {_list_numbers(iterations)}"
         notes.append({"kind": "info", "text": f"of the comparison {text}"})
-    rows, first_row = _comparison_rows(comparison, found, names, set(iterations), kept)
+    rows, first_row = _comparison_rows(comparison, divergence, names, set(iterations), kept)
     return {
         "verdict": comparison.verdict,
         "incomparable": comparison.incomparable,
         "a": comparison.a,
         "b": comparison.b,
-        "names": list(found.sites),
+        "names": list(divergence.sites),
         "iterations": iterations,
         "rows": rows,
         "first": None if first_row is None or rows[first_row][0] == -1 else rows[first_row][0],
@@ -128,21 +127,21 @@ def divergence_json(
 
 def _comparison_rows(
     comparison: Comparison,
-    found: Divergence,
+    divergence: Divergence,
     names: Sequence[str],
     iterations: set[int],
     kept: set[int],
 ) -> tuple[list[list[Any]], int | None]:
     """The rows to show, and the index of the first one above its tolerance."""
     at = {name: i for i, name in enumerate(names)}
-    number_of = {name: i for i, name in enumerate(found.sites)}
+    number_of = {name: i for i, name in enumerate(divergence.sites)}
     rows: list[list[Any]] = []
     first = None
     for row in comparison.rows:
         position = number_of[row.name]
         if row.iteration not in iterations or position not in kept:
             continue
-        if found.first == (row.name, row.iteration) and first is None:
+        if divergence.first == (row.name, row.iteration) and first is None:
             first = len(rows)
         site = at.get(row.name.partition("#")[0].removesuffix(GRADIENT_SUFFIX), -1)
         rows.append(
@@ -199,24 +198,24 @@ def dump_source(
         DumpError: there is no dump at that path.
     """
     bounds = bounds or PageBounds()
-    found, notes = open_readable(dump)
-    if found is None:
+    readable, notes = open_readable(dump)
+    if readable is None:
         return _source_json("dump", label, _folder_name(dump), notes, TensorTables([], []), [])
     try:
-        tensors, more = _list_tensors(found, names, bounds)
+        tensors, more = _list_tensors(readable, names, bounds)
     except DumpError as error:  # not even names are readable
-        tensors, more = [], [damage_note(shorten_paths(str(error), found.path))]
+        tensors, more = [], [damage_note(shorten_paths(str(error), readable.path))]
     notes = [*notes, *more]
-    there = found.iterations
-    iterations = choose_evenly(there, bounds.iterations_of(len(tensors)))
-    if len(iterations) < len(there):
+    available = readable.iterations
+    iterations = choose_evenly(available, bounds.iterations_of(len(tensors)))
+    if len(iterations) < len(available):
         notes.append(
-            info_note(f"{label}: {len(iterations)} of {len(there)} iterations are shown, evenly spread.")
+            info_note(f"{label}: {len(iterations)} of {len(available)} iterations are shown, evenly spread.")
         )
-    if not there:
+    if not available:
         notes.append(damage_note(f"{label}: no iteration of the dump has anything that can be read."))
     tables = TensorTables(iterations, [t.name for t in tensors])
-    shortened = _fill_tables(found, tensors, tables, bounds)
+    shortened = _fill_tables(readable, tensors, tables, bounds)
     if shortened:
         notes.append(
             info_note(
@@ -228,54 +227,56 @@ def dump_source(
         n["kind"] == "damage" for n in notes
     ):  # a dump too large for checking every byte
         notes += [damage_note(f"{label}: {text}") for text in tables.texts[:MAX_DAMAGE_TEXTS]]
-    pictures = DumpPictures(found, bounds, tables, label)
+    pictures = DumpPictures(readable, bounds, tables, label)
     if iterations:
         pictures.heats([(i, t.name) for i, t in enumerate(tensors) if t.kind in (VALUE, GRADIENT)])
         pictures.attention()
         pictures.lens()
     notes += pictures.notes
-    title = f"{_folder_name(found)} ({found.describe_meshes()})"
+    title = f"{_folder_name(readable)} ({readable.describe_meshes()})"
     return _source_json("dump", label, title, notes, tables, tensors, pictures)
 
 
 def statistics_source(
-    found: OpenStatistics, names: Sequence[str], label: str = "A", bounds: PageBounds | None = None
+    statistics: OpenStatistics, names: Sequence[str], label: str = "A", bounds: PageBounds | None = None
 ) -> dict[str, Any]:
     """The page's data of statistics: numbers and histograms; they have no tensors.
 
     Args:
-        found: the statistics, opened.
+        statistics: the statistics, opened.
         names: the page's site names, in their order.
         label: the source's label.
         bounds: the limits.
     """
     bounds = bounds or PageBounds()
     notes: list[PageNote] = []
-    if found.incomplete:
-        notes.append(damage_note(f"{label}: {found.incomplete} lines or files are incomplete, and left out."))
+    if statistics.incomplete:
+        notes.append(
+            damage_note(f"{label}: {statistics.incomplete} lines or files are incomplete, and left out.")
+        )
     notes += [
         damage_note(f"{label}: {reason} is not as it was written, and left out.")
-        for reason in found.damaged[:8]
+        for reason in statistics.damaged[:8]
     ]
-    kinds = {row.site: row.kind for row in found.rows()}
+    kinds = {row.site: row.kind for row in statistics.rows()}
     at = {name: i for i, name in enumerate(names)}
     order = {"value": VALUE, "gradient": GRADIENT, "parameter_gradient": PARAMETER_GRADIENT}
-    tensors = [PageTensor(n, order[kinds[n]], at.get(_site_name(n), -1)) for n in found.sites]
+    tensors = [PageTensor(n, order[kinds[n]], at.get(_site_name(n), -1)) for n in statistics.sites]
     tensors = _limit_tensors(tensors, bounds, label, notes)
-    there = found.iterations
-    iterations = choose_evenly(there, bounds.iterations_of(len(tensors)))
-    if len(iterations) < len(there):
+    available = statistics.iterations
+    iterations = choose_evenly(available, bounds.iterations_of(len(tensors)))
+    if len(iterations) < len(available):
         notes.append(
-            info_note(f"{label}: {len(iterations)} of {len(there)} iterations are shown, evenly spread.")
+            info_note(f"{label}: {len(iterations)} of {len(available)} iterations are shown, evenly spread.")
         )
     tables = TensorTables(iterations, [t.name for t in tensors])
-    rows = {(row.iteration, row.site): row for row in found.rows()}
+    rows = {(row.iteration, row.site): row for row in statistics.rows()}
     histograms = bounds.histograms_of(len(tensors), len(iterations))
     for number, tensor in enumerate(tensors):
         for position, iteration in enumerate(iterations):
             tables.put(number, position, _statistics_cell(rows.get((iteration, tensor.name))))
         tables.histogram(number, histograms)
-    source = _source_json("statistics", label, found.path.name, notes, tables, tensors)
+    source = _source_json("statistics", label, statistics.path.name, notes, tables, tensors)
     reason = "statistics have numbers of tensors, not the tensors: dump {} (mf.Dump) to see this"
     source["lacks"] = {
         "attention": reason.format("decoder.layers.*.self_attention.core_attention:probs"),
@@ -298,12 +299,12 @@ def _fill_tables(
     for number, tensor in enumerate(track(tensors, "measuring tensors", unit="tensors")):
         for position, iteration in enumerate(tables.iterations):
             try:
-                found = read_cell(get_named_array(dump, tensor.name), iteration, most, dump.check == "first")
+                cell = read_cell(get_named_array(dump, tensor.name), iteration, most, dump.check == "first")
             except DumpError as error:
-                found = TensorCell(DAMAGED, text=str(error))
-            found.text = shorten_paths(found.text, dump.path)
-            tables.put(number, position, found)
-            if found.cut:
+                cell = TensorCell(DAMAGED, text=str(error))
+            cell.text = shorten_paths(cell.text, dump.path)
+            tables.put(number, position, cell)
+            if cell.cut:
                 shortened.add(number)
         tables.histogram(number, histograms)
     return len(shortened)
@@ -315,18 +316,18 @@ def _list_tensors(
     """The tensors of a dump to show, and a note about the selection."""
     at = {name: i for i, name in enumerate(names)}
     records = dump.site_records
-    found = []
+    tensors = []
     for name in list_site_names(dump):
         site = _site_name(name)
         kind = VALUE if name.partition("#")[0] in records else GRADIENT
-        found.append(PageTensor(name, kind, at.get(site, -1)))
+        tensors.append(PageTensor(name, kind, at.get(site, -1)))
     parameters = set(dump.parameters)
-    found += [
+    tensors += [
         PageTensor(name, PARAMETER if name in parameters else PARAMETER_GRADIENT, -1)
         for name in list_parameter_names(dump)
     ]
     notes: list[PageNote] = []
-    return _limit_tensors(found, bounds, dump.path.name, notes), notes
+    return _limit_tensors(tensors, bounds, dump.path.name, notes), notes
 
 
 def _limit_tensors(

@@ -46,14 +46,14 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
     if opened is None or opened.damage is None:
         runs = list_run_folders(path)
         large = count_part_bytes(runs) > MOST_BYTES
-        found = _find_by_names(runs) if large else _find_by_bytes(path)
+        damage = _find_by_names(runs) if large else _find_by_bytes(path)
         try:
             opened = opened or open_damaged_dump(path, check="blocks" if large else "first")
         except DumpError as error:
             return ReadableDump(
-                None, _first_notes([f"{shorten_paths(str(error), path)}: it cannot be shown", *found])
+                None, _first_notes([f"{shorten_paths(str(error), path)}: it cannot be shown", *damage])
             )
-        opened.damage = found
+        opened.damage = damage
     between = gaps_in_words(gaps((run.manifest, [n for n, _ in run.folders]) for run in opened.runs))
     return ReadableDump(opened, _first_notes(opened.damage or []) + ([info_note(between)] if between else []))
 
@@ -78,9 +78,9 @@ def _find_by_bytes(path: Path) -> list[str]:
     return [shorten_paths(_describe_finding(f), path) for f in verify_dump(path).findings if f.error]
 
 
-def _describe_finding(found: DumpFinding) -> str:
-    about = "" if found.kind in ("incomplete", "missing") else f" ({found.where})"
-    return f"{found.text}{about}"
+def _describe_finding(finding: DumpFinding) -> str:
+    about = "" if finding.kind in ("incomplete", "missing") else f" ({finding.where})"
+    return f"{finding.text}{about}"
 
 
 def _find_by_names(runs: list[RunFolder]) -> list[str]:

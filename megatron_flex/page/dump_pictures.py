@@ -109,10 +109,10 @@ class DumpPictures:
         small = 0
         for tensor, name in chosen:
             for at in iterations:
-                found = self._heat(tensor, name, at, side)
-                if found is not None:
-                    self._heats.setdefault(str(tensor), []).append(found)
-                    small += found["mean"]
+                picture = self._heat(tensor, name, at, side)
+                if picture is not None:
+                    self._heats.setdefault(str(tensor), []).append(picture)
+                    small += picture["mean"]
         if small:
             self._add_note(
                 f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks"
@@ -136,28 +136,28 @@ class DumpPictures:
         trouble: FlexError | None = None
         for sample in range(MAX_TRIED_SAMPLES if state else 1):
             try:
-                found = heat(self.dump, name, self.tables.iterations[at], sample, (side, side))
+                figure = heat(self.dump, name, self.tables.iterations[at], sample, (side, side))
             except FlexError as error:
                 trouble = trouble or error
                 continue
             return {
                 "at": at,
                 "sample": sample,
-                "shape": list(found.values.shape),
-                "rows": encode_labels(found.rows),
-                "columns": encode_labels(found.columns),
-                "of": list(found.block),
-                "mean": found.block != (1, 1),
-                "caption": found.caption,
-                **_round_ends(quantise(found.values)),
+                "shape": list(figure.values.shape),
+                "rows": encode_labels(figure.rows),
+                "columns": encode_labels(figure.columns),
+                "of": list(figure.block),
+                "mean": figure.block != (1, 1),
+                "caption": figure.caption,
+                **_round_ends(quantise(figure.values)),
             }
         self.lacks.setdefault(name, self._words(trouble))
         return None
 
     def attention(self) -> None:
         """Attention patterns of the last iteration that can be shown, of all layers if they fit."""
-        found = {int(m[1]): m[0] for n in self.dump.sites if (m := PATTERN_SITES.fullmatch(n)) is not None}
-        layers = sorted(found)
+        by_layer = {int(m[1]): m[0] for n in self.dump.sites if (m := PATTERN_SITES.fullmatch(n)) is not None}
+        layers = sorted(by_layer)
         if not layers:
             try:
                 attention(self.dump, 0)
@@ -166,7 +166,7 @@ class DumpPictures:
             return
         room, shown = self.bounds.attention, layers
         for layer in layers:
-            heads = self._heads(found[layer])
+            heads = self._heads(by_layer[layer])
             if not heads:
                 continue
             side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
@@ -201,20 +201,20 @@ class DumpPictures:
     def _pattern(self, layer: int, at: int, side: int) -> None:
         iteration = self.tables.iterations[at]
         try:
-            found = attention(self.dump, layer, iteration)
+            figure = attention(self.dump, layer, iteration)
         except FlexError as error:
             self.lacks.setdefault(f"attention {layer}", self._words(error))
             return
-        values, block = shrink(found.values, (side, side))
+        values, block = shrink(figure.values, (side, side))
         self._attention.append(
             {
                 "layer": layer,
                 "at": at,
                 "shape": list(values.shape),
-                "queries": encode_labels(found.queries[:: block[0]]),
-                "keys": encode_labels(found.keys[:: block[1]]),
+                "queries": encode_labels(figure.queries[:: block[0]]),
+                "keys": encode_labels(figure.keys[:: block[1]]),
                 "of": list(block),
-                "caption": found.caption,
+                "caption": figure.caption,
                 **_round_ends(quantise(values)),
             }
         )
@@ -224,22 +224,22 @@ class DumpPictures:
         at = len(self.tables.iterations) - 1
         tokens = slice(self.bounds.tokens)
         try:
-            found = logit_lens(self.dump, self.tables.iterations[at], 0, self.bounds.top, positions=tokens)
+            figure = logit_lens(self.dump, self.tables.iterations[at], 0, self.bounds.top, positions=tokens)
         except FlexError as error:
             self.lacks["lens"] = self._words(error)
             return
-        if len(found.tokens) == self.bounds.tokens:
+        if len(figure.tokens) == self.bounds.tokens:
             self._add_note(f"the logit lens of the first {self.bounds.tokens} tokens of a sample")
         self._lens = {
             "at": at,
-            "layers": list(found.layers),
-            "tokens": list(found.tokens),
-            "ids": found.ids.tolist(),
+            "layers": list(figure.layers),
+            "tokens": list(figure.tokens),
+            "ids": figure.ids.tolist(),
             "shares": [
                 [[json_number(float(p), 3) for p in token] for token in layer]
-                for layer in found.probabilities
+                for layer in figure.probabilities
             ],
-            "caption": found.caption,
+            "caption": figure.caption,
         }
 
     def _add_note(self, text: str) -> None:

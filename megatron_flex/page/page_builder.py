@@ -51,20 +51,20 @@ def fill_page(
             "sources side by side; make another page for the others"
         )
     read = [open_readable(one) for one in dumps]
-    notes = [(n["kind"], n["text"]) for _, found in read for n in found if n["kind"] == "damage"]
-    there = [found for found, _ in read if found is not None]
+    notes = [(n["kind"], n["text"]) for _, opened in read for n in opened if n["kind"] == "damage"]
+    opened_dumps = [opened for opened, _ in read if opened is not None]
     if page is None:
-        page = _page_of_sources(there, statistics, title)
+        page = _page_of_sources(opened_dumps, statistics, title)
     recorded = set(page.recorded)
-    for found in there:
-        recorded |= set(found.site_records) if found.iterations else set()
+    for opened in opened_dumps:
+        recorded |= set(opened.site_records) if opened.iterations else set()
     for measured in statistics:
         recorded |= {name.removesuffix(GRADIENT_SUFFIX) for name in measured.sites}
     names = [s.name for s in page.sites]
     label = iter("AB")
     data = [
-        dump_source(given if found is None else found, names, next(label))
-        for given, (found, _) in zip(dumps, read, strict=True)
+        dump_source(given if opened is None else opened, names, next(label))
+        for given, (opened, _) in zip(dumps, read, strict=True)
     ]
     data += [statistics_source(measured, names, next(label)) for measured in statistics]
     return replace(
@@ -78,7 +78,7 @@ def fill_page(
 
 def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatistics], title: str) -> Page:
     """The sites of the sources, and the mesh of the first."""
-    pages = [_page_of_dump(found, title) for found in dumps]
+    pages = [_page_of_dump(dump, title) for dump in dumps]
     if not pages:
         pages = [_page_of_statistics(measured, title) for measured in statistics]
     if not pages:
@@ -95,12 +95,12 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatist
     return replace(first, sites=[known[n] for n in order], estimates=estimates)
 
 
-def _page_of_dump(found: OpenDump, title: str) -> Page:
+def _page_of_dump(dump: OpenDump, title: str) -> Page:
     """The sites of all runs of a dump, on the mesh of the last."""
-    manifest = found.manifests[-1]
+    manifest = dump.manifests[-1]
     grid = grid_of_ranks(manifest.axes, manifest.experts, manifest.ranks)
     notes, sites = [], []
-    for record in found.site_records.values():
+    for record in dump.site_records.values():
         try:
             layout = layout_from_json(record.layout)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
@@ -116,28 +116,28 @@ def _page_of_dump(found: OpenDump, title: str) -> Page:
                 inferred=record.inferred,
             )
         )
-    lengths = _lengths(found)
-    sizes = TensorSizes(grid.sizes, lengths, lambda site: _dtype(found, site.name))
+    lengths = _lengths(dump)
+    sizes = TensorSizes(grid.sizes, lengths, lambda site: _dtype(dump, site.name))
     return Page(title, grid, sites, estimates=estimate_sites(sites, sizes, grid.mesh()), notes=notes)
 
 
-def _dtype(found: OpenDump, name: str) -> torch.dtype | None:
+def _dtype(dump: OpenDump, name: str) -> torch.dtype | None:
     try:
-        return found[name].dtype
+        return dump[name].dtype
     except DumpError:  # missing on disk, which the data pane reports
         return None
 
 
-def _lengths(found: OpenDump) -> dict[str, int]:
+def _lengths(dump: OpenDump) -> dict[str, int]:
     """The number of tokens and samples of a microbatch, if complete ones were dumped."""
-    settings = found.manifests[-1].settings
+    settings = dump.manifests[-1].settings
     if settings.get("tokens") is not None or settings.get("reduce") is not None:
         return {}
-    for record in found.site_records.values():
+    for record in dump.site_records.values():
         if {"s", "b"} - set(map(str, record.shape)):
             continue
         try:
-            piece = next(found[record.name].microbatch_arrays())
+            piece = next(dump[record.name].microbatch_arrays())
             dim_lengths = dict(zip(piece.array.dims, piece.array.shape, strict=True))
         except (DumpError, StopIteration):
             continue
@@ -149,23 +149,25 @@ def _lengths(found: OpenDump) -> dict[str, int]:
     return {}
 
 
-def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
+def _page_of_statistics(statistics: OpenStatistics, title: str) -> Page:
     """The measured sites, and the mesh of the last start."""
-    if not found.headers:
+    if not statistics.headers:
         return Page(
             title, grid_of_sizes({}), (), notes=(("damage", "no start of the statistics can be read"),)
         )
-    axes = found.headers[-1].axes
+    axes = statistics.headers[-1].axes
     grid: RankGrid = grid_of_sizes(
         {a: n for a, n in axes.items() if a not in EXPERT_AXES},
         {a: axes[a] for a in EXPERT_AXES if a in axes},
     )
-    known = {p.name: p for header in found.headers for p in header.sites}
+    known = {p.name: p for header in statistics.headers for p in header.sites}
     sites, notes = [], []
     passing = {
-        row.site.removesuffix(GRADIENT_SUFFIX) for row in found.rows() if row.kind in ("value", "gradient")
+        row.site.removesuffix(GRADIENT_SUFFIX)
+        for row in statistics.rows()
+        if row.kind in ("value", "gradient")
     }
-    for name in dict.fromkeys(n.removesuffix(GRADIENT_SUFFIX) for n in found.sites):
+    for name in dict.fromkeys(n.removesuffix(GRADIENT_SUFFIX) for n in statistics.sites):
         record = known.get(name)
         if record is None or name not in passing:  # a parameter, which no hook reads
             continue

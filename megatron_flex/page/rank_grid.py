@@ -85,9 +85,13 @@ def grid_of_mesh(mesh: Mesh) -> RankGrid:
         tuple(GridAxis(a.name, a.size, a.ranks[1] - a.ranks[0] if a.size > 1 else 1) for a in axes)
         for axes in (mesh.axes, mesh.experts)
     ]
-    own = [(a.ranks[a.coord], a.coord) for a in mesh if a.size > 1]
+    coords = [(a.ranks[a.coord], a.coord) for a in mesh if a.size > 1]
     steps = {line.name: line.stride for line in lines[0]}
-    first = own[0][0] - sum(a.coord * steps[a.name] for a in mesh if a.size > 1) if own else _first_rank(mesh)
+    first = (
+        coords[0][0] - sum(a.coord * steps[a.name] for a in mesh if a.size > 1)
+        if coords
+        else _first_rank(mesh)
+    )
     even = all(
         b - a == line.stride
         for axes, row in ((mesh.axes, lines[0]), (mesh.experts, lines[1]))
@@ -109,11 +113,11 @@ def grid_of_ranks(
     steps = [{a: _axis_stride(a, names, ranks, first) for a in names} for names in (axes, experts)]
     dense = tuple(GridAxis(a, n, steps[0][a]) for a, n in axes.items())
     routed = tuple(GridAxis(a, n, steps[1][a]) for a, n in experts.items())
-    found = RankGrid(dense, routed, first)
+    grid = RankGrid(dense, routed, first)
     consistent = all(
-        found.coords(number).get(a) == at for number, coords in ranks for a, at in coords.items() if a in axes
+        grid.coords(number).get(a) == at for number, coords in ranks for a, at in coords.items() if a in axes
     )
-    return found if consistent and found.ranks == len(ranks) else grid_of_sizes(axes, experts, sure=False)
+    return grid if consistent and grid.ranks == len(ranks) else grid_of_sizes(axes, experts, sure=False)
 
 
 def _count_along(axes: Mapping[str, int]) -> tuple[GridAxis, ...]:

@@ -108,11 +108,11 @@ def shrink(values: NDArray[Any], most: tuple[int, int]) -> tuple[Tensor, tuple[i
 
 def encode_labels(labels: Sequence[int]) -> list[int] | dict[str, int]:
     """Labels of rows or columns: first, step and count where they are evenly spread, else a list."""
-    found = [int(n) for n in labels]
-    step = found[1] - found[0] if len(found) > 1 else 1
-    if found and all(b - a == step for a, b in pairwise(found)):
-        return {"first": found[0], "step": step, "count": len(found)}
-    return found
+    numbers = [int(n) for n in labels]
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if numbers and all(b - a == step for a, b in pairwise(numbers)):
+        return {"first": numbers[0], "step": step, "count": len(numbers)}
+    return numbers
 
 
 THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = (
@@ -171,16 +171,18 @@ def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = Tr
         return TensorCell(DAMAGED, text=str(error))
     if not read:
         return TensorCell(DAMAGED if failed else ABSENT, text=failed)
-    found = measure_sums(array.name, iteration, sums)
+    measured = measure_sums(array.name, iteration, sums)
     state = (
-        (PARTLY if failed else THERE) | (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+        (PARTLY if failed else THERE)
+        | (NANS if measured.nans else 0)
+        | (INFINITIES if measured.infinities else 0)
     )
-    return TensorCell(state, found, failed, part.shape != one.shape)
+    return TensorCell(state, measured, failed, part.shape != one.shape)
 
 
-def nonfinite_state(found: TensorStatistics) -> int:
+def nonfinite_state(measured: TensorStatistics) -> int:
     """Whether there are NaNs and infinities."""
-    return (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+    return (NANS if measured.nans else 0) | (INFINITIES if measured.infinities else 0)
 
 
 def measure_sums(name: str, iteration: int, sums: MomentSums) -> TensorStatistics:
@@ -188,8 +190,8 @@ def measure_sums(name: str, iteration: int, sums: MomentSums) -> TensorStatistic
     table = MomentTable((MomentEntry(name, "value", 0),), ranks=1, histogram=True)
     head = [1.0, float(iteration), 1.0, 0.0]
     assert len(head) == HEAD_WIDTH
-    (found,) = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
-    return found
+    (measured,) = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
+    return measured
 
 
 def limit_values(array: DumpArray, most: int) -> DumpArray:
@@ -272,10 +274,10 @@ class TensorTables:
 
     def histogram(self, tensor: int, most: int) -> None:
         """Pack the histograms of a tensor, without the empty bins at either end."""
-        there = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
-        chosen = choose_evenly(there, most)
+        iterations = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
+        chosen = choose_evenly(iterations, most)
         rows = {at: self._counts[tensor, at] for at in chosen}
-        for at in there:
+        for at in iterations:
             del self._counts[tensor, at]
         full = [
             bin_
@@ -316,7 +318,7 @@ class TensorTables:
             "state": encode_bytes(s for row in self._state for s in row),
             "troubles": [list(t) for t in self._troubles],
             "texts": list(self._texts),
-            "histograms": {str(t): found for t, found in self._histograms.items()},
+            "histograms": {str(t): histogram for t, histogram in self._histograms.items()},
         }
 
 

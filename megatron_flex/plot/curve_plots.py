@@ -122,8 +122,8 @@ def _unique_legend(axes: Axes) -> tuple[list[Any], list[str]]:
 
 
 def _log_where_wide(axes: Axes, values: Any) -> None:
-    there = values[(values > 0) & (values < math.inf)]
-    if there.size and there.max() > LOG_RATIO * there.min():
+    drawn = values[(values > 0) & (values < math.inf)]
+    if drawn.size and drawn.max() > LOG_RATIO * drawn.min():
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
@@ -214,16 +214,16 @@ def _drawn_iteration(figure_data: Divergence, iteration: int | None) -> int:
     if iteration is None:
         return figure_data.iterations[-1] if figure_data.first is None else figure_data.first[1]
     if iteration not in figure_data.iterations:
-        there = ", ".join(map(str, figure_data.iterations))
-        raise FlexError(f"iteration {iteration} was not compared; there are {there}")
+        compared = ", ".join(map(str, figure_data.iterations))
+        raise FlexError(f"iteration {iteration} was not compared; there are {compared}")
     return iteration
 
 
 def _places_of_sites(sites: tuple[str, ...]) -> tuple[list[int], list[str]]:
     """The place of each site on the axis, and the labels of the places: layers, and what is outside them."""
-    found = [LAYER_NUMBER.search(name) for name in sites]
-    inside = [n for n, match in enumerate(found) if match is not None]
-    layers = sorted({int(match[0]) for match in found if match is not None})
+    matches = [LAYER_NUMBER.search(name) for name in sites]
+    inside = [n for n, match in enumerate(matches) if match is not None]
+    layers = sorted({int(match[0]) for match in matches if match is not None})
     first, last = (inside[0], inside[-1]) if inside else (0, -1)
     ends = [n < first for n in range(len(sites)) if n not in set(inside)]
     labels = [*([BEFORE] if any(ends) else []), *map(str, layers), *([] if all(ends) else [AFTER])]
@@ -233,7 +233,7 @@ def _places_of_sites(sites: tuple[str, ...]) -> tuple[list[int], list[str]]:
         at[str(int(match[0]))]
         if match is not None
         else at[BEFORE if n < first or (n < middle and BEFORE in at) else AFTER]
-        for n, match in enumerate(found)
+        for n, match in enumerate(matches)
     ]
     return places, labels
 
@@ -281,8 +281,8 @@ def _tolerance_band(places: list[int], tolerances: Any) -> tuple[list[int], list
 def _error_bounds(errors: Any, tolerances: Any) -> tuple[float, float]:
     """The positions of zero and infinite errors on a logarithmic axis."""
     both = [*errors, *tolerances]
-    there = [v for v in both if 0 < v < math.inf] or [1e-7, 1.0]
-    return min(there) / 10, max(there) * (10 if math.inf in both else 1)
+    drawn = [v for v in both if 0 < v < math.inf] or [1e-7, 1.0]
+    return min(drawn) / 10, max(drawn) * (10 if math.inf in both else 1)
 
 
 def _label_floor(axes: Axes, floor: float, ceiling: float, infinite: bool) -> None:

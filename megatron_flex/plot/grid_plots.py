@@ -342,16 +342,16 @@ def _lens_cells(
     if show == "probability":
         words = [token_labels(line, tokenizer, 8) for line in figure_data.ids[:, :, 0].tolist()]
         return figure_data.probabilities[:, :, 0], words, {"cmap": "magma", "vmin": 0, "vmax": 1}
-    found = figure_data.ranks if show == "rank" else figure_data.entropies
-    if found is None:
+    numbers = figure_data.ranks if show == "rank" else figure_data.entropies
+    if numbers is None:
         raise FlexError(f"this logit lens has no {show}: make it by figures.logit_lens of this version")
     if show == "entropy":
-        words = [[f"{value:.2f}" for value in line] for line in found.tolist()]
-        return found, words, {"cmap": "magma_r", "vmin": 0}
+        words = [[f"{value:.2f}" for value in line] for line in numbers.tolist()]
+        return numbers, words, {"cmap": "magma_r", "vmin": 0}
     from matplotlib.colors import LogNorm
 
-    words = [[str(rank) for rank in line] for line in found.tolist()]
-    return found, words, {"cmap": "magma_r", "norm": LogNorm(1, max(2, int(found.max())))}
+    words = [[str(rank) for rank in line] for line in numbers.tolist()]
+    return numbers, words, {"cmap": "magma_r", "norm": LogNorm(1, max(2, int(numbers.max())))}
 
 
 def _stream_label(layers: int) -> str:

@@ -267,7 +267,7 @@ class EditSkips:
         assert edited is not None
         return edited
 
-    def count(self, hook: HookFunction, index: int, key: Key, text: str, left: SkipEdit, leads: bool) -> None:
+    def count(self, hook: HookFunction, index: int, key: Key, text: str, skip: SkipEdit, leads: bool) -> None:
         """Count a skipped pass; `leads`: whether this rank counts for all ranks that hold the tensor."""
         if key.step != self._step:
             self._begin(key.step)
@@ -275,11 +275,11 @@ class EditSkips:
         self._counted[hook] += leads
         known = self.skipped.setdefault(hook, SkipCount(0, text))
         known.count += 1
-        if left.error is not None:
+        if skip.error is not None:
             self.expect(hook)
             number = self._expected.index(hook)
             if number not in self._warned and all(n.number != number for n in self._new):
-                self._new.append(FirstFailure(number, text, find_user_line(left.error)))
+                self._new.append(FirstFailure(number, text, find_user_line(skip.error)))
 
     def has_news(self) -> bool:
         """Whether this rank has edits to count or to warn of at the end of the step."""
@@ -299,11 +299,15 @@ class EditSkips:
         if not attempts:
             return
         device = attempts[0].failed.device
-        flags = torch.stack([one.failed.to(device) for one in attempts]).tolist()  # the host waits once
-        for one, failed in zip(attempts, flags, strict=True):
+        flags = torch.stack(
+            [attempt.failed.to(device) for attempt in attempts]
+        ).tolist()  # the host waits once
+        for attempt, failed in zip(attempts, flags, strict=True):
             if failed:
-                text = self._describe(one.hook, one.key, one.error)
-                self.count(one.hook, one.index, one.key, text, SkipEdit(one.error), one.leads)
+                text = self._describe(attempt.hook, attempt.key, attempt.error)
+                self.count(
+                    attempt.hook, attempt.index, attempt.key, text, SkipEdit(attempt.error), attempt.leads
+                )
 
     def _warn_of_skipped(self, mesh: Mesh) -> None:
         new, self._new = self._new, []
@@ -334,8 +338,8 @@ class EditSkips:
             (self._counted[h], self.skipped[h].first if h in self.skipped else "") for h in self._expected
         ]
         reports = [
-            one
-            for _, one in gather_reports(
+            report
+            for _, report in gather_reports(
                 local_counts if any(n for n, _ in local_counts) else None, self._mesh
             )
         ]

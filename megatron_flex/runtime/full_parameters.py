@@ -451,18 +451,18 @@ def _gather_full(
 def _read_local(
     parameter_index: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
 ) -> Tensor | None:
-    held = [parameter for _, parameter in parameter_index.held(name)]
-    if not held or not want.gradient:
-        return parameter_index.adapter.storage.value(held[0]) if held else None
+    copies = [parameter for _, parameter in parameter_index.held(name)]
+    if not copies or not want.gradient:
+        return parameter_index.adapter.storage.value(copies[0]) if copies else None
     # This rank has no gradient where others have one: its contribution is zero.
     shape = parameter_index.local_sites[name][0].local
-    nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
+    nothing = torch.zeros(shape, dtype=note.dtype, device=copies[0].device)
     if want.reduced:
-        local = parameter_index.adapter.storage.gradient(held[0], True)
+        local = parameter_index.adapter.storage.gradient(copies[0], True)
         return join_flat_parts(
             nothing if local.tensor is None else local.tensor.detach(), local.part, local.group
         )
-    gradients = [parameter_index.adapter.storage.gradient(p, False).tensor for p in held]
+    gradients = [parameter_index.adapter.storage.gradient(p, False).tensor for p in copies]
     return sum((t.detach() for t in gradients if t is not None), nothing)
 
 

@@ -131,12 +131,12 @@ def pack_texts(functions: Sequence[Mapping[str, str]]) -> str:
 def find_mismatches(reports: Mapping[int, str]) -> Iterator[Mismatch]:
     """Find what differs between ranks; of hooks with the same functions only the first is reported."""
     read = {rank: json.loads(text) for rank, text in reports.items() if text}
-    seen = set()
+    reported = set()
     for hook in range(max((len(r["hooks"]) for r in read.values()), default=0)):
         index = {rank: r["hooks"][min(hook, len(r["hooks"]) - 1)] for rank, r in read.items()}
-        if tuple(index.values()) in seen:
+        if tuple(index.values()) in reported:
             continue
-        seen.add(tuple(index.values()))
+        reported.add(tuple(index.values()))
         functions = {rank: r["functions"][index[rank]] for rank, r in read.items()}
         for name in dict.fromkeys(n for f in functions.values() for n in f):
             ranks: dict[str, list[int]] = {}

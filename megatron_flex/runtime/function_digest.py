@@ -271,7 +271,7 @@ class _FunctionReader:
         if isinstance(value, Tensor):
             return "a parameter of the model" if id(value) in self._model_ids else _describe_tensor(value)
         if isinstance(value, nn.Module):
-            if any(id(one) in self._model_ids for one in [*value.modules(), *value.parameters()]):
+            if any(id(part) in self._model_ids for part in [*value.modules(), *value.parameters()]):
                 return "a module of the model"
             tensors = [*value.named_parameters(), *value.named_buffers()][:MAX_VALUES]
             return f"{_name(kind)} {shorten(repr([(n, _describe_tensor(t)) for n, t in tensors]), 0)}"

@@ -102,7 +102,7 @@ class GradientDispatcher:
         if not out.requires_grad:
             self.editing.reasons[site.name] = "the tensor there needs no gradient"
         else:
-            seen = key._replace(site=site.name + GRADIENT_SUFFIX)
+            gradient_key = key._replace(site=site.name + GRADIENT_SUFFIX)
             back = route and route.for_gradient()
             find = find_activation_gradient(site.tap, layout)
             dumped = find
@@ -112,8 +112,8 @@ class GradientDispatcher:
             compare = (
                 "propagated" if site.propagated else "assumed" if self.inference.is_assumed(site) else ""
             )
-            seen_as = site.name, find, dumped, owner, seen, back, compare
-            backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *seen_as)
+            arguments = site.name, find, dumped, owner, gradient_key, back, compare
+            backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *arguments)
             # A node of its own: a tensor that is used elsewhere too (the residual beside a norm's input) also
             # receives a gradient from there, and a view that is masked in place loses its hooks.
             # torch does not type `apply`.

@@ -136,27 +136,27 @@ class GradientNorms:
         """By name: the square of the entries that this rank measures, the same if the rank is the first along
         each axis, whether it holds the gradient, and whether the framework counts what it holds."""
         coords = self._index.mesh.coords
-        for held in self._selection.found():
-            parameter = held.site.parameter
+        for gradient in self._selection.found():
+            parameter = gradient.site.parameter
             if parameter is None or id(parameter) in skipped:
                 continue
             square = 0.0
             if (
-                held.site.stage == self._index.stages(held.name)[0]
+                gradient.site.stage == self._index.stages(gradient.name)[0]
             ):  # not a copy, which the first stage measures
-                square = self._square(held)
+                square = self._square(gradient)
             first = (square * (coords.get(axis, 0) == 0) for axis in AXES)
-            yield held.name, [square, *first, 1.0, float(counts is None or counts(parameter))]
+            yield gradient.name, [square, *first, 1.0, float(counts is None or counts(parameter))]
 
-    def _square(self, held: LocalParameterGradient) -> float:
-        over = self._selection.over(held.site)
-        over = over if held.part is None else self._selection.apart(over)
-        local = held.local.detach()
+    def _square(self, gradient: LocalParameterGradient) -> float:
+        over = self._selection.over(gradient.site)
+        over = over if gradient.part is None else self._selection.apart(over)
+        local = gradient.local.detach()
         if local.is_floating_point():
             self._precision = max(self._precision, 4 * torch.finfo(local.dtype).eps)
         # The rows that pad a vocabulary have gradients too, which the update and the norm contain.
-        padded = replace(held.layout, dims=tuple(replace(d, keep=None) for d in held.layout.dims))
-        counted = select_counted_part(local, held.part, padded, self._index.mesh, over)
+        padded = replace(gradient.layout, dims=tuple(replace(d, keep=None) for d in gradient.layout.dims))
+        counted = select_counted_part(local, gradient.part, padded, self._index.mesh, over)
         return float(counted.double().square().sum())
 
     def _sum(self, measured: Mapping[str, Sequence[float]], mesh: Mesh) -> dict[str, GradientSquares]:
@@ -251,13 +251,13 @@ def _list_causes(squares: Mapping[str, GradientSquares]) -> Iterator[tuple[list[
     for name in squares:
         groups.setdefault(NUMBER.sub("*", name), []).append(name)
     every = {"": list(squares)} if len(groups) > 1 else {}
-    seen: set[tuple[tuple[str, ...], str]] = set()
+    listed: set[tuple[tuple[str, ...], str]] = set()
     for names in (*every.values(), *groups.values()):
         for axis in AXES:
-            for held, change, text in _list_causes_along(names, axis, squares):
-                if held and (tuple(held), text) not in seen:
-                    seen.add((tuple(held), text))
-                    yield held, change, text
+            for parameters, change, text in _list_causes_along(names, axis, squares):
+                if parameters and (tuple(parameters), text) not in listed:
+                    listed.add((tuple(parameters), text))
+                    yield parameters, change, text
         if names is not every.get(""):
             yield names, -sum(squares[n].total for n in names), "are not counted"
 

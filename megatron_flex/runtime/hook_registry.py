@@ -194,8 +194,12 @@ class HookRegistry:
         """Refuse two hooks that capture different things at one site under the same name."""
         hook = entry.hook
         for other in self.entries if hook.save else ():
-            one, two = hook.wanted, other.hook.wanted
-            if one is two or not other.hook.save or (one is not None and one.same(two)):
+            selection, other_selection = hook.wanted, other.hook.wanted
+            if (
+                selection is other_selection
+                or not other.hook.save
+                or (selection is not None and selection.same(other_selection))
+            ):
                 continue
             same = (hook.backward, hook.keep_as) == (other.hook.backward, other.hook.keep_as)
             shared = sorted(entry.names & other.names) if same else []
@@ -212,17 +216,17 @@ class HookRegistry:
         Raises:
             HookError: the hook is not registered.
         """
-        kept = [e for e in self.entries if e.hook is not hook]
-        if len(kept) == len(self.entries):
+        remaining = [e for e in self.entries if e.hook is not hook]
+        if len(remaining) == len(self.entries):
             raise HookError(
                 f"this HookFunction on {hook.where!r} is not registered; nothing to remove",
                 site=hook.where,
                 hook=hook,
             )
         self._expected = {}
-        for entry in kept:
+        for entry in remaining:
             self._expected |= self._shapes(entry)
-        self._set(kept)
+        self._set(remaining)
 
     def clear(self) -> None:
         """Remove all hooks."""
@@ -230,9 +234,9 @@ class HookRegistry:
         self._set([])
 
     def _set(self, entries: list[HookEntry]) -> None:
-        kept = {id(entry) for entry in entries}
+        remaining = {id(entry) for entry in entries}
         for entry in self.entries:
-            entry.hook.registrations -= id(entry) not in kept
+            entry.hook.registrations -= id(entry) not in remaining
         self.entries = entries
         self._refresh()
 

@@ -161,8 +161,8 @@ class LayoutInference:
         ranks.
         """
         wrong = ""
-        for place in dict.fromkeys(place for one in facts for place in one):
-            first, *others = (one[place] for one in facts if place in one)
+        for place in dict.fromkeys(place for sketches in facts for place in sketches):
+            first, *others = (sketches[place] for sketches in facts if place in sketches)
             other = next((o for o in others if not first.fits(o, TENSOR_AXIS)), None)
             if other is not None:
                 shapes = {"one": first.shape, "other": other.shape, "local": (None,) * len(first.shape)}
@@ -234,9 +234,9 @@ class LayoutInference:
                 differing = self._describe_unlike([rank_sketches for _, rank_sketches in facts])
                 wrong = wrong or differing
             pairs = [
-                (one, other)
+                (sketch, other)
                 for rank_sketches, _ in facts
-                for one, other in zip(sketches, rank_sketches, strict=False)
+                for sketch, other in zip(sketches, rank_sketches, strict=False)
             ]
             unlike = [pair for pair in pairs if not pair[0].fits(pair[1], axis.name)]
             wrong = wrong or (_describe_difference(*unlike[0], axis.name) if unlike else "")
@@ -265,15 +265,15 @@ def _encode_cuts(layout: Layout | None, local: Tensor) -> int:
     return zlib.crc32(f"{cut} {tuple(local.shape)} {local.dtype}".encode()) & CODE_MASK
 
 
-def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> str:
-    if (one.place, one.layout) != (other.place, other.layout):
+def _describe_difference(first: TensorSketch, other: TensorSketch, axis: str) -> str:
+    if (first.place, first.layout) != (other.place, other.layout):
         return (
-            f"{axis} ranks did not run the same hook points in the same layouts: {one.place} in {one.layout} "
-            f"on one, {other.place} in {other.layout} on another; run the same code on them"
+            f"{axis} ranks did not run the same hook points in the same layouts: {first.place} in "
+            f"{first.layout} on one, {other.place} in {other.layout} on another; run the same code on them"
         )
     return (
-        f"{one.place} was followed to lie as {one.layout}, alike on all {axis} ranks, but they have "
-        f"different tensors there, of shapes {one.shape} and {other.shape}: something takes a rank's own "
+        f"{first.place} was followed to lie as {first.layout}, alike on all {axis} ranks, but they have "
+        f"different tensors there, of shapes {first.shape} and {other.shape}: something takes a rank's own "
         "part of what all have; give expected_shape there, or hook another point"
     )
 

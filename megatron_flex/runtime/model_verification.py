@@ -97,7 +97,7 @@ def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fi
     checksums = {name: (part, checksum(tensor)) for name, (part, tensor) in shards.items()}
     findings = _compare_shards(checksums, mesh) if _may_differ(checksums, mesh) else []
     elsewhere = gather_distinct(findings, mesh, [a.name for a in mesh if a.name != "dp"])
-    return list({one.text: one for several in elsewhere for one in several}.values())
+    return list({finding.text: finding for several in elsewhere for finding in several}.values())
 
 
 def _may_differ(checksums: Mapping[str, tuple[Any, int]], mesh: Mesh) -> bool:
@@ -407,7 +407,7 @@ class SiteVerifier:
 
         Collective over `mesh`.
         """
-        seen, edits = self._seen, self._comparing.found
+        observations, edits = self._seen, self._comparing.found
         before, self._before = self._before, []
         self._forget()
         self.left -= 1
@@ -416,20 +416,26 @@ class SiteVerifier:
         if failed:
             return []
         self.checked += 1
-        reports = gather_objects((dict(mesh.coords), seen), mesh, self._list_compared_axes(seen, mesh))
+        reports = gather_objects(
+            (dict(mesh.coords), observations), mesh, self._list_compared_axes(observations, mesh)
+        )
         violations = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
         stages = gather_distinct([*violations, *dict.fromkeys(edits)], mesh)
         copies = dict.fromkeys([*before, *find_unequal_copies(self.parameter_index, mesh)])
         return [*copies, *dict.fromkeys(finding for stage in stages for finding in stage)]
 
-    def _list_compared_axes(self, seen: Sequence[SiteObservation], mesh: Mesh) -> list[str]:
+    def _list_compared_axes(self, observations: Sequence[SiteObservation], mesh: Mesh) -> list[str]:
         """The axes over which ranks exchange what they saw: data parallel ranks rarely have to.
 
         Each of them has other samples. They compare how often each site was passed; copies of expert tensors
         are within a replica, unless its tensor parallel ranks are fewer than those of its experts.
         """
         replica = {rank for name in ("cp", "tp") for rank in mesh[name].ranks}
-        passes = zlib.crc32(repr([(one.site, one.microbatch, one.call) for one in seen]).encode())
+        passes = zlib.crc32(
+            repr(
+                [(observation.site, observation.microbatch, observation.call) for observation in observations]
+            ).encode()
+        )
         across = int(not replica.issuperset(mesh["etp"].ranks) and mesh["etp"].size > 1)
         data = Mesh((mesh["dp"], mesh["cp"], mesh["tp"]))
         most, least, across = max_over_ranks([passes, -passes, across], data, "passes of a verified step")
@@ -450,11 +456,13 @@ class SiteVerifier:
         last = self._last.get(key.site)
         again = call > 0 and last is not None and last() is local
         self._last[key.site] = weakref.ref(local)
-        seen = SiteObservation(*place, call, layout, tuple(local.shape), again=again, rows=route is not None)
+        observation = SiteObservation(
+            *place, call, layout, tuple(local.shape), again=again, rows=route is not None
+        )
         if find_replicated_axes(layout, self.parameter_index.mesh.sizes):
             value = local.detach()
-            seen = seen._replace(check=checksum(value), total=float(value.double().sum()))
-        self._seen.append(seen)
+            observation = observation._replace(check=checksum(value), total=float(value.double().sum()))
+        self._seen.append(observation)
 
 
 def make_verify_error(findings: Sequence[Finding], step: int) -> VerifyError:
@@ -489,9 +497,11 @@ def find_violations(
         mesh: the run's axes.
     """
     passes: dict[tuple[str, int, int], list[tuple[Coords, SiteObservation]]] = {}
-    for coords, seen in reports:
-        for one in seen:
-            passes.setdefault((one.site, one.microbatch, one.call), []).append((coords, one))
+    for coords, observations in reports:
+        for observation in observations:
+            passes.setdefault((observation.site, observation.microbatch, observation.call), []).append(
+                (coords, observation)
+            )
     lengths = _count_lengths(passes.values(), shapes, mesh.sizes)
     out: dict[str, Finding] = {}
     several = track(passes.items(), "verifying sites", unit="passes")
@@ -514,24 +524,25 @@ def _find_problems(
 ) -> Iterator[str]:
     if len(at) < ranks:
         yield f"it passed on {len(at)} of {ranks} ranks"
-    for coords, seen in at:
-        if seen.again:
+    for coords, observation in at:
+        if observation.again:
             yield "the same tensor passed twice; its tap fires twice"
-        if seen.rows:
+        if observation.rows:
             continue
         try:
-            full = _infer_full_shape(seen, mesh.sizes)
+            full = _infer_full_shape(observation, mesh.sizes)
         except LayoutError as error:
             yield str(error)
             return
-        for name, got in zip(_list_promised_lengths(promised, seen), full, strict=True):
+        for name, got in zip(_list_promised_lengths(promised, observation), full, strict=True):
             due, why = name, "is promised"
             if isinstance(due, str):
-                usual = lengths.get(_make_length_key(coords, seen, due), Counter()).most_common(1)
+                usual = lengths.get(_make_length_key(coords, observation, due), Counter()).most_common(1)
                 due, why = (usual[0][0] if usual else due), f"is {name} at most sites"
             if isinstance(due, int) and got is not None and got != due:
-                reports = seen.layout.describe(mesh.sizes)
-                yield f"local shape {seen.shape} in {reports} makes {full}; instead of {got}, {due} {why}"
+                reports = observation.layout.describe(mesh.sizes)
+                premise = f"local shape {observation.shape} in {reports} makes {full}"
+                yield f"{premise}; instead of {got}, {due} {why}"
     yield from _find_unequal(at, mesh)
 
 
@@ -540,8 +551,8 @@ def _find_unequal(at: CallObservations, mesh: Mesh) -> Iterator[str]:
     if not axes:
         return
     groups: dict[tuple[Any, ...], list[SiteObservation]] = {}
-    for coords, seen in at:
-        groups.setdefault(_shard_identity(coords, seen.layout), []).append(seen)
+    for coords, observation in at:
+        groups.setdefault(_shard_identity(coords, observation.layout), []).append(observation)
     for group in groups.values():
         if len({(s.check, s.shape) for s in group}) > 1:
             sums = ", ".join(f"{s.total:.9g}" for s in group)
@@ -557,26 +568,28 @@ def _shard_identity(coords: Coords, layout: Layout) -> tuple[Any, ...]:
     return (*(coords.get(a, 0) for a in fixed), *cut)
 
 
-def _infer_full_shape(seen: SiteObservation, sizes: Sizes) -> tuple[int | None, ...]:
+def _infer_full_shape(observation: SiteObservation, sizes: Sizes) -> tuple[int | None, ...]:
     """The full tensor's shape; None for dims whose length depends on all shards."""
-    dims = seen.layout.dims
+    dims = observation.layout.dims
     if any(d.uneven for d in dims):
-        order = seen.layout.permute or tuple(range(len(dims)))
-        plain = [None if dims[i].uneven or dims[i].cuts else seen.shape[i] for i in order]
-        return tuple(plain) if len(seen.shape) == len(dims) else tuple(seen.shape)
-    return full_shape(seen.layout, seen.shape, sizes)
+        order = observation.layout.permute or tuple(range(len(dims)))
+        plain = [None if dims[i].uneven or dims[i].cuts else observation.shape[i] for i in order]
+        return tuple(plain) if len(observation.shape) == len(dims) else tuple(observation.shape)
+    return full_shape(observation.layout, observation.shape, sizes)
 
 
-def _list_promised_lengths(promised: Sequence[int | str], seen: SiteObservation) -> Sequence[int | str]:
+def _list_promised_lengths(
+    promised: Sequence[int | str], observation: SiteObservation
+) -> Sequence[int | str]:
     """The declared full shape; for a tensor with other dims (packed sequences) the dims' names."""
-    dims = seen.layout.dims
+    dims = observation.layout.dims
     if len(promised) == len(dims):
         return promised
-    return [dims[i].name for i in seen.layout.permute or range(len(dims))]
+    return [dims[i].name for i in observation.layout.permute or range(len(dims))]
 
 
-def _make_length_key(coords: Coords, seen: SiteObservation, name: str) -> tuple[Any, ...]:
-    return name, seen.microbatch, coords.get("dp", 0)
+def _make_length_key(coords: Coords, observation: SiteObservation, name: str) -> tuple[Any, ...]:
+    return name, observation.microbatch, coords.get("dp", 0)
 
 
 def _count_lengths(
@@ -585,14 +598,16 @@ def _count_lengths(
     """Count how often each length of the dims of a sample occurs; a site with another length is wrong."""
     out: dict[Any, Counter[int]] = {}
     for at in passes:
-        for coords, seen in at:
-            if seen.rows:
+        for coords, observation in at:
+            if observation.rows:
                 continue
             try:
-                full = _infer_full_shape(seen, sizes)
+                full = _infer_full_shape(observation, sizes)
             except LayoutError:
                 continue
-            for name, length in zip(_list_promised_lengths(shapes[seen.site], seen), full, strict=True):
+            for name, length in zip(
+                _list_promised_lengths(shapes[observation.site], observation), full, strict=True
+            ):
                 if isinstance(name, str) and name in SAMPLE_DIMS and length is not None:
-                    out.setdefault(_make_length_key(coords, seen, name), Counter())[length] += 1
+                    out.setdefault(_make_length_key(coords, observation, name), Counter())[length] += 1
     return out

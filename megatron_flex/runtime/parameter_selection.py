@@ -73,8 +73,8 @@ class ParameterSelection:
     def values(self, taking: ShardRecorder, iteration: int) -> None:
         """Write the parameters. All data parallel ranks of a stage make the same call."""
         self.parameter_index.adapter.storage.wait_until_ready()
-        for name, held in self._held():
-            site, parameter = held[0]
+        for name, copies in self._held():
+            site, parameter = copies[0]
             local = self.parameter_index.adapter.storage.value(parameter)
             entry = ShardEntry(name, PARAMETER, 0, 0, 0, (), "")
             layout = self.parameter_index.layout(site, ParameterRequest())
@@ -97,10 +97,10 @@ class ParameterSelection:
             FlexError: on all ranks: the gradients are not reduced, or that is not known.
         """
         want = self._want()
-        for name, held in self._held():
-            site, parameter = held[0]
+        for name, copies in self._held():
+            site, parameter = copies[0]
             if not want.reduced:
-                local, part = self._summed(name, held), None
+                local, part = self._summed(name, copies), None
             else:
                 given = self.parameter_index.adapter.storage.gradient(parameter, True)
                 local, part = given.tensor, given.part
@@ -109,9 +109,9 @@ class ParameterSelection:
 
     def _held(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
         for name in self.names:
-            held = self.parameter_index.held(name)
-            if held:
-                yield name, held
+            copies = self.parameter_index.held(name)
+            if copies:
+                yield name, copies
 
     def _write(
         self,
@@ -164,8 +164,8 @@ class ParameterSelection:
                 )
         return ParameterRequest(gradient=True, reduced=known)
 
-    def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
-        gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in held]
+    def _summed(self, name: str, copies: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
+        gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in copies]
         present = [t.detach() for t in gradients if t is not None]
         return torch.stack(present).sum(0) if len(present) > 1 else next(iter(present), None)
 
@@ -174,9 +174,9 @@ def select_buffers(buffer_index: ParameterIndex, patterns: Sequence[Pattern]) ->
     """Select the buffers that patterns of parameters match, which may be none."""
     table = _make_table(buffer_index)
     matched = {name for pattern in patterns for name, _ in _match_pattern(table, pattern)}
-    left = {n: why for n in sorted(matched) if (why := _explain_omission(buffer_index, n))}
-    names = [n for n in buffer_index.sites if n in matched and n not in left]
-    return ParameterSelection(buffer_index, names, left)
+    omitted = {n: why for n in sorted(matched) if (why := _explain_omission(buffer_index, n))}
+    names = [n for n in buffer_index.sites if n in matched and n not in omitted]
+    return ParameterSelection(buffer_index, names, omitted)
 
 
 def select_parameters(
@@ -198,7 +198,7 @@ def select_parameters(
     """
     table, elsewhere = _make_table(parameter_index), SiteTable(Site(n, Layout(()), ()) for n in also)
     matched: set[str] = set()
-    left: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for pattern in patterns:
         if _match_pattern(elsewhere, pattern) and not _match_pattern(table, pattern):
             continue  # buffers only
@@ -209,19 +209,19 @@ def select_parameters(
             name: f"is of a {kind}"
             for name, kind in _match_pattern(SiteTable(_list_unknown(parameter_index)), pattern)
         }
-        left |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
+        omitted |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
         try:
             matched |= {s.name for s in table.match(pattern)}
         except SiteError:
             if not unknown:
                 raise
-    left |= {n: why for n in sorted(matched) if (why := _explain_omission(parameter_index, n))}
-    if left:
-        name, why = next(iter(left.items()))
-        more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
+    omitted |= {n: why for n in sorted(matched) if (why := _explain_omission(parameter_index, n))}
+    if omitted:
+        name, why = next(iter(omitted.items()))
+        more = f", and likewise {len(omitted) - 1} more" if len(omitted) > 1 else ""
         warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
-    names = [n for n in parameter_index.sites if n in matched and n not in left]
-    return ParameterSelection(parameter_index, names, left)
+    names = [n for n in parameter_index.sites if n in matched and n not in omitted]
+    return ParameterSelection(parameter_index, names, omitted)
 
 
 def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:

@@ -91,9 +91,9 @@ class ResultGradients:
         self._unconfirmed = {}
         if self._needs:
             joint, ceased = mesh["dp"].size > 1, self._connected - self._needed
-            held = {at: needs for at, needs in self._needs.items() if joint or not at[1]}
-            self._needs = {at: needs for at, needs in self._needs.items() if at not in held}
-            self._unconfirmed = {at: needs for at, needs in held.items() if at not in ceased}
+            to_confirm = {at: needs for at, needs in self._needs.items() if joint or not at[1]}
+            self._needs = {at: needs for at, needs in self._needs.items() if at not in to_confirm}
+            self._unconfirmed = {at: needs for at, needs in to_confirm.items() if at not in ceased}
             self._needed, self._connected = set(), set()
 
     def confirm(self) -> None:

@@ -480,7 +480,9 @@ class Session:
         parameters = [p.parameter for sites in self.parameters.index.local_sites.values() for p in sites]
         parameters += [t for m in modules for t in m.parameters(recurse=False)]
         return {
-            id(one) for one in (*modules, *parameters, *self.trainable.modules.modules()) if one is not None
+            id(part)
+            for part in (*modules, *parameters, *self.trainable.modules.modules())
+            if part is not None
         }
 
     def _replica(self) -> Mesh:

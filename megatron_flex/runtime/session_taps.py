@@ -59,9 +59,9 @@ class SessionTaps:
         for name in [n for n in self._named if not any(h.needs_dim_names for h in self.registry.at(n))]:
             self._named.pop(name)()
         self._tapped = {
-            module: left
+            module: tapped
             for module, sites in self._tapped.items()
-            if (left := [s for s in sites if s.name in self._taps])
+            if (tapped := [s for s in sites if s.name in self._taps])
         }
         for entry in self.registry.active:
             self.tap(entry)
@@ -100,9 +100,9 @@ class SessionTaps:
         later = of_module[of_module.index(site) :]
         for other in later[1:]:
             self._taps.pop(other.name)()
-        for one in later:
-            assert one.tap is not None
-            self._taps[one.name] = one.tap.install(self._fire(one))
+        for later_site in later:
+            assert later_site.tap is not None
+            self._taps[later_site.name] = later_site.tap.install(self._fire(later_site))
         if module is not None:
             self._tapped[module] = of_module
 

@@ -51,8 +51,8 @@ class ShardSelection(NamedTuple):
             return self.tensor.nbytes
         numbers = self.picked.sample if self.picked.token is None else self.picked.token
         dims = [find_dim(self.layout, name) for name in (TOKEN_DIM, SAMPLE_DIM)]
-        held = prod(self.tensor.shape[d] for d in dims if d is not None)
-        return 0 if numbers is None else self.tensor.nbytes // max(held, 1) * len(numbers)
+        positions = prod(self.tensor.shape[d] for d in dims if d is not None)
+        return 0 if numbers is None else self.tensor.nbytes // max(positions, 1) * len(numbers)
 
 
 class ShardRecorder:

@@ -67,9 +67,9 @@ def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axi
     """
     _check_countable(local, layout, mesh)
     for index, dim in enumerate(layout.dims):
-        kept = _find_unpadded(dim, local.shape[index], mesh)
-        if kept is not None:
-            local = torch.cat([local.narrow(index, *k) for k in kept], index)
+        unpadded = _find_unpadded(dim, local.shape[index], mesh)
+        if unpadded is not None:
+            local = torch.cat([local.narrow(index, *k) for k in unpadded], index)
     divisor, number = divide_copies(layout, mesh, over)
     if divisor == 1 or not local.ndim:
         return local if number == 0 else local.new_empty(0)
@@ -90,10 +90,10 @@ def select_counted_part(
     _check_countable(local, layout, mesh)
     real: Tensor | None = None  # only the entries that are not padding in any dim
     for index, dim in enumerate(layout.dims):
-        kept = _find_unpadded(dim, local.shape[index], mesh)
-        if kept is not None:
+        unpadded = _find_unpadded(dim, local.shape[index], mesh)
+        if unpadded is not None:
             is_real = torch.zeros(local.shape[index], dtype=torch.bool, device=local.device)
-            for start, length in kept:
+            for start, length in unpadded:
                 is_real[start : start + length] = True
             is_real = is_real.view([-1 if d == index else 1 for d in range(local.ndim)])
             real = is_real if real is None else real & is_real

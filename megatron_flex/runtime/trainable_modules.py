@@ -98,8 +98,10 @@ class TrainableModules:
 
     def add(self, name: str, module: nn.Module) -> None:
         """Register a module, and broadcast the first rank's values. Collective over the mesh."""
-        held = [site.parameter for site in self.adapter.parameters()]
-        module.to(next((p.device for p in held if p is not None and not p.is_meta), None))  # or offloaded
+        parameters = [site.parameter for site in self.adapter.parameters()]
+        module.to(
+            next((p.device for p in parameters if p is not None and not p.is_meta), None)
+        )  # or offloaded
         broadcast_copies(list(_list_module_tensors(module).values()), self.mesh)
         if not self.modules:
             self._undos.append(self.adapter.enable_recomputed_gradients())
@@ -117,9 +119,9 @@ class TrainableModules:
             raise HookError(f"no trainable module {name!r} is registered; those that are: {known}")
         del self.modules[name]
         self._watch()
-        for kept in (self._edit_loss_grads, self._through, self._buffers):
-            for name_of_tensor in [n for n in kept if n.startswith(f"{name}.")]:
-                del kept[name_of_tensor]
+        for tensors in (self._edit_loss_grads, self._through, self._buffers):
+            for key in [n for n in tensors if n.startswith(f"{name}.")]:
+                del tensors[key]
         if not self.modules:
             for undo in self._undos:
                 undo()
@@ -156,14 +158,14 @@ class TrainableModules:
         With trainable modules, gradients are enabled even if the model runs without them.
         """
         before, self._doing = self._doing, "replay" if replay else "first"
-        kept = {n: b.clone() for n, b in self.modules.named_buffers()} if replay else {}
+        buffers = {n: b.clone() for n, b in self.modules.named_buffers()} if replay else {}
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() or bool(self.modules)):
                 yield
         finally:
             self._doing = before
             for name, buffer in self.modules.named_buffers() if replay else ():
-                buffer.data.copy_(kept[name])  # `data` only: a graph may have saved the buffer
+                buffer.data.copy_(buffers[name])  # `data` only: a graph may have saved the buffer
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -299,18 +301,20 @@ class TrainableModules:
 
     def _contribution(self, name: str, parameter: Tensor, own_factor: float, through: float) -> Tensor | None:
         parts = [
-            kept[name] * s
-            for kept, s in ((self._edit_loss_grads, own_factor), (self._through, through))
-            if name in kept
+            grads[name] * s
+            for grads, s in ((self._edit_loss_grads, own_factor), (self._through, through))
+            if name in grads
         ]
         return sum(parts[1:], parts[0]) if parts else None
 
     def _moved(self) -> dict[str, Tensor | None]:
         """The changes of buffers in this step, for buffers that changed on some rank."""
-        kept = {n: b for n, b in self.modules.named_buffers() if n in self._buffers and b.dtype != torch.bool}
-        if not kept:
+        watched = {
+            n: b for n, b in self.modules.named_buffers() if n in self._buffers and b.dtype != torch.bool
+        }
+        if not watched:
             return {}
-        changes = {n: (self._buffers[n], b) for n, b in kept.items()}
+        changes = {n: (self._buffers[n], b) for n, b in watched.items()}
         changed_here = [int(not torch.equal(old, new)) for old, new in changes.values()]
         changed = max_over_ranks(changed_here, self.mesh)
         return {

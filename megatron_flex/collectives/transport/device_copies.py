@@ -61,9 +61,9 @@ class DeviceCopies:
         """
         direct = segment is not None and self._register(segment)
         for target, source in pairs:
-            kept = source.clone() if source.is_contiguous() and not owned else source.contiguous()
-            self._batch.append(HostCopy(target, kept, direct))
-            self._nbytes += kept.nbytes
+            copied = source.clone() if source.is_contiguous() and not owned else source.contiguous()
+            self._batch.append(HostCopy(target, copied, direct))
+            self._nbytes += copied.nbytes
         self._sources[torch.cuda.current_stream(self._device)] = None
         if self._nbytes >= BATCH_BYTES:
             self._begin()
@@ -100,14 +100,14 @@ class DeviceCopies:
         for stream in self._sources:
             self._stream.wait_stream(stream)
         with torch.cuda.stream(self._stream):
-            for target, kept, direct in self._batch:
+            for target, source, direct in self._batch:
                 if direct and target.is_contiguous():
-                    target.copy_(kept, non_blocking=True)
-                elif not direct or not self._copy_rows(target, kept):
-                    stage = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
-                    stage.copy_(kept, non_blocking=True)
+                    target.copy_(source, non_blocking=True)
+                elif not direct or not self._copy_rows(target, source):
+                    stage = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                    stage.copy_(source, non_blocking=True)
                     self._staged.append((target, stage))
-                kept.record_stream(self._stream)  # its memory is not used again before the copy has ended
+                source.record_stream(self._stream)  # its memory is not used again before the copy has ended
         self._batch, self._sources, self._nbytes, self._busy = [], {}, 0, True
 
     def _copy_rows(self, target: Tensor, source: Tensor) -> bool:

@@ -399,12 +399,14 @@ class SharedMemoryTransport:
         note = _Note(int(bool(self._failure)), code, -code, unmapped=int(bool(self._unmapped)))
         if not self._leads:
             return note
-        kept = sum(1 << n for n in pool.segments)
-        fresh = sum(1 << n for n, shared in pool.segments.items() if shared.path is not None)
+        kept_bits = sum(1 << n for n in pool.segments)
+        fresh_bits = sum(1 << n for n, shared in pool.segments.items() if shared.path is not None)
         size = pool.segments[number].segment.size if number >= 0 else 0
         again = number == self._number and bool(self._records)  # the others wait until it has been copied
         settles = number >= 0 and (number not in self._announced or again)
-        return note._replace(segment=number + 1, size=size, kept=kept, fresh=fresh, settles=int(settles))
+        return note._replace(
+            segment=number + 1, size=size, kept=kept_bits, fresh=fresh_bits, settles=int(settles)
+        )
 
     def _describe_loss(self, flags: Sequence[int], note: _Note) -> str:
         """Why no rank can deliver the captures; empty where they can, or where the step failed anyway."""

@@ -94,7 +94,7 @@ class Context(_SharedNamespace):
         scopes = self._scopes
         if scopes.frame is not None:
             return [scopes.frame.values, scopes.frame.run]
-        return [scopes.run, {name: list(kept.values())[-1] for name, kept in scopes.kept.items()}]
+        return [scopes.run, {name: list(values.values())[-1] for name, values in scopes.kept.items()}]
 
     @property
     def run(self) -> RunContext:

@@ -78,12 +78,12 @@ def guard_backward(edited: Tensor, inputs: Tensor, keep: Callable[[BaseException
         keep: called with each error.
     """
     stop, todo = inputs.grad_fn, deque([edited.grad_fn])
-    seen: set[Any] = set()
-    while todo and len(seen) < MAX_NODES:
+    visited: set[Any] = set()
+    while todo and len(visited) < MAX_NODES:
         node: Any = todo.popleft()
-        if node is stop or node in seen:
+        if node is stop or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(node, BackwardCFunction):
             if vars(type(node))["_forward_cls"].__module__.startswith("megatron_flex."):
                 continue  # the package's node of another site: not this edit

@@ -92,8 +92,8 @@ class Tracer:
         """Print a pass that captures."""
         self.close()
         shape = tuple(local.shape)
-        self.last[key.site] = seen = HookCallTrace(key, self._describe(layout, route), shape, out=shape)
-        self.write(seen.describe())
+        self.last[key.site] = call = HookCallTrace(key, self._describe(layout, route), shape, out=shape)
+        self.write(call.describe())
 
     def follow(
         self, hooks: Sequence[HookFunction], layout: Layout, exchange: Exchange, key: Key, route: Route | None
@@ -109,22 +109,22 @@ class Tracer:
     def _describe(self, layout: Layout, route: Route | None) -> str:
         return (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
 
-    def finish(self, seen: HookCallTrace) -> None:
+    def finish(self, call: HookCallTrace) -> None:
         """Print a call whose forward pass has ended."""
-        self.last[seen.key.site] = seen
-        self.write(seen.describe())
+        self.last[call.key.site] = call
+        self.write(call.describe())
 
-    def begin_backward(self, seen: HookCallTrace) -> None:
+    def begin_backward(self, call: HookCallTrace) -> None:
         """Count collectives as those of a call's backward pass, until it ends."""
         self.close()
-        self._open = seen
-        meter.sink = seen.back.append
+        self._open = call
+        meter.sink = call.back.append
 
     def close(self) -> None:
         """End the backward pass of a call."""
         if self._open is not None:
-            seen, self._open, meter.sink = self._open, None, None
-            self.write(seen.describe_back())
+            call, self._open, meter.sink = self._open, None, None
+            self.write(call.describe_back())
 
 
 class TracedExchange:
@@ -133,41 +133,41 @@ class TracedExchange:
     The graph keeps it until the backward pass: it refers to the tracer weakly, and so not to the session.
     """
 
-    def __init__(self, tracer: Tracer, seen: HookCallTrace, inner: Exchange) -> None:
-        self._tracer, self._seen, self._inner = weakref.ref(tracer), seen, inner
+    def __init__(self, tracer: Tracer, call: HookCallTrace, inner: Exchange) -> None:
+        self._tracer, self._call, self._inner = weakref.ref(tracer), call, inner
         self.joint_entrance, self.joint_exit = inner.joint_entrance, inner.joint_exit
         self.zeros_count = inner.zeros_count
 
     def enter(self, local: Tensor) -> Tensor:
         """As the exchange."""
-        seen = self._seen
-        seen.local = tuple(local.shape)
-        meter.sink = seen.moves.append
+        call = self._call
+        call.local = tuple(local.shape)
+        meter.sink = call.moves.append
         full = self._inner.enter(local)
-        seen.full_size = None if seen.here else tuple(full.shape)
-        self._before, self._start = len(seen.moves), Timestamp(full)
+        call.full_size = None if call.here else tuple(full.shape)
+        self._before, self._start = len(call.moves), Timestamp(full)
         return full
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
         """As the exchange; prints the forward pass."""
-        seen = self._seen
+        call = self._call
         try:
-            inside = sum(m.seconds for m in seen.moves[self._before :])
-            seen.seconds = Timestamp(edited).since(self._start) - inside
+            inside = sum(m.seconds for m in call.moves[self._before :])
+            call.seconds = Timestamp(edited).since(self._start) - inside
             out = self._inner.exit(edited, local)
         finally:
             meter.sink = None
-        seen.out = tuple(out.shape)
+        call.out = tuple(out.shape)
         tracer = self._tracer()
         if tracer is not None:
-            tracer.finish(seen)
+            tracer.finish(call)
         return out
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """As the exchange; the backward pass of the edit begins."""
         tracer = self._tracer()
         if tracer is not None:
-            tracer.begin_backward(self._seen)
+            tracer.begin_backward(self._call)
         return self._inner.exit_gradient(grad)
 
     def enter_gradient(self, grad: Tensor) -> Tensor:

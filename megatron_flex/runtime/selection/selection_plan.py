@@ -323,18 +323,18 @@ class _PlanBuilder:
             return
         if entries is None:
             entries = range(length)
-        held = locate_entries(
+        located = locate_entries(
             dim, self._local[d] * count_parts(dim, self._sizes), entries, self._sizes, self._coords
         )
-        local = held.local.tolist()
+        local = located.local.tolist()
         if reduced:
             if live:
-                self.places[d] = held.places.to(self._device)
-            self.most[d] = held.most
+                self.places[d] = located.places.to(self._device)
+            self.most[d] = located.most
         else:
-            local += [0] * (held.most - len(local))  # the filler indices are never read
-            if held.order is not None:
-                self.arrange.append((d, held.order))
+            local += [0] * (located.most - len(local))  # the filler indices are never read
+            if located.order is not None:
+                self.arrange.append((d, located.order))
         selected = compact_index(local)
         if isinstance(selected, range):
             if selected != range(length) or live or dim.keep is not None:
