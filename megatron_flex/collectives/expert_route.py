@@ -227,10 +227,12 @@ class Route:
         Returns:
             The local tensor in `token_layout`; zeros in slots without an expert.
         """
-        rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
+        rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)  # features are cut over `etp`
         plan = self.dispatch.plan_rows(self.expert)
-        from_rank = rows.index_select(0, plan.places[self.mesh["etp"].coord])
-        rows = self._exchange(from_rank, plan.from_ranks, plan.to_ranks)
+        # All of `etp` have the rows of all of their tokens. Each keeps those of its own tokens and of the
+        # ranks with its coordinate on `etp`, so that the exchange is over `ep` alone.
+        kept = rows.index_select(0, plan.places[self.mesh["etp"].coord])
+        rows = self._exchange(kept, plan.from_ranks, plan.to_ranks)
         return self.dispatch.by_token(rows) if self.expert is None else rows
 
     def to_experts(self, rows: Tensor) -> Tensor:
@@ -238,7 +240,7 @@ class Route:
         rows = self.dispatch.by_expert(rows) if self.expert is None else rows
         plan, axis = self.dispatch.plan_rows(self.expert), self.mesh["etp"]
         rows = self._exchange(rows, plan.to_ranks, plan.from_ranks)
-        if axis.size > 1:
+        if axis.size > 1:  # the rows of the other coordinates, in pieces of one length for the collective
             most = max(plan.lengths)
             padded = rows.new_zeros((most, *rows.shape[1:]))
             padded[: len(rows)] = rows

@@ -11,6 +11,16 @@ of their own, and send them from host to host at the end of the step.
 
 An error on one rank is never raised inside a step, as the other ranks would wait for this one: it travels
 with the flags, all ranks raise, and the next step uses shared memory again.
+
+The life of a segment, of which the receiving rank has a few:
+
+    made        the receiving rank makes the file, and names it in the note of a step's end (`fresh`)
+    mapped      the other ranks of the node map it after that exchange; whether all could is a second exchange
+                (`settles`) if it is the segment of the next step, else the next note tells (`unmapped`)
+    announced   all ranks have it: the receiving rank removes the file's name, so that no end of a process
+                leaves it behind
+    written     it is the current one, and all ranks write their shards of a step to it
+    lent        captures of that step are views of it; it is free again when the user has dropped them
 """
 
 from __future__ import annotations
@@ -306,12 +316,13 @@ class SharedMemoryTransport:
         try:
             if self._copies is not None:
                 self._copies.finish()
-            if self._leads:
+            if self._leads:  # before the exchange, in which the other ranks learn the number
                 number, lends = self._choose_segment()
                 tensors = self._lend() if lends else []
         except Exception as error:  # kept: it travels with the flags, and all ranks raise
             self._keep_error(error)
         try:
+            # The only exchange of most steps: the caller's flags, and behind them the note.
             greatest = max_over_ranks([*flags, *self._note(number)], self._stage, at, self._watch)
         except BaseException:  # a rank has ended: nobody maps a new file, nor removes its name
             self._pool.drop_unmapped()
@@ -320,7 +331,7 @@ class SharedMemoryTransport:
             raise
         flags, note = greatest[: len(flags)], _Note(*greatest[len(flags) :])
         lost = self._describe_loss(flags, note)
-        good = not (flags[0] or note.failed or lost)
+        good = not (flags[0] or note.failed or lost)  # the same on all ranks, which receive or drop alike
         self._arrived = []
         if good:
             try:
@@ -456,16 +467,18 @@ class SharedMemoryTransport:
         Collective in the stage where a rank may have failed since the flags were exchanged.
         """
         number, lost = note.segment - 1, 0
-        if self._leads and not note.unmapped:
+        if self._leads and not note.unmapped:  # what earlier exchanges announced is mapped everywhere
             self._pool.unlink(self._announced & self._pool.segments.keys())
         self._map(note)
         unmapped = note.unmapped
+        # A second exchange, where a rank may fail after the first: in mapping the next segment, in copying
+        # this step's tensors out of it, or in sending them to another node.
         if note.settles or (good and self._group is not None):
             failed = [int(bool(self._failure)), int(bool(self._unmapped))]
             lost, unmapped = max_over_ranks(failed, self._stage, at, self._watch)
             if self._leads and not unmapped:
                 self._pool.unlink(self._pool.segments)
-        number = -1 if unmapped else number
+        number = -1 if unmapped else number  # until all ranks have it, the captures are gathered
         # What some rank could not map is announced again, with an exchange of whether all ranks have it now.
         self._announced = set() if unmapped else set(self._pool.segments)
         self._number, self._capacity = number, note.size if number >= 0 else 0

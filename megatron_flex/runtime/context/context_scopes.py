@@ -116,6 +116,7 @@ class ContextScopes:
         micro, mode = self.begin(), self._mode(hook)
         values: Mapping[str, ContextEntry] = micro.state
         run: Mapping[str, Any] = self.run
+        # The replay of a call reads what its first pass read, although later calls have changed the values.
         if mode is CallMode.FIRST:
             values, run = micro.snapshots[key.site, key.call, index] = dict(micro.state), dict(self.run)
         elif mode is CallMode.REPLAY:
@@ -134,12 +135,14 @@ class ContextScopes:
         )
 
     def _mode(self, hook: HookFunction) -> CallMode:
-        if hook.backward:
+        """How a call takes part in autograd: without a graph, in one, or in a region's first pass or replay."""
+        if hook.backward:  # the graph of a gradient edit ends with the step
             return CallMode.NO_GRAPH
         if self.clock.replaying():
             return CallMode.REPLAY
         if not self.begin().training:
             return CallMode.NO_GRAPH
+        # In a microbatch that trains, gradients are off only in the first pass of a recomputed region.
         return CallMode.PLAIN if torch.is_grad_enabled() else CallMode.FIRST
 
     def _read(self, micro: MicrobatchValues, mode: CallMode, once: bool, entry: ContextEntry) -> Any:
@@ -153,10 +156,11 @@ class ContextScopes:
                 return _copy_item(item) if mode is CallMode.FIRST else item
             number = next(numbers)
             if mode in (CallMode.FIRST, CallMode.NO_GRAPH) or not entry.wants[number]:
-                return item
+                return item  # no graph here, or none that the tensor came from
             tensor_id = entry.version, number
             if same and mode is CallMode.PLAIN and entry.virtual_stage == self.virtual_stage:
-                return item
+                return item  # of this graph: autograd needs no help
+            # Of another graph: its gradients are added up, and the anchor of the edit that made it has them.
             token = torch.empty(0, requires_grad=True)
             # torch does not type `apply`
             return DetachedRead.apply(token, [item], partial(micro.add_gradient, tensor_id))  # type: ignore[no-untyped-call]
@@ -174,7 +178,7 @@ class ContextScopes:
             wants = tuple(_wants_gradient(t, mode) for t in tensors)
             stage = self.virtual_stage if mode is CallMode.PLAIN else None
             written[name] = ContextEntry(value, version, wants, stage, once)
-        if mode is CallMode.REPLAY:  # the first pass has made these changes
+        if mode is CallMode.REPLAY:  # the first pass has made these changes; only the anchors are new
             return
         of_run = {name: detach_value(value) for name, value in frame.run.touched().items()}
         self._changes = Changes(written, frame.values.removed), Changes(of_run, frame.run.removed)
