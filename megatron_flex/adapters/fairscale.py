@@ -32,7 +32,7 @@ from megatron_flex.adapters.module_names import (
 from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage
 from megatron_flex.adapters.pytorch import mesh_around
-from megatron_flex.adapters.taps import intercept, source_point, upstream_function
+from megatron_flex.adapters.taps import intercept, join_undos, source_point, upstream_function
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -256,9 +256,4 @@ class PipeCalls(UserLoop):
         undos = [super().watch(listener), intercept(pipeline, "record_function", named)]
         undos += [intercept(one, "_call_impl", part) for one in pipe.partitions]
         undos.append(intercept(pipe.pipeline, "run", run))
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
+        return join_undos(undos)

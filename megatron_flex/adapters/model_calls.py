@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_flex.adapters.adapter_base import Listener, Undo, is_recomputing
 from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire, Tap
@@ -229,13 +229,7 @@ class UserLoop:
 
         # Around all hooks, including later ones: their tensors belong to the call.
         uncalled = intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
-        unwatched = accumulation.watch()
-
-        def undo() -> None:
-            unwatched()
-            uncalled()
-
-        return undo
+        return join_undos([uncalled, accumulation.watch()])
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
         """Call the module with tokens as its input; microbatches along their first dim."""

@@ -266,10 +266,10 @@ def while_forward_runs(module: nn.Module) -> tuple[list[bool], Undo]:
 
 
 def join_undos(undos: Sequence[Undo]) -> Undo:
-    """A function that calls all of them."""
+    """A function that calls all of them, the last one first: it may stand on an earlier one."""
 
     def undo() -> None:
-        for one in undos:
+        for one in reversed(undos):
             one()
 
     return undo

@@ -20,7 +20,7 @@ from megatron_flex.adapters.adapter_base import Architecture, Listener, Undo
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.model_parts import config_of
 from megatron_flex.adapters.megatron_core.module_classes import is_megatron, unwrap_model
-from megatron_flex.adapters.taps import add_hook, intercept
+from megatron_flex.adapters.taps import add_hook, intercept, join_undos
 from megatron_flex.errors import FlexError, LayoutError
 from megatron_flex.layout import PackedSequences, extract
 from megatron_flex.layout.packed_sequences import explain_uneven_sequence
@@ -65,25 +65,14 @@ def watch_schedules(roots: list[nn.Module], context_parallel: int, listener: Lis
         undos.append(add_hook(root, state.after_call, always_call=True))
     wrapper: Any = getattr(sys.modules.get(INFERENCE_WRAPPER), "AbstractModelInferenceWrapper", None)
     undos += [intercept(wrapper, name, state.infer) for name in INFERENCE_METHODS if hasattr(wrapper, name)]
-
-    def undo() -> None:
-        for u in reversed(undos):
-            u()
-
-    return undo
+    return join_undos(undos)
 
 
 def keep_schedules_watchable() -> Undo:
     """Let models attached later also observe the schedule that a loop fetches from now on."""
     from megatron.core.pipeline_parallel import schedules
 
-    undos = [intercept(schedules, name, _call_unchanged) for name in SCHEDULE_FUNCTIONS]
-
-    def undo() -> None:
-        for u in undos:
-            u()
-
-    return undo
+    return join_undos([intercept(schedules, name, _call_unchanged) for name in SCHEDULE_FUNCTIONS])
 
 
 def _call_unchanged(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +94,7 @@ class _ScheduleWatcher:
         return any(unwrap_model(m) is root for m in models if isinstance(m, nn.Module) for root in self.roots)
 
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A schedule may call another one, and a loop may train other models, which are not hooked here.
         if self.running or not self.ours(kwargs.get("model")):
             return schedule(*args, **kwargs)
         count = int(kwargs["num_microbatches"])
@@ -113,7 +103,7 @@ class _ScheduleWatcher:
         try:
             result = schedule(*args, **kwargs)
             failed = False
-        finally:
+        finally:  # outside of it the end of a good step may raise, which is not a failure of the schedule
             self.running = False
             if failed:
                 self.listener.step_ends(True)
@@ -168,7 +158,7 @@ class _ScheduleWatcher:
         return forward(wrapper, *args, **kwargs)
 
     def before_call(self, chunk: int, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.running and not self.calling:
+        if not self.running and not self.calling:  # no schedule runs: the call is a step of its own
             self.listener.call_begins(chunk=chunk)
             self.calling = True
         packed = _find_argument(root, args, kwargs, PACKED_ARGUMENT)

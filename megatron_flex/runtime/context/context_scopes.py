@@ -135,7 +135,7 @@ class ContextScopes:
         )
 
     def _mode(self, hook: HookFunction) -> CallMode:
-        """How a call takes part in autograd: without a graph, in one, or in a region's first pass or replay."""
+        """How a call takes part in autograd: in a graph or without, in a region's first pass or replay."""
         if hook.backward:  # the graph of a gradient edit ends with the step
             return CallMode.NO_GRAPH
         if self.clock.replaying():
