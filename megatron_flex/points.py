@@ -31,18 +31,18 @@ class Points:
         """Whether a hook is registered at a point."""
         return False
 
-    def __call__(self, name: str, local: Tensor, **said: Any) -> Tensor:
+    def __call__(self, name: str, local: Tensor, **details: Any) -> Tensor:
         """Return the local tensor of a point unchanged.
 
         Args:
             name: the point.
             local: the local tensor.
-            said: details of this call that determine its layout.
+            details: details of this call that determine its layout.
         """
         return local
 
 
-class Standing(Points):
+class HookedPoints(Points):
     """The points of one module that have hooks."""
 
     def __init__(self, declared: Points) -> None:
@@ -57,13 +57,13 @@ class Standing(Points):
         """Whether a hook is registered at a point."""
         return name in self.fires
 
-    def __call__(self, name: str, local: Tensor, **said: Any) -> Tensor:
+    def __call__(self, name: str, local: Tensor, **details: Any) -> Tensor:
         """Run the hooks of a point on the local tensor.
 
         An edit gathers, edits and scatters; a read keeps the local tensor.
         """
         for fire in self.fires.get(name, ()):
-            local = fire(local, **said)
+            local = fire(local, **details)
         return local
 
 
@@ -89,7 +89,7 @@ class Alone:
         return impl(*args, **{**kwargs, "sequence_parallel": False, "allreduce_dgrad": False})
 
 
-def has(module: nn.Module, name: str) -> bool:
+def declares(module: nn.Module, name: str) -> bool:
     """Whether the forward that a module runs is patched and calls the point.
 
     A class that derives from a patched class and overrides forward is not patched.
@@ -99,25 +99,25 @@ def has(module: nn.Module, name: str) -> bool:
     return isinstance(declared, Points) and name in declared.names
 
 
-def place(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
+def install(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
     """Let a point of a module call `fire`, until the returned function is called.
 
     When the last one is removed, the attribute is deleted from the module.
     """
     attributes = vars(module)
-    standing = attributes.get(ATTRIBUTE)
-    if not isinstance(standing, Standing):  # none, or the one that a copied module shares with its original
-        standing = attributes[ATTRIBUTE] = Standing(getattr(type(module), ATTRIBUTE))
-    standing.fires.setdefault(name, []).append(fire)
+    hooked = attributes.get(ATTRIBUTE)
+    if not isinstance(hooked, HookedPoints):  # none, or the one that a copied module shares with its original
+        hooked = attributes[ATTRIBUTE] = HookedPoints(getattr(type(module), ATTRIBUTE))
+    hooked.fires.setdefault(name, []).append(fire)
 
     def undo() -> None:
-        fires = standing.fires.get(name, [])
+        fires = hooked.fires.get(name, [])
         if fire not in fires:
             return
         fires.remove(fire)
         if not fires:
-            del standing.fires[name]
-        if not standing.fires:
+            del hooked.fires[name]
+        if not hooked.fires:
             del attributes[ATTRIBUTE]
 
     return undo

@@ -220,7 +220,7 @@ def _inner_tap(module: nn.Module, function: str) -> Tap:
     A tensor that enters the region is taken after the function; one that leaves it, before. The reduction is
     in place.
     """
-    if points.has(module, POINT_NAMES[function]):
+    if points.declares(module, POINT_NAMES[function]):
         return Tap(source_point, module, (POINT_NAMES[function],))
     file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
     return Tap(upstream_function, module, (file, f"{function}_model_parallel_region", leaves))

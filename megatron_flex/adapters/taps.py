@@ -60,8 +60,8 @@ def add_hook(module: nn.Module, hook: Callable[..., Any], *, pre: bool = False, 
 
 def any_output(module: nn.Module, fire: Fire, leaf: int = 0) -> Undo:
     """A tensor in the output of a module; in a patched class, before its forward returns."""
-    if leaf == 0 and points.has(module, "output"):
-        return points.place(module, "output", lambda local, **_: fire.run(local))
+    if leaf == 0 and points.declares(module, "output"):
+        return points.install(module, "output", lambda local, **_: fire.run(local))
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         return _run_at(output, leaf, fire)
@@ -176,8 +176,8 @@ def module_output(
     if leaf:
         return any_output(module, fire, leaf)
     run = fire.run
-    if index == 0 and points.has(module, "output"):
-        return points.place(
+    if index == 0 and points.declares(module, "output"):
+        return points.install(
             module,
             "output",
             lambda local, **call_kwargs: run(local, resolve(call_kwargs) if resolve else None),
@@ -206,7 +206,7 @@ def module_output(
 
 def source_point(module: nn.Module, fire: Fire, name: str) -> Undo:
     """A named point that the patched source of a module calls (see `megatron_flex.points`)."""
-    return points.place(module, name, lambda local, **_: fire.run(local))
+    return points.install(module, name, lambda local, **_: fire.run(local))
 
 
 def method_output(module: nn.Module, fire: Fire, method: str, index: int = 0) -> Undo:

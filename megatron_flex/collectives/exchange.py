@@ -286,7 +286,7 @@ class UnevenTensor:
     def _assemble(self, layout: Layout, tensor: Tensor, alias: bool) -> Tensor:
         if self._shapes:
             return assemble_uneven(tensor, layout, self._mesh, self._shapes)
-        return EqualShards.of(layout, self._mesh, tensor.shape).assemble(tensor, alias)
+        return EqualShards.from_layout(layout, self._mesh, tensor.shape).assemble(tensor, alias)
 
 
 class ExpertRows:
@@ -416,7 +416,8 @@ def plan_exchange(layout: Layout, mesh: Mesh, shape: torch.Size) -> FullTensor |
     if has_uneven_shards(layout, mesh) or any(d.keep is not None for d in layout.dims):
         return None
     return FullTensor(
-        EqualShards.of(layout, mesh, shape), EqualShards.of(conjugate_layout(layout), mesh, shape)
+        EqualShards.from_layout(layout, mesh, shape),
+        EqualShards.from_layout(conjugate_layout(layout), mesh, shape),
     )
 
 

@@ -149,7 +149,7 @@ class Route:
         return self.dispatch.mesh
 
     @property
-    def here(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether the tensor has rows of an expert on this rank."""
         ep = self.mesh["ep"]
         experts = select_experts(self.dispatch.chosen.shape[1], ep.size, ep.coord, self.expert)

@@ -98,7 +98,9 @@ class CapturedShard:
         return self._hash
 
     @classmethod
-    def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> CapturedShard:
+    def from_layout(
+        cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
+    ) -> CapturedShard:
         """The shard of a rank of this mesh.
 
         Raises:

@@ -97,7 +97,7 @@ def assemble_on_all_ranks(
     """
     local = local.detach()
     if not has_uneven_shards(layout, mesh):
-        return EqualShards.of(layout, mesh, local.shape).assemble(local, alias), {}
+        return EqualShards.from_layout(layout, mesh, local.shape).assemble(local, alias), {}
     shapes = gather_shapes(local, layout, mesh)
     full = assemble_uneven(local, layout, mesh, shapes)
     return full, uneven_lengths(Layout(layout.dims), shapes, mesh.sizes)
@@ -130,7 +130,7 @@ class EqualShards:
     values: tuple[Block, ...]
 
     @classmethod
-    def of(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> EqualShards:
+    def from_layout(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> EqualShards:
         """The shards of a shape on a mesh. No communication.
 
         Raises:

@@ -37,7 +37,7 @@ def gather_to_leader(tensors: Sequence[tuple[Layout, Tensor]], mesh: Mesh, most:
     Returns:
         For each the full tensor on the leader, None elsewhere; it may share memory with the shard.
     """
-    shards = [CapturedShard.of(layout, t.shape, t.dtype, mesh) for layout, t in tensors]
+    shards = [CapturedShard.from_layout(layout, t.shape, t.dtype, mesh) for layout, t in tensors]
     shards = exchange_shapes(shards, mesh, tensors[0][1].device)
     needed = [t if s.needed else None for s, (_, t) in zip(shards, tensors, strict=True)]
     return ShardGather(plan_gather(tuple(shards), mesh, most), needed, mesh).wait()

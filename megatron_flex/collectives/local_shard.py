@@ -23,13 +23,13 @@ class ShardSum(NamedTuple):
 
     Attributes:
         axes: to sum over; without any nothing is sent.
-        counts: whether this rank's partial sum is included.
-        keeps: whether this rank continues with the sum.
+        contributes: whether this rank's partial sum is included.
+        receives: whether this rank continues with the sum.
     """
 
     axes: list[Axis]
-    counts: bool
-    keeps: bool
+    contributes: bool
+    receives: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Shard:
     full_size: tuple[int, ...]
 
     @classmethod
-    def of(cls, local: Tensor, layout: Layout, mesh: Mesh) -> Shard:
+    def from_local(cls, local: Tensor, layout: Layout, mesh: Mesh) -> Shard:
         """The shard of a local tensor; no dim that is sharded on this mesh may be uneven."""
         order = layout.permute or tuple(range(len(layout.dims)))
         inner = replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None)
@@ -132,7 +132,9 @@ class Shard:
         cuts = self._cuts(dims)
         return ShardSum([self.mesh[c.axis] for c in cuts], *self._first(cuts))
 
-    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum) -> Tensor:
+    def add_low_rank(
+        self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum
+    ) -> Tensor:
         """`tensor + factor * (tensor @ down @ up)`, along the last dim. Differentiable in `tensor`.
 
         Collective over the axes that shard that dim, forward and backward, like `sum` of `[..., k]`. The
@@ -155,7 +157,7 @@ class Shard:
         return out
 
     def _first(self, cuts: Iterable[Cut]) -> tuple[bool, bool]:
-        """Whether a sum over these cuts includes this rank's partial sum, and whether this rank keeps it."""
+        """Whether a sum over these cuts includes this rank's partial sum, and whether it receives the sum."""
         first = dict.fromkeys((False, True), True)
         for c in cuts:
             first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
@@ -263,20 +265,20 @@ def join_sum(zeros: Tensor, axes: list[Axis]) -> Tensor:
 
 
 class PartialSum:
-    """Sums over ranks. `counts`: this rank's partial sum is included; `keeps`: this rank keeps the sum."""
+    """Sums over ranks: whether this rank's partial sum is included, and whether it receives the sum."""
 
     joint_entrance, joint_exit, zeros_count = True, False, True
 
-    def __init__(self, axes: list[Axis], counts: bool, keeps: bool) -> None:
-        self._axes, self._counts, self._keeps = axes, counts, keeps
+    def __init__(self, axes: list[Axis], contributes: bool, receives: bool) -> None:
+        self._axes, self._contributes, self._receives = axes, contributes, receives
 
     def enter(self, local: Tensor) -> Tensor:
         """The sum. Collective over the axes."""
-        return _reduce_partial_sums(local, self._axes, self._counts, self._keeps)
+        return _reduce_partial_sums(local, self._axes, self._contributes, self._receives)
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
         """The gradient of this rank's partial sum. Collective over the axes."""
-        return _reduce_partial_sums(grad, self._axes, self._keeps, self._counts)
+        return _reduce_partial_sums(grad, self._axes, self._receives, self._contributes)
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
         """A sum stays with the edit."""
@@ -301,30 +303,36 @@ class _LowRankUpdate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(down, up)
         ctx.factor, ctx.total = factor, total
-        return _add_low_rank(tensor, down, up, factor, total.axes, total.counts, total.keeps)
+        return _add_low_rank(tensor, down, up, factor, total.axes, total.contributes, total.receives)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         down, up = ctx.saved_tensors
         total: ShardSum = ctx.total
-        grad_in = _add_low_rank(grad, up.T, down.T, ctx.factor, total.axes, total.keeps, total.counts)
+        grad_in = _add_low_rank(grad, up.T, down.T, ctx.factor, total.axes, total.receives, total.contributes)
         return grad_in, None, None, None, None
 
 
 def _add_low_rank(
-    tensor: Tensor, down: Tensor, up: Tensor, factor: float, axes: list[Axis], counts: bool, keeps: bool
+    tensor: Tensor,
+    down: Tensor,
+    up: Tensor,
+    factor: float,
+    axes: list[Axis],
+    contributes: bool,
+    receives: bool,
 ) -> Tensor:
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
-    inside = _reduce_partial_sums(flat @ down, axes, counts, keeps)
+    inside = _reduce_partial_sums(flat @ down, axes, contributes, receives)
     out = flat.new_empty(tensor.shape)  # not a view of `addmm`'s result, which would have to be copied
     torch.addmm(flat, inside, up, alpha=factor, out=out.view(flat.shape))
     return out
 
 
-def _reduce_partial_sums(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
+def _reduce_partial_sums(tensor: Tensor, axes: list[Axis], contributes: bool, receives: bool) -> Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if not counts:  # zeros instead of a product with zero: entries may be NaN
+    if not contributes:  # zeros instead of a product with zero: entries may be NaN
         total.zero_()
     for axis in axes:
         call_metered("all_reduce", axis, total, dist.all_reduce, total)
-    return total if keeps else total.zero_()
+    return total if receives else total.zero_()

@@ -87,7 +87,7 @@ class LinearEdit(Edit):
             self._cut[known] = *parts, dtype, shard.plan_sum([-1])
         local_down, local_up, dtype, total = self._cut[known]
         if onto is not None and inputs.dtype in (torch.float32, torch.float64):
-            return shard.onto(inputs, local_down, local_up, onto, total)
+            return shard.add_low_rank(inputs, local_down, local_up, onto, total)
         product = (self.total(inputs.to(dtype) @ local_down, [-1]) @ local_up).to(inputs.dtype)
         return product if onto is None else inputs.add(product, alpha=onto)
 

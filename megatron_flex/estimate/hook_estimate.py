@@ -356,7 +356,9 @@ class _SumRecorder(Shard):
             self.requested.append((axes, tensor.nbytes))
         return tensor
 
-    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum) -> Tensor:
+    def add_low_rank(
+        self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum
+    ) -> Tensor:
         return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
 
 
@@ -375,7 +377,7 @@ def _requested_sums(
         return [(axes, prod(shape[:-1]) * hook.entries * held.dtype.itemsize)] if axes else []
     # Those of a preset are found by running it once on a meta tensor.
     local = torch.empty(shape, dtype=held.dtype, device="meta")
-    plain = Shard.of(local, held.layout, mesh)
+    plain = Shard.from_local(local, held.layout, mesh)
     shard = _SumRecorder(**{name: getattr(plain, name) for name in SHARD_FIELDS})
     object.__setattr__(shard, "requested", [])
     edit: Any = on_shard(for_site(hook.edit, site), shard)

@@ -154,7 +154,7 @@ class Control:
         switched = self._registry.switches
         groups = {**self._flex.groups, ALL_GROUPS: [e.hook for e in self._registry.entries]}
         return {
-            name: f"{sum(switched.takes(h.groups, h.enabled) for h in hooks)} of {len(hooks)}"
+            name: f"{sum(switched.selects(h.groups, h.enabled) for h in hooks)} of {len(hooks)}"
             for name, hooks in groups.items()
         }
 

@@ -95,7 +95,7 @@ class RoutingRecorder:
                 layer, ROUTING, key.microbatch, key.call, 0, tuple(bits.shape), "", route=choice
             )
             writer.put(entry, ROUTING_LAYOUT, bits, owned=True)
-        return to_json(RowsRoute(layer, route.expert)) if route.here else None
+        return to_json(RowsRoute(layer, route.expert)) if route.has_rows else None
 
 
 class DumpSelection(NamedTuple):

@@ -110,7 +110,7 @@ class EditEnvironment:
     ) -> None:
         self.mesh, self.clock, self.trainable = mesh, clock, trainable
         self.scopes = ContextScopes(mesh, clock, gather_data_parallel)
-        self.passing = ContextRelay(mesh, clock, self.scopes, self.note, name)
+        self.passing = ContextRelay(mesh, clock, self.scopes, self.record_error, name)
         self.save_ctx = Context(self.scopes)
         self.modules = trainable.modules
         self.fired: set[HookFunction] = set()
@@ -129,7 +129,7 @@ class EditEnvironment:
         return Key(key.site, repeats, iteration, key.microbatch if number is None else number, key.call)
 
     def note_refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
-        self.note(
+        self.record_error(
             f"{_describe_hook_call(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the "
             "stage "
             f"({describe_error(error)}); save tensors, numbers, strings or what can be pickled",
@@ -138,7 +138,7 @@ class EditEnvironment:
             hook,
         )
 
-    def note(
+    def record_error(
         self, message: str, error: BaseException, site: str | None = None, hook: HookFunction | None = None
     ) -> None:
         """Record an error for the end of the step, unless an earlier one is recorded."""
@@ -155,7 +155,7 @@ class EditEnvironment:
             failures += [] if self.failure is None else [self.failure]
             self.failure = before
 
-    def caught(self, place: str, error: Exception) -> None:
+    def record_internal_error(self, place: str, error: Exception) -> None:
         """Record an error of the package's own code in a forward or backward pass, for the end of the step.
 
         `place` is the site, or one of PASSES.
@@ -174,16 +174,16 @@ class EditEnvironment:
         self.complete = False
         line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
         when = f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}"
-        self.note(f"{place}, {when}: {describe_error(error)}{line}", error, site)
+        self.record_error(f"{place}, {when}: {describe_error(error)}{line}", error, site)
 
-    def apart(self, place: str, call: Callable[..., Any], *args: Any) -> None:
+    def record_errors_of(self, place: str, call: Callable[..., Any], *args: Any) -> None:
         """Call a function that does not change the tensor at the hook point; record an error instead of
         raising it.
         """
         try:
             call(*args)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self.caught(place, error)
+            self.record_internal_error(place, error)
 
     def guard(
         self, hook: HookFunction, key: Key, call: Callable[[], Result], late: bool = False
@@ -204,7 +204,7 @@ class EditEnvironment:
         self.complete = False
         if isinstance(error, FailedElsewhere):  # that rank raises
             return
-        self.note(
+        self.record_error(
             self.describe_failure(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"),
             error,
             key.site,

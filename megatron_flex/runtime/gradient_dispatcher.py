@@ -78,7 +78,7 @@ class GradientDispatcher:
         try:
             return self._attach(site, later, replica_layout, layout, key, out, route)
         except Exception as error:  # recorded, as above
-            self.editing.caught(site.name, error)
+            self.editing.record_internal_error(site.name, error)
             return out
 
     def _attach(
@@ -132,7 +132,7 @@ class GradientDispatcher:
         try:
             return method(self, place, *args)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self.editing.caught(place + GRADIENT_SUFFIX, error)
+            self.editing.record_internal_error(place + GRADIENT_SUFFIX, error)
             self._backward_seen()
             return None
 

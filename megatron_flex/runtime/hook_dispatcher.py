@@ -92,7 +92,7 @@ class HookDispatcher:
 
     def report_absent(self, site: Site, count: int) -> None:
         """Record that a call had only `count` tensors, and not the tensor of the site."""
-        self.editing.apart(site.name, self._reject_absent, site, count)
+        self.editing.record_errors_of(site.name, self._reject_absent, site, count)
 
     def _reject_absent(self, site: Site, count: int) -> None:
         if site.index == 0:
@@ -103,7 +103,7 @@ class HookDispatcher:
 
     def explain_unknown(self, site: Site, why: str) -> None:
         """Record that no rule has a layout for the tensor of a site."""
-        self.editing.apart(site.name, self._reject_unknown, site, why)
+        self.editing.record_errors_of(site.name, self._reject_unknown, site, why)
 
     def _reject_unknown(self, site: Site, why: str) -> None:
         for hook in self.registry.at(site.name):
@@ -162,13 +162,13 @@ class SiteDispatch:
                 return local
             return known(local, self._clock.key(self._name, local if self._acts else None, replay), replay)
         except Exception as error:  # recorded: all ranks raise it at the end of the step
-            self._editing.caught(self._name, error)
+            self._editing.record_internal_error(self._name, error)
             return local
 
     def _renew(self) -> None:
         """Adopt the active hooks."""
         site, dispatcher = self._site, self._dispatcher
-        self._hooks, self._later = hooks, later = self._registry.standing(self._name)
+        self._hooks, self._later = hooks, later = self._registry.hooks_at(self._name)
         self._needing = [h for h in (*hooks, *later) if h.needs_dim_names and site.dim_names is not None]
         self._sinks = [h for h in hooks if h.tensor_sink is not None]
         self._acts = bool(later) or any(h.editing_function for h in hooks)
@@ -198,7 +198,7 @@ class SiteDispatch:
                 return local
         elif site.propagated and route is None:
             note = dispatcher.inference.note_layout
-            self._editing.apart(self._name, note, self._name, layout, local)
+            self._editing.record_errors_of(self._name, note, self._name, layout, local)
         known = self._name_dims(local)
         shape = local.shape if route is None else (route.token_layout, local.shape[1:])  # rows come and go
         at = layout, known, shape, local.dtype, local.device, local.layout
@@ -239,7 +239,10 @@ class SiteDispatch:
             sinks = ((partial(captures.feed_sinks, self._sinks), replica_layout),)
         observer: Record | None = None
         if dispatcher.observer is not None:
-            observer = partial(self._editing.apart, self._name, dispatcher.observer), replica_layout
+            observer = (
+                partial(self._editing.record_errors_of, self._name, dispatcher.observer),
+                replica_layout,
+            )
         site_pass, lasting = dispatcher.passes.make(
             self._name, self._hooks, self._module, local, layout, route, sinks, attach, observer
         )

@@ -44,7 +44,7 @@ class GroupSelection:
     without: frozenset[str] = frozenset()
     complement: bool = False
 
-    def takes(self, groups: set[str]) -> bool:
+    def selects(self, groups: set[str]) -> bool:
         """Whether a hook in these groups is selected."""
         of = groups | {ALL_GROUPS}
         return (bool(of & self.groups) and not of & self.without) != self.complement
@@ -78,7 +78,7 @@ class Switches:
 
     words: tuple[str, ...] = ()
 
-    def takes(self, groups: Iterable[str], enabled: bool = True) -> bool:
+    def selects(self, groups: Iterable[str], enabled: bool = True) -> bool:
         """Whether a hook in these groups is on."""
         of, on = {*groups, ALL_GROUPS}, enabled
         for word in self.words:

@@ -12,8 +12,8 @@ from megatron_flex.runtime.hook_groups import GroupSelection, Switches
 from megatron_flex.runtime.hooks import POINT_OF_TYPE, HookFunction
 from megatron_flex.sites import Site, SiteTable
 
-SiteHooks = tuple[list[HookFunction], list[HookFunction]]
-NO_HOOKS: SiteHooks = ([], [])
+HooksAtSite = tuple[list[HookFunction], list[HookFunction]]
+NO_HOOKS: HooksAtSite = ([], [])
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class HookRegistry:
         self.active: list[HookEntry] = []
         self.selection = GroupSelection()
         self.switches = Switches()
-        self._adopted, self._stale = (GroupSelection(), Switches()), False
+        self._applied, self._stale = (GroupSelection(), Switches()), False
         self.version = self.revision = 0
-        self._wanted: list[HookEntry] = []  # the selected hooks, some of which may rest
-        self._resting: set[HookFunction] = set()
+        self._selected: list[HookEntry] = []  # the selected hooks, some of which may rest
+        self._suspended: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
-        self._standing: dict[str, SiteHooks] = {}
+        self._hooks_at: dict[str, HooksAtSite] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
 
     def add(self, hook: HookFunction, always: bool = False) -> HookEntry:
@@ -136,12 +136,12 @@ class HookRegistry:
         return out
 
     @property
-    def expects(self) -> bool:
+    def has_expected_shapes(self) -> bool:
         """Whether any hook expects a shape at a plain module's site."""
         return bool(self._expected)
 
     @property
-    def compares(self) -> bool:
+    def must_compare(self) -> bool:
         """Whether an active hook is at a site where ranks compare their tensors: the layout is inferred or
         unknown.
 
@@ -161,7 +161,7 @@ class HookRegistry:
     @property
     def selected(self) -> list[HookEntry]:
         """The hooks that groups and switches select, including those that rest in this step."""
-        return self._wanted
+        return self._selected
 
     @property
     def sends_captures(self) -> bool:
@@ -242,34 +242,34 @@ class HookRegistry:
 
     def _refresh(self) -> None:
         self.version += 1
-        self._stand()
+        self._rebuild()
 
     def note_change(self) -> None:
         """Note that something else than the hooks has changed what happens at sites."""
         self.revision += 1
 
-    def _stand(self) -> None:
+    def _rebuild(self) -> None:
         self.revision += 1
-        self._wanted, self.active, self._at, self._standing = [], [], {}, {}
+        self._selected, self.active, self._at, self._hooks_at = [], [], {}, {}
         for entry in self.entries:
             self._put(entry)
 
     def _put(self, entry: HookEntry) -> None:
         """Make a hook active, after the active ones, if groups and switches select it."""
-        if not (entry.always or self._takes(entry.hook.groups, entry.hook.enabled)):
+        if not (entry.always or self._selects(entry.hook.groups, entry.hook.enabled)):
             return
-        self._wanted.append(entry)
-        if entry.hook in self._resting:
+        self._selected.append(entry)
+        if entry.hook in self._suspended:
             return
         self.active.append(entry)
         for name in entry.names:
-            forward, backward = self._standing.get(name, NO_HOOKS)
+            forward, backward = self._hooks_at.get(name, NO_HOOKS)
             self._at[name] = [*self._at.get(name, ()), entry.hook]
             if entry.hook.backward:
                 backward = [*backward, entry.hook]
             else:
                 forward = [*forward, entry.hook]
-            self._standing[name] = forward, backward
+            self._hooks_at[name] = forward, backward
 
     def groups(self) -> dict[str, list[HookFunction]]:
         """The hooks of each group, in the order of registration; groups without hooks are omitted."""
@@ -285,42 +285,42 @@ class HookRegistry:
 
     def adopt(self) -> bool:
         """Apply the selection and the switches; return whether that changes anything."""
-        if self._adopted == (self.selection, self.switches) and not self._stale:
+        if self._applied == (self.selection, self.switches) and not self._stale:
             return False
-        self._adopted, self._stale = (self.selection, self.switches), False
+        self._applied, self._stale = (self.selection, self.switches), False
         self._refresh()
         return True
 
-    def takes(self, groups: Iterable[str]) -> bool:
+    def selects(self, groups: Iterable[str]) -> bool:
         """Whether a hook in these groups is selected in this step."""
-        return self._takes(set(groups))
+        return self._selects(set(groups))
 
-    def _takes(self, groups: set[str], enabled: bool = True) -> bool:
-        selected, switched = self._adopted
-        return selected.takes(groups) and switched.takes(groups, enabled)
+    def _selects(self, groups: set[str], enabled: bool = True) -> bool:
+        selected, switched = self._applied
+        return selected.selects(groups) and switched.selects(groups, enabled)
 
-    def rest(self, hooks: set[HookFunction]) -> bool:
+    def suspend(self, hooks: set[HookFunction]) -> bool:
         """Deactivate these hooks for the step that begins, on every rank alike; return whether that is a
         change.
 
         This is not a change of the hooks that ranks would have to compare.
         """
-        if hooks == self._resting:
+        if hooks == self._suspended:
             return False
-        self._resting = hooks
-        self._stand()
+        self._suspended = hooks
+        self._rebuild()
         return True
 
     def at(self, name: str) -> list[HookFunction]:
         """The active hooks at a site or parameter, in the order of registration."""
         return self._at.get(name, [])
 
-    def standing(self, name: str) -> SiteHooks:
+    def hooks_at(self, name: str) -> HooksAtSite:
         """The active hooks at a site: those that see the tensor, and those that see its gradient."""
-        return self._standing.get(name, NO_HOOKS)
+        return self._hooks_at.get(name, NO_HOOKS)
 
     def describe(self) -> str:
         """Return all selected hooks as text, for comparison between ranks."""
-        idle = len(self.entries) - len(self._wanted)
-        described = [e.hook.describe() for e in self._wanted] + ([f"{idle} not active"] if idle else [])
+        idle = len(self.entries) - len(self._selected)
+        described = [e.hook.describe() for e in self._selected] + ([f"{idle} not active"] if idle else [])
         return ", ".join(described)

@@ -308,7 +308,7 @@ class HookFunction:
         False for a dump or statistics: a tensor that cannot be recorded is omitted, or the sink reports the
         failure itself. Exception: the first step of a site that the user named.
         """
-        return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.cycle.asks
+        return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.cycle.is_strict
 
     def __repr__(self) -> str:
         return f"<HookFunction {self.describe()}>"

@@ -212,7 +212,7 @@ class LayoutInference:
         Collective over `tp` while a hook expects a shape; `at` and `watch` as in `max_over_ranks`.
         """
         code, self._inferred = self._inferred, 0
-        return SHAPES_DIFFER if self._registry.expects and self._differ(code, at, watch) else ""
+        return SHAPES_DIFFER if self._registry.has_expected_shapes and self._differ(code, at, watch) else ""
 
     @property
     def pending(self) -> int:

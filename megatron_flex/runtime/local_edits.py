@@ -39,19 +39,19 @@ class LocalEditPlan:
     Attributes:
         shard: the shard.
         edits: the functions to run on the shard, by hook; without hooks that only capture.
-        given: the hooks' own editing functions that these were made from.
+        original_functions: the hooks' own editing functions that these were made from.
         exchange: the shard as the edits see it.
         layout: the layout of the local tensor.
-        alone: whether each rank holds the full tensor and its full gradient.
+        is_replicated: whether each rank holds the full tensor and its full gradient.
         sums: the sums over ranks of the edits that may have some.
     """
 
     shard: Shard
     edits: dict[HookFunction, EditingFunction]
-    given: dict[HookFunction, EditingFunction]
+    original_functions: dict[HookFunction, EditingFunction]
     exchange: ShardExchange
     layout: Layout
-    alone: bool
+    is_replicated: bool
     sums: dict[HookFunction, EditSums]
 
     def at(self, hook: HookFunction, key: Key) -> EditingFunction:
@@ -60,11 +60,11 @@ class LocalEditPlan:
         Raises:
             HookError: the pass needs the full tensor, and it is too late to gather it.
         """
-        edit = self.given[hook]
+        edit = self.original_functions[hook]
         of_pass = for_pass(edit, key)
         if of_pass is edit:
             return self.edits[hook]
-        bound = of_pass if self.alone else on_shard(of_pass, self.shard)
+        bound = of_pass if self.is_replicated else on_shard(of_pass, self.shard)
         if bound is None:
             raise HookError(
                 f"{describe_edit(of_pass)}, of one pass, needs the full tensor; "
@@ -133,7 +133,7 @@ def plan_local_edits(
     for dim in (d for d in layout.dims if d.uneven):
         if axes := [c.axis for c in dim.cuts if mesh[c.axis].size > 1]:
             return None, f"its shards along {dim.name!r} over {'/'.join(axes)} may differ in length"
-    shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
+    shard = Shard.from_local(torch.empty(shape, device="meta"), layout, mesh)
     padded = _has_padding(shard)
     alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
     bound_edits: dict[HookFunction, EditingFunction] = {}

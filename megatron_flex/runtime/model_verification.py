@@ -232,7 +232,7 @@ class LocalEditCheck:
             gathered: makes the pass that runs the same edits on the full tensor.
         """
         firing, editing = self._firing, self._firing.editing
-        words = " | ".join(describe_edit(e) for e in plan.given.values())
+        words = " | ".join(describe_edit(e) for e in plan.original_functions.values())
         with torch.no_grad():
             with editing.collect_failures() as failures:
                 want = gathered()(local.detach(), key, False)

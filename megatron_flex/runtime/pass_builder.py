@@ -30,8 +30,8 @@ from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
 from megatron_flex.runtime.result_gradients import ResultGradients
+from megatron_flex.runtime.shape_guard import ShapeGuard
 from megatron_flex.runtime.site_pass import After, Attach, Pass, PassEdits, Record, Take
-from megatron_flex.runtime.stand_in import StandIns
 from megatron_flex.sites import EDITED_SUFFIX
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PassBuilder:
 
     Attributes:
         planner: decides which edits run on shards.
-        stand_ins: zeros in place of local tensors that do not fit their layout.
+        shape_guard: zeros in place of local tensors that do not fit their layout.
         gradients: agreement on whether results need a gradient.
         compared: the comparison that `verify()` makes of each local edit; None otherwise.
         tracer: prints each pass, while it is set.
@@ -68,7 +68,7 @@ class PassBuilder:
             return bool(editing.modules)
 
         self.planner = LocalEditPlanner(mesh, trains, version)
-        self.stand_ins = StandIns(mesh, trains, editing.caught)
+        self.shape_guard = ShapeGuard(mesh, trains, editing.record_internal_error)
         self.gradients = ResultGradients(peers, lambda: editing.complete)
         self.compared: Compare | None = None
         self.tracer: Tracer | None = None
@@ -106,15 +106,15 @@ class PassBuilder:
             records = (*sinks, *self._list_captures(hooks, layout), *((observer,) if observer else ()))
             return Pass(hooks, records, None, attach, self.editing, self.gradients), True
         # What fails beside an edit must not keep this rank from the collectives of the edit.
-        apart = self.editing.apart
+        apart = self.editing.record_errors_of
         sinks = tuple((partial(apart, name, take), at) for take, at in sinks)
         substitute: Tensor | None = None
         if route is None:
-            taking, other = self.stand_ins.of(name, local, layout, hooks)
-            if taking is None:  # on all ranks alike
+            contribution, is_placeholder = self.shape_guard.admit(name, local, layout, hooks)
+            if contribution is None:  # on all ranks alike
                 idle = PassEdits(name, (self._mark_incomplete,), layout, self.mesh, IDENTITY)
                 return Pass(hooks, sinks, idle, attach, self.editing, self.gradients), False
-            substitute = taking if other else None
+            substitute = contribution if is_placeholder else None
         saved = self.captures.list_distinct(hooks)
         keep = partial(apart, name, self._choose_capture(saved))
         records = (*sinks, *([(keep, layout)] if saved else []))
@@ -236,14 +236,14 @@ class PassBuilder:
                     full = self._plan_edits(edits.name, hooks, module, shape, layout, None, None, backward)
                     return Pass((), (), full, None, editing, self.gradients)
 
-                editing.apart(key.site, compared, key, local, edited, plan, gathered)
+                editing.record_errors_of(key.site, compared, key, local, edited, plan, gathered)
 
             out.append(compare)
         if saved:
 
             def capture(key: Key, local: Tensor, edited: Tensor, route: Route | None) -> None:
                 after = key._replace(site=key.site + EDITED_SUFFIX)
-                editing.apart(key.site, captures.keep, saved, after, edited, layout, route)
+                editing.record_errors_of(key.site, captures.keep, saved, after, edited, layout, route)
 
             out.append(capture)
         return tuple(out)

@@ -112,7 +112,7 @@ class Session:
         self.hooks = SessionHooks(
             self.registry, self.taps, trials, self.editing, self.check_open, lambda: self.sinks.groups
         )
-        self._objection = ""
+        self._reject_reason = ""
         self._in_schedule, self._in_call = False, False
         self._calls: Counter[int] = Counter()  # calls of each of this rank's chunks in this step
         self.probing: int | None = None
@@ -131,7 +131,7 @@ class Session:
         adapter = self.adapter
         local_sites, parameters, buffers = adapter.sites(), adapter.parameters(), adapter.buffers()
         without_layout = adapter.without_layout(), adapter.buffer_owners()
-        self._plain = local_sites
+        self._replica_sites = local_sites
         if self.over_data:
             local_sites = [replace(s, layout=shard_over_data(s.layout)) for s in local_sites]
         # Sites of one stage alone go nowhere, and need no copies that say nothing of this rank's modules.
@@ -233,7 +233,7 @@ class Session:
     def verify(self, steps: int) -> None:
         """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
-        self.verification.begin(self._plain, self.parameters.index, self.dispatcher, self.taps, steps)
+        self.verification.begin(self._replica_sites, self.parameters.index, self.dispatcher, self.taps, steps)
         self.agreement.compare_again()
 
     def compare_norms(self) -> None:
@@ -342,7 +342,7 @@ class Session:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.forward(microbatch, chunk)
         if self.registry.active:
-            self.editing.apart(FORWARD_PASS, self.context_relay.forward_begins)
+            self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
@@ -350,23 +350,23 @@ class Session:
         if tokens is not None:
             self.clock.count(tokens)
         if self.registry.active:
-            self.editing.apart(FORWARD_PASS, self.context_relay.forward_ends)
+            self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """Note that a microbatch's backward pass begins."""
         self.clock.backward(output)
         if self.registry.active:
-            self.editing.apart(BACKWARD_PASS, self.context_relay.backward_begins)
+            self.editing.record_errors_of(BACKWARD_PASS, self.context_relay.backward_begins)
 
     def backward_ends(self) -> None:
         """Note that the backward pass ends."""
         if self.registry.active:
-            self.editing.apart(BACKWARD_PASS, self.context_relay.backward_ends)
+            self.editing.record_errors_of(BACKWARD_PASS, self.context_relay.backward_ends)
 
     def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
-        self._objection = why
+        self._reject_reason = why
 
     def pack_begins(self, pack: PackedSequences) -> None:
         """Note the packed sequences of this microbatch: data parallel ranks' cannot be concatenated."""
@@ -443,7 +443,7 @@ class Session:
         """End a call of the model outside a schedule; its backward pass may follow."""
         if self._in_schedule:
             if self.registry.active:
-                self.editing.apart(FORWARD_PASS, self.context_relay.forward_ends)
+                self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_ends)
             self._recorder.gather_if_large()
             return
         self._in_call = False
@@ -518,18 +518,18 @@ class Session:
 
     def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         failure, self.editing.failure = self.editing.failure, None
-        objection, self._objection = self._objection, ""
+        reject_reason, self._reject_reason = self._reject_reason, ""
         hooks = [e.hook for e in self.registry.active]
-        if self.dispatcher.passes.stand_ins.step_ends(failed):
+        if self.dispatcher.passes.shape_guard.step_ends(failed):
             self.registry.note_change()
         self.dispatcher.passes.gradients.step_ends(mesh)
-        if failed or not hooks or objection:
-            refused = bool(hooks and objection) and not failed
+        if failed or not hooks or reject_reason:
+            refused = bool(hooks and reject_reason) and not failed
             self.dispatcher.inference.forget()
             self._recorder.drop(failed or refused)
             self.sinks.ends(failed or refused, mesh, called)
             if refused:
-                raise HookError(objection)
+                raise HookError(reject_reason)
             return
         if self.probing is None:  # a probing run may have no labels and no backward pass
             self.taps.expect_calls(
@@ -561,7 +561,7 @@ class Session:
         Collective over the mesh if a hook can fail: one exchange, but where tensors pass for the first time.
         """
         inference, watch = self.dispatcher.inference, self.agreement.check_waiting_ranks
-        compares = self.registry.compares
+        compares = self.registry.must_compare
         if not compares:
             inference.discard()
             if not any(h.can_fail for h in hooks):

@@ -169,10 +169,10 @@ class SessionSinks:
             if sink.cycle.active:  # the backward pass that the last call waited for did not come
                 sink.cycle.warn_of_missing_backward()
                 sink.flush(False, start.mesh)
-            selected = not probing and self._registry.takes(sink.settings.groups)
+            selected = not probing and self._registry.selects(sink.settings.groups)
             if not selected or not sink.due(start):
                 resting |= set(sink.hooks)
-        if self._registry.rest(resting):
+        if self._registry.suspend(resting):
             self._update_taps()
 
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:

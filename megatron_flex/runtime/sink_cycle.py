@@ -95,7 +95,7 @@ class SinkCycle:
         )
 
     @property
-    def asks(self) -> bool:
+    def is_strict(self) -> bool:
         """Whether a tensor that cannot be recorded in this step is an error, which all ranks then raise.
 
         So it is in the first step, at whose end all ranks compare failures, if the user named a site.

@@ -167,7 +167,7 @@ class Pass:
             if edits.anchor is not None:
                 edited = edits.anchor(edited)
         except Exception as error:  # recorded: what follows is collective
-            editing.caught(edits.name, error)
+            editing.record_internal_error(edits.name, error)
             edited = entrance
         if not local.requires_grad:
             edited = self._gradients.settle(edits.name, local, edited)

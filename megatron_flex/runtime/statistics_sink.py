@@ -396,7 +396,7 @@ class StatisticsSink:
         over = None
         if route is not None:
             layout, over = route.layout, [self.mesh["etp"]]
-            if not route.here:
+            if not route.has_rows:
                 return ""
         elif not any(d.name for d in layout.dims):
             layout = name_batch_first(layout)

@@ -78,7 +78,7 @@ class StepAgreement:
         if not due and exchange.looks_due():  # a rank whose hooks changed may wait
             due = exchange.wanted(following, self._replica())
         if due:
-            plan = ContextPlan.of(registry.active, self._mesh["pp"].size)
+            plan = ContextPlan.from_hooks(registry.active, self._mesh["pp"].size)
             more = plan.describe() + (", verify()" if verifying else "")
             selected = [e.hook for e in registry.selected]
             self._functions.compare(registry.describe() + more, selected, f"step {following}")

@@ -219,8 +219,8 @@ def test_what_patched_source_does(version: str, cut: bool) -> None:
     assert told == [("gemm", 1, not cut, cut)]
     own = dict(vars(linear))
     told.clear()
-    undo = points.place(linear, "gemm_input", lambda x: x + 1)
-    done = points.place(linear, "local", lambda x: x + 5)
+    undo = points.install(linear, "gemm_input", lambda x: x + 1)
+    done = points.install(linear, "local", lambda x: x + 5)
     assert linear.forward(1) == (25, None)
     whole = "gather_from_sequence_parallel_region" if cut else "copy_to_tensor_model_parallel_region"
     assert told == [(whole, 1), ("gemm", 2, False, False)]
@@ -231,8 +231,8 @@ def test_what_patched_source_does(version: str, cut: bool) -> None:
     row = space["RowParallelLinear"]()
     vars(row).update(cut=cut, tp_group=None, weight=1, bias=None)
     told.clear()
-    points.place(row, "partial", lambda x: x + 1)
-    points.place(row, "output", lambda x: x * 2)
+    points.install(row, "partial", lambda x: x + 1)
+    points.install(row, "output", lambda x: x * 2)
     assert row.forward(1) == (22, None)
     assert told[-1][1] == 11, "the summand enters the reduction edited"
 

@@ -36,8 +36,8 @@ def test_nothing_stands() -> None:
 
 def test_hooks_run_in_their_order_and_leave_nothing() -> None:
     module, other = Patched(), Patched()
-    first = points.place(module, "output", lambda t: t * 2)
-    second = points.place(module, "output", lambda t: t + 5)
+    first = points.install(module, "output", lambda t: t * 2)
+    second = points.install(module, "output", lambda t: t + 5)
     assert module.flex_points.stands("output")
     assert module(torch.ones(1)).item() == 9
     assert other(torch.ones(1)).item() == 2, "another module of the class"
@@ -50,11 +50,11 @@ def test_hooks_run_in_their_order_and_leave_nothing() -> None:
 
 
 def test_which_classes_have_points() -> None:
-    assert points.has(Patched(), "output")
-    assert points.has(Derived(), "output")
-    assert not points.has(Overriding(), "output"), "its own forward was not patched"
-    assert not points.has(Patched(), "partial")
-    assert not points.has(nn.Linear(1, 1), "output")
+    assert points.declares(Patched(), "output")
+    assert points.declares(Derived(), "output")
+    assert not points.declares(Overriding(), "output"), "its own forward was not patched"
+    assert not points.declares(Patched(), "partial")
+    assert not points.declares(nn.Linear(1, 1), "output")
 
 
 def test_taps_use_points_where_there_are_some() -> None:

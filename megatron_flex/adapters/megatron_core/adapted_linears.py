@@ -218,4 +218,4 @@ def whole_adapter_layouts(
             for _, module in _adapter_modules(wrapper, base):
                 if not is_megatron(module, *LINEARS):
                     for parameter in module.parameters(recurse=False):
-                        yield parameter, of.uncut(parameter.ndim, shared=False)
+                        yield parameter, of.replicated(parameter.ndim, shared=False)

@@ -23,8 +23,8 @@ from megatron_flex.adapters.adapter_base import (
     Undo,
     make_buffer_site,
 )
+from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
-from megatron_flex.adapters.megatron_core.further_modules import FurtherModules
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
     main_part,
@@ -159,7 +159,7 @@ class MegatronAdapter(Adapter):
     Attributes:
         roots: of each chunk, the module inside its wrappers: a model of Megatron's, or one that holds some.
         model_parts: of each chunk, Megatron's models in it.
-        further: of each chunk, the modules besides them.
+        auxiliary: of each chunk, the modules besides them.
     """
 
     name = "megatron-core"
@@ -175,7 +175,7 @@ class MegatronAdapter(Adapter):
         self.storage = MegatronParameters(chunks, self.roots)
         self.runner = MegatronRunner(chunks, self.roots, self.mesh, self.storage)
         pairs = zip(self.roots, self.model_parts, strict=True)
-        self.further = [FurtherModules(root, parts) for root, parts in pairs]
+        self.auxiliary = [AuxiliaryModules(root, parts) for root, parts in pairs]
 
     @property
     def why(self) -> str:
@@ -200,8 +200,8 @@ class MegatronAdapter(Adapter):
                 f"{type(part.module).__name__} as {part.path!r}; give FlexModel that"
             )
 
-    def _by_chunk(self) -> Iterator[tuple[int, nn.Module, list[ModelPart], FurtherModules]]:
-        yield from zip(count(), self.roots, self.model_parts, self.further)
+    def _by_chunk(self) -> Iterator[tuple[int, nn.Module, list[ModelPart], AuxiliaryModules]]:
+        yield from zip(count(), self.roots, self.model_parts, self.auxiliary)
 
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
@@ -229,20 +229,20 @@ class MegatronAdapter(Adapter):
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
         sites: list[Site] = []
-        for chunk, _, parts, further in self._by_chunk():
+        for chunk, _, parts, auxiliary in self._by_chunk():
             chunk_sites = [s for part in parts for s in part.named(sites_of(part.module, self.mesh))]
-            chunk_sites = [*further.traced(chunk_sites, self.mesh), *further.sites(self.mesh)]
+            chunk_sites = [*auxiliary.traced(chunk_sites, self.mesh), *auxiliary.sites(self.mesh)]
             sites += [replace(s, chunk=chunk) for s in chunk_sites] if chunk else chunk_sites
         return sites
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
         parameters: list[ParameterSite] = []
-        for chunk, _, parts, further in self._by_chunk():
+        for chunk, _, parts, auxiliary in self._by_chunk():
             chunk_parameters = [
                 p for part in parts for p in part.named(parameters_of(part.module, self.mesh))
             ]
-            chunk_parameters += further.parameters(self.mesh)
+            chunk_parameters += auxiliary.parameters(self.mesh)
             parameters += [replace(p, chunk=chunk) for p in chunk_parameters] if chunk else chunk_parameters
         return parameters
 
@@ -250,10 +250,10 @@ class MegatronAdapter(Adapter):
         """The other parameters of all chunks on this rank."""
         return {
             f"{part.prefix}{name}": kind
-            for _, _, parts, further in self._by_chunk()
+            for _, _, parts, auxiliary in self._by_chunk()
             for part in parts
             for name, kind in parameters_without_layout(part.module, self.mesh).items()
-            if not further.has(f"{part.prefix}{name}")
+            if not auxiliary.has(f"{part.prefix}{name}")
         }
 
     def buffers(self) -> list[ParameterSite]:
@@ -282,8 +282,8 @@ class MegatronAdapter(Adapter):
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """None: layouts name these axes, and Megatron sums over them. Else as a traced call has shown."""
-        further = next((f for f in self.further if f.has(name)), None)
-        return () if further is None else further.gradient_partial_axes(name, self.mesh)
+        auxiliary = next((f for f in self.auxiliary if f.has(name)), None)
+        return () if auxiliary is None else auxiliary.gradient_partial_axes(name, self.mesh)
 
     def enable_recomputed_gradients(self) -> Undo:
         """Make the input of the layers require a gradient, where some are recomputed."""
@@ -295,7 +295,7 @@ class MegatronAdapter(Adapter):
 
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""
-        undos = [self.runner.watch(listener), *(further.watch(self.mesh) for further in self.further)]
+        undos = [self.runner.watch(listener), *(auxiliary.watch(self.mesh) for auxiliary in self.auxiliary)]
         return join_undos(undos[::-1])
 
 

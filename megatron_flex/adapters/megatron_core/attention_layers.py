@@ -116,7 +116,7 @@ def scores(b: SiteBuilder, path: str, core: Any) -> Iterator[Site]:
 
 
 def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=True)  # each rank applies it to its own heads
+    return of.replicated(parameter.ndim, shared=True)  # each rank applies it to its own heads
 
 
 def _sinks_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
@@ -215,7 +215,9 @@ def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -
 
 
 def _latent_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=of.sequence_parallel)  # over full latents, unlike norms of heads
+    return of.replicated(
+        parameter.ndim, shared=of.sequence_parallel
+    )  # over full latents, unlike norms of heads
 
 
 LATENT_KINDS = (Kind(latent_attention, LATENT_CLASSES, ("self_attention",)),)

@@ -174,7 +174,7 @@ def _column_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Paramet
 
 
 def _row_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.columns_cut() if name == "weight" else of.uncut(1, shared=of.sequence_parallel)
+    return of.columns_cut() if name == "weight" else of.replicated(1, shared=of.sequence_parallel)
 
 
 def _vocabulary_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
@@ -182,11 +182,11 @@ def _vocabulary_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Par
 
 
 def _positions_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=False)
+    return of.replicated(parameter.ndim, shared=False)
 
 
 def _norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 DENSE_PARAMETERS = (
@@ -223,7 +223,7 @@ def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def _mtp_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 MTP_KINDS = (
@@ -250,17 +250,17 @@ def first_token(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 def _lm_head_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     for parameter in module.parameters():
-        yield parameter, of.uncut(parameter.ndim, shared=of.sequence_parallel)
+        yield parameter, of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 def _tokentypes_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=False)
+    return of.replicated(parameter.ndim, shared=False)
 
 
 def _first_token_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     heads = [m for m in (getattr(module, "pooler", None), getattr(module, "binary_head", None)) if m]
     for parameter in (p for head in heads for p in head.parameters()):
-        yield parameter, of.uncut(parameter.ndim, shared=False)
+        yield parameter, of.replicated(parameter.ndim, shared=False)
 
 
 def t5_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:

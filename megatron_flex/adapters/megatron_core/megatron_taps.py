@@ -124,7 +124,7 @@ def gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
             the reduction.
     """
     for name in ("gemm_input",) if before else ("partial", "local"):
-        if points.has(module, name):
+        if points.declares(module, name):
             return source_point(module, fire, name)
 
     def around(multiply: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -142,7 +142,7 @@ def embedding_partial(module: nn.Module, fire: Fire) -> Undo:
 
     Its forward calls the reductions by name in Megatron's module `layers`, as other modules do.
     """
-    if points.has(module, "partial"):
+    if points.declares(module, "partial"):
         return source_point(module, fire, "partial")
     from megatron.core.tensor_parallel import layers
 

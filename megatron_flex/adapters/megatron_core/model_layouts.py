@@ -15,7 +15,7 @@ from megatron_flex.mesh import Mesh
 P = ParamSpec("P")
 
 
-def _once(
+def _memoized(
     make: Callable[Concatenate[ModelLayouts, P], Layout],
 ) -> Callable[Concatenate[ModelLayouts, P], Layout]:
     """A rule that makes its layout once for each of its arguments: thousands of experts share it."""
@@ -23,9 +23,9 @@ def _once(
     @wraps(make)
     def get(self: ModelLayouts, /, *args: P.args, **keywords: P.kwargs) -> Layout:
         key = make.__name__, args, tuple(keywords.items())
-        layout = self.made.get(key)
+        layout = self._cache.get(key)
         if layout is None:
-            layout = self.made[key] = make(self, *args, **keywords)
+            layout = self._cache[key] = make(self, *args, **keywords)
         return layout
 
     return get
@@ -42,7 +42,7 @@ class ModelLayouts:
     config: Any
     mesh: Mesh
     vocabulary: int | None = None
-    made: dict[Any, Layout] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _cache: dict[Any, Layout] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def tp(self) -> int:
@@ -58,34 +58,34 @@ class ModelLayouts:
         """The sequence dim: zigzag over context parallel ranks, within it over tensor parallel ranks."""
         return Dim("s", (Cut("cp", "zigzag"), *((Cut("tp"),) if cut else ())))
 
-    @_once
+    @_memoized
     def stream(self, sequence_parallel: bool | None = None) -> Layout:
         """`[s, b, h]`, the residual stream and the tensors added to it; the same layout for its gradient."""
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel and self.tp > 1
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
-    @_once
+    @_memoized
     def per_token(self, *names: str) -> Layout:
         """`[s, b, ...]` with other trailing dims, sharded like the residual stream."""
         return Layout((self.sequence(self.sequence_parallel), Dim("b"), *map(Dim, names)))
 
-    @_once
-    def rows_of_one(self, *names: str) -> Layout:
+    @_memoized
+    def expert_rows(self, *names: str) -> Layout:
         """`[t, ...]`: each rank has some of the tokens of an expert, in varying numbers."""
         cuts = tuple(Cut(c.axis) for c in self.stream().dims[0].cuts if self.mesh[c.axis].size > 1)
         return Layout((Dim("t", cuts, uneven=bool(cuts)), *map(Dim, names)))
 
-    @_once
+    @_memoized
     def gathered(self) -> Layout:
         """`[s, b, h]` at the input of a column-parallel GEMM: replicated, its gradient partial."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))
 
-    @_once
+    @_memoized
     def partial(self) -> Layout:
         """`[s, b, h]` at the output of a row-parallel GEMM, before the reduction."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), partial=("tp",))
 
-    @_once
+    @_memoized
     def features(self, name: str, segments: tuple[int, ...] = (1,)) -> Layout:
         """`[s, b, features]` with the features sharded over tensor parallel ranks."""
         return Layout((self.sequence(), Dim("b"), Dim(name, (Cut("tp"),), segments)))
@@ -113,7 +113,7 @@ class ModelLayouts:
         """`[b, s]`: the loss of each token."""
         return Layout((Dim("b"), self.sequence()))
 
-    @_once
+    @_memoized
     def token_ids(self) -> Layout:
         """`[b, s]`: the token ids, which all tensor parallel ranks hold."""
         return Layout((Dim("b"), self.sequence()))
@@ -133,13 +133,13 @@ class ModelLayouts:
 
     # -- parameters ----------------------------------------------------------------------------------
 
-    @_once
+    @_memoized
     def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:
         """A weight or bias sharded along its first dim: column-parallel linears."""
         rest = (Dim("in"),) if dims == 2 else ()
         return Layout((Dim("out", (Cut("tp"),), segments), *rest))
 
-    @_once
+    @_memoized
     def bias_beside(self, features: Dim | None = None) -> Layout:
         """The bias that a parallel linear returns beside its output, with `features` sharded or not.
 
@@ -153,12 +153,12 @@ class ModelLayouts:
         rest = (Dim("h"),) if dims == 2 else ()
         return Layout((Dim("v", (Cut("tp"),), keep=self.vocabulary), *rest))
 
-    @_once
+    @_memoized
     def columns_cut(self) -> Layout:
         """A row-parallel weight, sharded along its second dim."""
         return Layout((Dim("out"), Dim("in", (Cut("tp"),))))
 
-    @_once
-    def uncut(self, dims: int, shared: bool) -> Layout:
+    @_memoized
+    def replicated(self, dims: int, shared: bool) -> Layout:
         """A replicated parameter; `shared` if its gradient is partial."""
         return Layout(tuple(Dim() for _ in range(dims)), shared=("tp",) if shared and self.tp > 1 else ())

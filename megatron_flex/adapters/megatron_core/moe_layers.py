@@ -322,7 +322,7 @@ def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
     out = []
     for name, part, function, arguments, layout, last in declared:
         if gated or not name.endswith((":gate", ":up")):
-            home = b.of.rows_of_one(layout.dims[-1].name)
+            home = b.of.expert_rows(layout.dims[-1].name)
             shape = b.shape(home, last)
             out.append(_ExpertPoint(name, part, function, arguments, layout, home, shape))
     return out
@@ -387,14 +387,14 @@ def _why_hidden(b: SiteBuilder) -> str:
 
 
 def _router_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 def _grouped_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     """`weight0`, `bias0`, ... of the experts of a grouped linear."""
     if role == "linear_fc1":
         return of.rows_cut(parameter.ndim, (1, 1) if of.config.gated_linear_unit else (1,))
-    return of.columns_cut() if parameter.ndim == 2 else of.uncut(1, shared=False)
+    return of.columns_cut() if parameter.ndim == 2 else of.replicated(1, shared=False)
 
 
 MOE_KINDS = (Kind(moe_layer, ("MoELayer",), ("mlp",)),)

@@ -493,7 +493,7 @@ def norm_inside(
 
 
 def _duplicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 TRANSFORMER_ENGINE_PARAMETERS = (

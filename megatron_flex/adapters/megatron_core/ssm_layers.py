@@ -143,7 +143,7 @@ SSM_KINDS = (
 
 def _mamba_layer_layouts(of: ModelLayouts, layer: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     for parameter in layer.norm.parameters():
-        yield parameter, of.uncut(parameter.ndim, shared=of.sequence_parallel)
+        yield parameter, of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
 def _mixer_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
@@ -155,7 +155,7 @@ def _mixer_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter
 def _delta_net_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     yield from _scan_layouts(of, module, delta_parts(module))
     for parameter in module.out_norm.parameters():  # each rank applies it to its own heads
-        yield parameter, of.uncut(parameter.ndim, shared=True)
+        yield parameter, of.replicated(parameter.ndim, shared=True)
 
 
 def _scan_layouts(

@@ -86,7 +86,7 @@ VISION_KINDS = (
 
 
 def _replicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.uncut(parameter.ndim, shared=False)
+    return of.replicated(parameter.ndim, shared=False)
 
 
 VISION_PARAMETERS = (

@@ -140,7 +140,7 @@ class ProcessGroupTransport:
         self._sent: _InFlight | None = None
         # Dropped while they were being sent: gloo may still write to the memory.
         self._abandoned: list[_InFlight] = []
-        self._shard_of = lru_cache(MAX_SHARDS)(partial(CapturedShard.of, mesh=mesh))
+        self._shard_of = lru_cache(MAX_SHARDS)(partial(CapturedShard.from_layout, mesh=mesh))
         self._plan = lru_cache(MAX_PLANS)(partial(plan_gather, mesh=mesh))
 
     @classmethod

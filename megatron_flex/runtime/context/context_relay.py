@@ -50,7 +50,7 @@ class ContextPlan:
     stages: int = 1
 
     @staticmethod
-    def of(active: Sequence[HookEntry], stages: int) -> ContextPlan:
+    def from_hooks(active: Sequence[HookEntry], stages: int) -> ContextPlan:
         """The plan for the active hooks."""
         users = [e for e in active if (edit := e.hook.editing_function) is not None and uses_context(edit)]
         places: list[tuple[HookFunction, int]] = []
@@ -71,7 +71,7 @@ class ContextPlan:
         """Whether anything is sent between stages."""
         return len({virtual_stage % self.stages for virtual_stage in self.chain}) > 1
 
-    def beside(self, virtual_stage: int, step: int) -> int | None:
+    def neighbour(self, virtual_stage: int, step: int) -> int | None:
         """The next virtual stage in the chain, with `step` -1 the previous one, if on another stage."""
         index = self.chain.index(virtual_stage) + step if virtual_stage in self.chain else -1
         if not 0 <= index < len(self.chain) or self.chain[index] % self.stages == virtual_stage % self.stages:
@@ -151,7 +151,7 @@ class ContextRelay:
         """Begin a microbatch's forward pass through a virtual stage."""
         if self.plan.chain:
             self.scopes.begin()
-            self._due = self.plan.beside(self.scopes.virtual_stage, -1)
+            self._due = self.plan.neighbour(self.scopes.virtual_stage, -1)
 
     def arrive(self) -> None:
         """Receive the values sent to this virtual stage for the running microbatch. Every rank makes the
@@ -167,7 +167,7 @@ class ContextRelay:
             return
         self.arrive()
         virtual_stage = self.scopes.virtual_stage
-        target = self.plan.beside(virtual_stage, 1)
+        target = self.plan.neighbour(virtual_stage, 1)
         if target is not None:
             self._send(target, backward=False)
         if not self.scopes.begin().training and self.plan.leaves_stage(virtual_stage, backward=False):
@@ -176,7 +176,7 @@ class ContextRelay:
     def backward_begins(self) -> None:
         """Begin the backward pass through a virtual stage."""
         virtual_stage = self.scopes.virtual_stage
-        source = self.plan.beside(virtual_stage, 1)
+        source = self.plan.neighbour(virtual_stage, 1)
         if source is not None and self.scopes.begin().training:
             self._receive(source, backward=True)
             self._relay.release(self._message(source, backward=False))
@@ -186,7 +186,7 @@ class ContextRelay:
         if not self.plan.chain:
             return
         virtual_stage = self.scopes.virtual_stage
-        target = self.plan.beside(virtual_stage, -1)
+        target = self.plan.neighbour(virtual_stage, -1)
         if target is not None and self.scopes.begin().training:
             self._send(target, backward=True)
         if self.plan.leaves_stage(virtual_stage, backward=True):

@@ -39,7 +39,7 @@ class DimChoice(NamedTuple):
     sequences: slice | tuple[int, ...] | None = None
     first: int = 0
 
-    def of(self, length: int, packed: Sequence[Span] = ()) -> list[int]:
+    def find_indices(self, length: int, packed: Sequence[Span] = ()) -> list[int]:
         """The selected indices of a dim of that length, in the requested order.
 
         Args:

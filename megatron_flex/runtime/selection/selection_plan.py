@@ -86,7 +86,7 @@ class CaptureSelection:
         for choice in choices:
             length = lengths[choice.dim]
             if isinstance(length, int):
-                lengths[choice.dim] = len(choice.of(length))
+                lengths[choice.dim] = len(choice.find_indices(length))
         if self.reduce is not None:
             last = lengths[self.reduce.places(names, site.name)[-1]]
             if isinstance(last, int):
@@ -165,7 +165,7 @@ class SelectionPlan:
         for dim, entries in self.arrange:
             full = full.index_select(dim, entries.to(full.device))
         for choice in self.late:
-            entries = torch.tensor(choice.of(full.shape[choice.dim]), device=full.device)
+            entries = torch.tensor(choice.find_indices(full.shape[choice.dim]), device=full.device)
             full = full.index_select(choice.dim, entries)
         if self.part is not None:
             return self.part.combine(full, self.where)
@@ -221,7 +221,9 @@ def plan_selection(
         c.dim: c for c in requested.select.choices(names, (known and known.heads) or heads, first=first)
     }
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
-    chosen = {d: c.of(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None}
+    chosen = {
+        d: c.find_indices(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None
+    }
     targets = requested.reduce.places(names) if requested.reduce is not None else ()
     counts = [len(chosen[d]) if d in chosen else lengths[d] for d in targets]
     reduction = requested.reduce

@@ -46,7 +46,7 @@ def shard_of(layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
 
 
 def planned(shards: list[tuple[Layout, Tensor]], mesh: Mesh, most: int = MOST) -> GatherPlan:
-    described = tuple(CapturedShard.of(layout, t.shape, t.dtype, mesh) for layout, t in shards)
+    described = tuple(CapturedShard.from_layout(layout, t.shape, t.dtype, mesh) for layout, t in shards)
     return plan_gather(described, mesh, most)
 
 
@@ -125,7 +125,10 @@ def test_nothing_to_send_needs_no_other_rank() -> None:
 
 def test_shards_of_other_lengths() -> None:
     shards = tuple(
-        replace(CapturedShard.of(UNEVEN, (4, 8, n), torch.float32, mesh_of(2)), shapes=((4, 8, 5), (4, 8, 7)))
+        replace(
+            CapturedShard.from_layout(UNEVEN, (4, 8, n), torch.float32, mesh_of(2)),
+            shapes=((4, 8, 5), (4, 8, 7)),
+        )
         for n in (5, 7)
     )
     assert shards[0].full_bytes is None, "before the ranks exchange their lengths"
@@ -137,8 +140,8 @@ def test_shards_of_other_lengths() -> None:
 
 def test_a_shape_that_does_not_fit() -> None:
     with raises(LayoutError, (4, 8)):
-        CapturedShard.of(LAST, (4, 8), torch.float32, mesh_of(2))
-    shard = CapturedShard.of(PADDED, (4, 8, 6), torch.bfloat16, mesh_of(2))
+        CapturedShard.from_layout(LAST, (4, 8), torch.float32, mesh_of(2))
+    shard = CapturedShard.from_layout(PADDED, (4, 8, 6), torch.bfloat16, mesh_of(2))
     assert shard.full_bytes == 2 * 4 * 8 * 11
     assert full_shape(PADDED, shard.shape, mesh_of(2).sizes) == (4, 8, 11)
 

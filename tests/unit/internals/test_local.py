@@ -161,7 +161,7 @@ def test_a_constant_is_cut_like_the_tensor_that_it_is_added_to(
     inner = replace(layout, dims=equal)
     order = layout.permute or tuple(range(len(shape)))
     for coords in coordinates(layout, SIZES):
-        shard = Shard.of(torch.empty(local), layout, mesh(coords))
+        shard = Shard.from_local(torch.empty(local), layout, mesh(coords))
         part = shard.part(constant)
         # Beside padding a constant that stands for all entries does so for those of the padding, too.
         want = extract(inner, constant.expand(whole.shape), coords, SIZES, local).permute(order)
@@ -240,7 +240,7 @@ def test_a_parameter_gets_no_share_of_its_gradient() -> None:
     weight = torch.nn.Parameter(torch.ones(6))
     edit = mf.local()(lambda module, inputs, save_ctx, modules: inputs * weight)
     layout = Layout((Dim("s", (Cut("a"),)), Dim("h")))
-    bound = edit.on_shard(Shard.of(torch.empty(2, 6), layout, mesh({})))
+    bound = edit.on_shard(Shard.from_local(torch.empty(2, 6), layout, mesh({})))
     assert bound is not None
     inputs = torch.ones(2, 6, requires_grad=True)
     with raises(
@@ -260,7 +260,7 @@ def test_what_a_person_derives_from_a_preset_is_given_the_whole() -> None:
             return inputs.softmax(-1) * self.factor
 
     layout = Layout((Dim("s"), Dim("h", (Cut("a"),))))
-    shard = Shard.of(torch.empty(2, 6), layout, mesh({}))
+    shard = Shard.from_local(torch.empty(2, 6), layout, mesh({}))
     assert soft(2.0).for_site(site(layout)).on_shard(shard) is None
     assert edits.scale(2.0).for_site(site(layout)).on_shard(shard) is not None
 

@@ -36,7 +36,7 @@ def test_of_the_words_that_mean_a_hook_the_last_counts(
     words: tuple[str, ...], groups: tuple[str, ...], enabled: bool, on: bool
 ) -> None:
     assert parse_switches(words, KNOWN) == Switches(words)
-    assert Switches(words).takes(groups, enabled) is on
+    assert Switches(words).selects(groups, enabled) is on
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ CALLED_DIRECTLY = "ModalitySubmodules"  # Mimo calls the `forward` of these, whi
 LAST_DIM, FIRST_DIM = Spread(cuts=((-1, "tp"),)), Spread(cuts=((0, "tp"),))
 
 
-class FurtherModules:
+class AuxiliaryModules:
     """The modules of one chunk that are not Megatron's.
 
     Args:
@@ -243,4 +243,4 @@ class HolderRules:
                 {} if kind is None else {n: kind.layout(self._layouts, role, n, p) for n, p in params.items()}
             )
         marked = {n: p for n, p in params.items() if getattr(p, "sequence_parallel", False)}
-        return {n: self._layouts.uncut(p.ndim, shared=True) for n, p in marked.items()}
+        return {n: self._layouts.replicated(p.ndim, shared=True) for n, p in marked.items()}

@@ -32,7 +32,7 @@ UNLIKE = (
 )
 
 
-class StandIns:
+class ShapeGuard:
     """Tracks which local tensors fit their layout at the sites of gathered edits, and replaces the others by
     zeros.
 
@@ -52,7 +52,7 @@ class StandIns:
         self._compared: set[str] = set()  # the sites whose local tensors ranks have compared
         self._new: set[str] = set()  # those compared in this step
 
-    def of(
+    def admit(
         self, site: str, local: Tensor, layout: Layout, hooks: Sequence[HookFunction]
     ) -> tuple[Tensor | None, bool]:
         """The tensor that this rank contributes to the collectives of the edits at a site.
