@@ -195,8 +195,8 @@ class ParameterSite:
 def make_buffer_site(name: str, buffer: Tensor, mesh: Mesh, inferred: bool = False) -> ParameterSite:
     """A buffer that each rank of a stage holds in full, or, if `inferred`, may hold in part."""
     layout, shape = replicated(*("",) * buffer.ndim), tuple(buffer.shape)
-    held = cast(nn.Parameter, buffer)  # only the gradient of a parameter sets the two apart
-    return ParameterSite(name, layout, shape, held, mesh["pp"].coord, local=shape, inferred=inferred)
+    as_parameter = cast(nn.Parameter, buffer)  # only the gradient of a parameter sets the two apart
+    return ParameterSite(name, layout, shape, as_parameter, mesh["pp"].coord, local=shape, inferred=inferred)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,10 @@ class DDPParameters(ModuleParameters):
         """True after a backward pass outside of `no_sync()`, if the wrappers have all parameters."""
         if self._before is not None:
             return self._before
-        left = self._left_out()
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"DistributedDataParallel leaves out {left[0]}{more}; {REDUCED_REMEDY}"
+        left_out = self._left_out()
+        if left_out:
+            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            return f"DistributedDataParallel leaves out {left_out[0]}{more}; {REDUCED_REMEDY}"
         return True if self.scheduled else all_synchronized(self.wrappers)
 
     def _left_out(self) -> list[str]:
@@ -195,9 +195,9 @@ class FSDPParameters(ModuleParameters):
         sharded: dict[str, StoredParameter] = {}
         paths = {module: path for path, module in named_modules(root)}
         for unit in units:  # the outermost first, so that they learn their roles
-            for kept, place in self._parameters_of_wrapper(unit, paths):
-                sharded[kept.name] = kept
-                self._places[kept.parameter] = place
+            for stored, place in self._parameters_of_wrapper(unit, paths):
+                sharded[stored.name] = stored
+                self._places[stored.parameter] = place
         super().__init__(root)
         names = [*(k.name for k in self._kept), *sharded]
         order = {path: i for i, path in enumerate(paths.values())}
@@ -285,9 +285,11 @@ class FSDPParameters(ModuleParameters):
 
         As text why not, if a wrapper omits parameters, or has a communication hook that may not average.
         """
-        left = [k.name for k in self._kept if k.parameter not in self._places and k.parameter.requires_grad]
-        if left:
-            return f"FullyShardedDataParallel leaves out {left[0]}; {REDUCED_REMEDY}"
+        left_out = [
+            k.name for k in self._kept if k.parameter not in self._places and k.parameter.requires_grad
+        ]
+        if left_out:
+            return f"FullyShardedDataParallel leaves out {left_out[0]}; {REDUCED_REMEDY}"
         return next((why for unit in self.units if (why := _not_averaging(unit))), True)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:

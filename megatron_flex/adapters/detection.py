@@ -301,10 +301,12 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
             others.append(Part(known.name, "does not recognize this model"))
         else:
             claims.append(claim)
-    left = _winning_claims(claims)
-    others += [Part(c.found.name, f"it gives way to {left[0].found.name}") for c in claims if c not in left]
+    winning = _winning_claims(claims)
+    others += [
+        Part(c.found.name, f"it gives way to {winning[0].found.name}") for c in claims if c not in winning
+    ]
     several = _has_several_ranks(process_group)
-    if failed and several and all(c.found.around for c in left):
+    if failed and several and all(c.found.around for c in winning):
         raise FlexError(
             f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; repair or "
             "uninstall it, or set FLEX_ADAPTERS_OFF to its name, so that no shard is used as full tensor"
@@ -314,11 +316,11 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
         pytorch.why_plain(chunks),
         lambda: pytorch.make_plain_adapter(chunks, axis_sizes, process_group),
     )
-    framework = left[0].found if left else none
+    framework = winning[0].found if winning else none
     framework = framework if several else replace(framework, alone=True)
     for text in failed:
         warnings.warn(f"{text}; repair or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
-    return SearchResult(framework, _versions_in(chunks, left), tuple(others))
+    return SearchResult(framework, _versions_in(chunks, winning), tuple(others))
 
 
 def _ask_finder(
@@ -341,9 +343,9 @@ def _winning_claims(claims: list[FinderClaim]) -> list[FinderClaim]:
         FlexError: there are several.
     """
     inside = [c for c in claims if not c.found.around]
-    left = [c for c in inside if not any(other.beats(c) for other in inside)]
-    if len(left) == 1 or not inside:
-        return left or claims[:1]
+    winning = [c for c in inside if not any(other.beats(c) for other in inside)]
+    if len(winning) == 1 or not inside:
+        return winning or claims[:1]
     claimants = "; ".join(
         f"{c.found.name} ({c.known.origin or 'built in'}), because {c.found.why}" for c in inside
     )

@@ -49,8 +49,8 @@ def has_dtensors(chunk: nn.Module) -> bool:
     if fully_shard_modules(chunk) or any(_placement_of(p) is not None for p in walk.parameters):
         return True
     # DTensors that modules hold as attributes; classes are asked first, as modules have a million attributes
-    held = bool(kinds) and any(issubclass(kind, kinds) for kind in walk.attribute_classes)
-    return held and any(_placement_of(p) is not None for _, p in _named_parameters(chunk))
+    in_attributes = bool(kinds) and any(issubclass(kind, kinds) for kind in walk.attribute_classes)
+    return in_attributes and any(_placement_of(p) is not None for _, p in _named_parameters(chunk))
 
 
 def _dtensor_classes() -> tuple[type, ...]:
@@ -84,7 +84,7 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     After a forward pass in DistributedDataParallel, modules have DTensors made from the parameters.
     """
-    seen: set[nn.Parameter] = set()
+    yielded: set[nn.Parameter] = set()
     kinds = _dtensor_classes()
     for path, module in named_modules(root):
         parameters: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
@@ -95,8 +95,8 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 if hasattr(made_of, "_st_info"):
                     parameters[name] = made_of
         for name, parameter in parameters.items():
-            if parameter not in seen:
-                seen.add(parameter)
+            if parameter not in yielded:
+                yielded.add(parameter)
                 yield f"{path}.{name}" if path else name, parameter
 
 
@@ -120,7 +120,7 @@ class DTensorParameters(ModuleParameters):
         self._reshard()
         named = list(_named_parameters(root))
         self._unknown = {n: type(p).__name__ for n, p in named if is_lazy(p)}
-        self._kept = [kept for n, p in named if not is_lazy(p) and (kept := self._keep(n, p)) is not None]
+        self._kept = [stored for n, p in named if not is_lazy(p) and (stored := self._keep(n, p)) is not None]
 
     def _keep(self, name: str, parameter: nn.Parameter) -> StoredParameter | None:
         """The parameter with its layout; None for one that no layout describes."""
@@ -145,12 +145,12 @@ class DTensorParameters(ModuleParameters):
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """This rank's shard of each DTensor; ranks along a dim that replicates it have copies."""
         shards: dict[str, tuple[tuple[int, ...], Tensor]] = {}
-        for kept in self._kept:
-            tensor: Any = kept.parameter
+        for stored in self._kept:
+            tensor: Any = stored.parameter
             if is_dtensor(tensor):
                 places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
                 part = tuple(at for at, placement in places if not placement.is_replicate())
-                shards[kept.name] = part, tensor.to_local().detach()
+                shards[stored.name] = part, tensor.to_local().detach()
         return shards
 
     def _placed(self, placing: DTensorPlacement) -> list[tuple[int, int, str]] | None:
@@ -267,9 +267,9 @@ class DTensorParameters(ModuleParameters):
             return self._before
         if not self.units:
             return data_parallel.all_synchronized(self.wrappers) if self.wrappers else False
-        left = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
-        if left and self.mesh["dp"].size > 1:
-            return f"fully_shard leaves out {left[0]}; {REDUCED_REMEDY}"
+        left_out = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
+        if left_out and self.mesh["dp"].size > 1:
+            return f"fully_shard leaves out {left_out[0]}; {REDUCED_REMEDY}"
         if any(not getattr(group, "all_reduce_grads", True) for group in self._groups()):
             return f"set_requires_all_reduce(False) leaves replicas apart; {REDUCED_REMEDY}"
         return True

@@ -42,8 +42,8 @@ def transformers_style_of(module: nn.Module) -> tuple[Any, Any] | None:
         or forward.__closure__ is None
     ):
         return None
-    held = dict(zip(code.co_freevars, (c.cell_contents for c in forward.__closure__), strict=True))
-    style, device_mesh = held.get("self"), held.get("mesh")
+    closure = dict(zip(code.co_freevars, (c.cell_contents for c in forward.__closure__), strict=True))
+    style, device_mesh = closure.get("self"), closure.get("mesh")
     if style is None or device_mesh is None or not hasattr(style, "install_forward"):
         return None
     return style, device_mesh
@@ -130,9 +130,9 @@ class OffloadedParameters(ModuleParameters):
         self._names = {id(k.parameter): k.name for k in self._kept}
         self._kept = [self._keep(k) for k in self._kept]
 
-    def _keep(self, kept: StoredParameter) -> StoredParameter:
-        away = strip_wrapper_names(kept.name) in self._homes
-        return kept._replace(hidden=OFFLOADED_GRADIENT, sharded=True) if away else kept
+    def _keep(self, stored: StoredParameter) -> StoredParameter:
+        away = strip_wrapper_names(stored.name) in self._homes
+        return stored._replace(hidden=OFFLOADED_GRADIENT, sharded=True) if away else stored
 
     def _home(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
         return self._homes.get(self._names[id(parameter)])

@@ -183,14 +183,14 @@ class ModuleAdapter(Adapter):
         """All parameters that have a shape."""
         stage, layouts = self.mesh["pp"].coord, self._layouts()
         out = []
-        for kept in self.storage.parameters():
-            declared_layout = kept.layout or layouts.get(kept.name)
-            layout = declared_layout or Layout(tuple(Dim() for _ in kept.shape))
-            shape = full_shape(layout, kept.shape, self.mesh.sizes)
+        for stored in self.storage.parameters():
+            declared_layout = stored.layout or layouts.get(stored.name)
+            layout = declared_layout or Layout(tuple(Dim() for _ in stored.shape))
+            shape = full_shape(layout, stored.shape, self.mesh.sizes)
             declared = declared_layout is None and self.follower is None  # by the user, or not at all
-            site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=declared)
-            site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
-            out.append(replace(site, gradient_layout_source=self._followed(kept.name)))
+            site = ParameterSite(stored.name, layout, shape, stored.parameter, stage, inferred=declared)
+            site = replace(site, hidden=stored.hidden, local=stored.shape, sharded=stored.sharded)
+            out.append(replace(site, gradient_layout_source=self._followed(stored.name)))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -256,11 +256,11 @@ def check_names_distinct(local_names: list[list[str]], mesh: Mesh) -> None:
     Raises:
         FlexError: there is one.
     """
-    seen: dict[str, tuple[int, int]] = {}
+    first_places: dict[str, tuple[int, int]] = {}
     for stage, chunks in enumerate(gather_objects(local_names, mesh, ["pp"])):
         for chunk, names in enumerate(chunks):
             for name in names:
-                first = seen.setdefault(name, (stage, chunk))
+                first = first_places.setdefault(name, (stage, chunk))
                 if first != (stage, chunk):
                     which = "" if first[0] != stage else f", chunks {first[1]} and {chunk},"
                     raise FlexError(

@@ -52,8 +52,10 @@ def unwrap(module: nn.Module) -> nn.Module:
         if is_deepspeed(module, DEEPSPEED_ENGINE):
             module = module.get_submodule("module")
             continue
-        held = module._modules  # in a scripted module, an object without get()
-        inner = next((m for n in WRAPPED_ATTRIBUTES if n in held and (m := held[n]) is not None), None)
+        children = module._modules  # in a scripted module, an object without get()
+        inner = next(
+            (m for n in WRAPPED_ATTRIBUTES if n in children and (m := children[n]) is not None), None
+        )
         if inner is None:
             return module
         module = inner
@@ -64,16 +66,18 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from _walk_modules(unwrap(root), "", set())
 
 
-def _walk_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    left = [(path, module)]  # no generator in a generator: each module would go through as many as it is deep
-    while left:
-        path, module = left.pop()
-        if module in seen:
+def _walk_modules(module: nn.Module, path: str, visited: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    pending = [
+        (path, module)
+    ]  # no generator in a generator: each module would go through as many as it is deep
+    while pending:
+        path, module = pending.pop()
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         yield path, module
         front = f"{path}." if path else ""
-        left += [(front + name, unwrap(child)) for name, child in _children(module)][::-1]
+        pending += [(front + name, unwrap(child)) for name, child in _children(module)][::-1]
 
 
 MAX_ALIASES = 64  # further names of one module: blocks that share blocks multiply them
@@ -130,11 +134,11 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters by name, in model order, each once."""
-    seen: set[nn.Parameter] = set()
+    yielded: set[nn.Parameter] = set()
     for path, module in named_modules(root):
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in seen:
-                seen.add(parameter)
+            if parameter is not None and parameter not in yielded:
+                yielded.add(parameter)
                 yield f"{path}.{name}" if path else name, parameter
 
 

@@ -61,15 +61,15 @@ class ModuleWalk:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        seen: dict[nn.Module, None] = {}
-        left = [root]
-        while left:
-            module = left.pop()
-            if module not in seen:
-                seen[module] = None
-                if held := module._modules:  # most modules hold none
-                    left += [m for m in held.values() if m is not None][::-1]
-        self.modules = list(seen)
+        visited: dict[nn.Module, None] = {}
+        pending = [root]
+        while pending:
+            module = pending.pop()
+            if module not in visited:
+                visited[module] = None
+                if children := module._modules:  # most modules hold none
+                    pending += [m for m in children.values() if m is not None][::-1]
+        self.modules = list(visited)
 
     @cached_property
     def classes(self) -> dict[type[nn.Module], nn.Module]:

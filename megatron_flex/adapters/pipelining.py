@@ -261,9 +261,9 @@ class PipelineSchedule:
     def _forget_shapes(self) -> None:
         """Make the schedule infer shapes again, which may differ from earlier runs."""
         for name in ("_stage", "_stages"):
-            for way in ("forward", "backward"):
-                if hasattr(self.schedule, f"{name}_{way}_initialized"):
-                    setattr(self.schedule, f"{name}_{way}_initialized", False)
+            for direction in ("forward", "backward"):
+                if hasattr(self.schedule, f"{name}_{direction}_initialized"):
+                    setattr(self.schedule, f"{name}_{direction}_initialized", False)
 
 
 def _run_undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -204,9 +204,9 @@ class ShardedDDPParameters(ModuleParameters):
         """True after a backward pass outside `no_sync()`, if the optimizers contain all parameters."""
         if self._before is not None:
             return self._before
-        if left := self.owners.left_out(named_parameters(self.root)):
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"the optimizers of ShardedDataParallel leave out {left[0]}{more}; {REDUCED_REMEDY}"
+        if left_out := self.owners.left_out(named_parameters(self.root)):
+            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            return f"the optimizers of ShardedDataParallel leave out {left_out[0]}{more}; {REDUCED_REMEDY}"
         return self.owners.reduced()
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:

@@ -82,8 +82,8 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 def _with_child(tree: Any, key: Any, child: Any) -> Any:
     if type(tree) in _registered_types:
-        held, make = _registered_types[type(tree)](tree)
-        return make([child if i == key else item for i, item in enumerate(held)])
+        children, make = _registered_types[type(tree)](tree)
+        return make([child if i == key else item for i, item in enumerate(children)])
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, key: child})  # type: ignore[call-arg]
     if isinstance(tree, (MutableMapping, list)):

@@ -94,8 +94,8 @@ class RowLocations(NamedTuple):
 
     def among(self, tokens: Tensor) -> RowLocations:
         """Those of some tokens, given by a mask."""
-        kept = tokens[self.token]
-        return RowLocations(*(entry[kept] for entry in self))
+        selected = tokens[self.token]
+        return RowLocations(*(entry[selected] for entry in self))
 
     def ranks(self) -> list[tuple[int, int, Tensor]]:
         """The coordinates `edp`, `ep` that have rows, each with a mask of its entries."""

@@ -55,9 +55,9 @@ class IterationFolder:
             if rank in present:
                 present[rank].add(part)
         out = {}
-        for rank, seen in present.items():
-            count = self.closed.get(rank) or max(seen, default=-1) + 2
-            if absent := set(range(count)) - seen:
+        for rank, parts in present.items():
+            count = self.closed.get(rank) or max(parts, default=-1) + 2
+            if absent := set(range(count)) - parts:
                 out[rank] = sorted(absent)
         return out
 

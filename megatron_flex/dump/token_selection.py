@@ -165,8 +165,8 @@ def _list_common_positions(key: PositionKey, length: int) -> Tensor:
         return torch.arange(length)
     if key[0] == "slice":
         return torch.tensor(sorted(range(length)[slice(*key[1:])]), dtype=torch.int64)
-    kept = {p + length if p < 0 else p for p in key[1:] if -length <= p < length}
-    return torch.tensor(sorted(kept), dtype=torch.int64)
+    positions = {p + length if p < 0 else p for p in key[1:] if -length <= p < length}
+    return torch.tensor(sorted(positions), dtype=torch.int64)
 
 
 @lru_cache(256)
@@ -292,10 +292,10 @@ def _build_selection(
     where, length = _locate_positions(dim, at, local)
     if isinstance(tokens, RandomTokens):
         drawn = _draw_positions(tokens, length, iteration, numbers)
-        held = where[drawn] >= 0
-        position = drawn[held]
+        on_rank = where[drawn] >= 0
+        position = drawn[on_rank]
         assert rows is not None
-        sample = torch.repeat_interleave(rows, held.sum(1))
+        sample = torch.repeat_interleave(rows, on_rank.sum(1))
     else:
         position = _list_common_positions(tokens, length)
         position = position[where[position] >= 0]
@@ -341,7 +341,7 @@ def compute_partial_mean(
     picked = select_entries(tokens, None, *where)
     if picked is None or picked.token is None:
         return None
-    kept = (
+    token_count = (
         min(tokens.count, length)
         if isinstance(tokens, RandomTokens)
         else len(_list_common_positions(_make_position_key(tokens), length))
@@ -352,7 +352,7 @@ def compute_partial_mean(
     at[token] = picked.token
     if sample is not None:
         at[sample] = picked.sample
-    weight[tuple(at)] = 1.0 / max(kept, 1)
+    weight[tuple(at)] = 1.0 / max(token_count, 1)
     return (local.float() * weight).sum(token)
 
 
@@ -386,12 +386,14 @@ class SelectionSettings:
                 chosen = _parse_slice(pick_known(SliceRecord, samples).slice)
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
-            kept = getattr(torch, str(settings.get("dtype") or "float32"))
-            if not isinstance(kept, torch.dtype):
-                raise ValueError(f"dtype {kept!r}")
+            dtype = getattr(torch, str(settings.get("dtype") or "float32"))
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"dtype {dtype!r}")
             if isinstance(tokens, dict) and has_fields(SliceRecord, tokens):
                 _parse_slice(pick_known(SliceRecord, tokens).slice)
-            return SelectionSettings(tokens_from_json(tokens), chosen, settings.get("reduce") == "mean", kept)
+            return SelectionSettings(
+                tokens_from_json(tokens), chosen, settings.get("reduce") == "mean", dtype
+            )
         except DumpError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:

@@ -66,19 +66,19 @@ class AuxiliaryModules:
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
         parts = {part.module for part in self.parts}
-        left: list[tuple[str, nn.Module, bool]] = [("", self.root, self.root in parts)]
-        while left:
-            path, module, inside = left.pop()
+        pending: list[tuple[str, nn.Module, bool]] = [("", self.root, self.root in parts)]
+        while pending:
+            path, module, inside = pending.pop()
             for name, child in module.named_children():
                 while is_wrapper(child):
                     child = child.get_submodule("module")
                 at = f"{path}.{name}" if path else name
                 if child in parts:
-                    left.append((at, child, True))
+                    pending.append((at, child, True))
                 elif not inside or not _is_known(name, child):
                     if not is_megatron(child, CALLED_DIRECTLY):
                         yield at, child
-                    left.append((at, child, False))
+                    pending.append((at, child, False))
 
     @cached_property
     def _names(self) -> frozenset[str]:

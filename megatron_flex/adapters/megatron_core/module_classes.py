@@ -103,16 +103,16 @@ def global_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _name_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     out: list[tuple[str, nn.Module]] = []
-    left: list[tuple[str, nn.Module, Sequence[int]]] = [("", root, ())]
-    seen: set[nn.Module] = set()
+    pending: list[tuple[str, nn.Module, Sequence[int]]] = [("", root, ())]
+    visited: set[nn.Module] = set()
     wrappers = {kind for kind, module in walk_modules(root).classes.items() if is_megatron(module, *WRAPPERS)}
-    while left:
-        path, module, experts = left.pop()
+    while pending:
+        path, module, experts = pending.pop()
         while type(module) in wrappers and is_wrapper(module):
             module = cast(Any, module).module
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         out.append((path, module))
         if not module._modules:
             continue
@@ -123,7 +123,7 @@ def _name_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
         names: Iterable[tuple[str, nn.Module | None]] = module._modules.items()
         if isinstance(module, nn.ModuleList):
             names = _number_children(module, path, experts)
-        left += [(front + name, child, experts) for name, child in names if child is not None][::-1]
+        pending += [(front + name, child, experts) for name, child in names if child is not None][::-1]
     return out
 
 

@@ -114,14 +114,14 @@ def expert_indices(module: nn.Module, fire: Fire, stream: Layout, mesh: Mesh) ->
 
 def router_tokens(module: nn.Module, fire: Fire, tap: Tap) -> Undo:
     """A tensor of a router with one row for each token, viewed as `[s, b, ...]`."""
-    seen: list[tuple[int, int]] = []
+    token_shape: list[tuple[int, int]] = []
 
     def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = args[0] if args else kwargs["input"]
-        seen[:] = [tuple(tokens.shape[:2])]
+        token_shape[:] = [tuple(tokens.shape[:2])]
 
     def run(local: Tensor, _: Layout | None = None, __: Any = None) -> Tensor:
-        dense = local.view(*seen[0], *local.shape[1:])
+        dense = local.view(*token_shape[0], *local.shape[1:])
         passed: Tensor = fire.run(dense)
         return local if passed is dense else passed.reshape(local.shape)
 

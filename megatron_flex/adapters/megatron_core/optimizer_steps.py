@@ -52,14 +52,14 @@ def watch_optimizer_steps(roots: list[Any], listener: NormListener) -> Undo:
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:
-    seen: dict[Any, None] = {}
-    left = [kind]
-    while left:
-        one = left.pop()
-        if one not in seen:
-            seen[one] = None
-            left += one.__subclasses__()
-    return iter(seen)
+    visited: dict[Any, None] = {}
+    pending = [kind]
+    while pending:
+        subclass = pending.pop()
+        if subclass not in visited:
+            visited[subclass] = None
+            pending += subclass.__subclasses__()
+    return iter(visited)
 
 
 def _clipped_apart(roots: list[Any]) -> list[nn.Parameter]:

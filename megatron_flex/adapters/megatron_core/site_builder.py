@@ -436,8 +436,8 @@ def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Ite
     widths = (heads, heads, 1, 1) if gated else (heads, 1, 1)
     packing = Packing(groups if split else groups // b.of.tp, widths, heads=True)
     for index, name in enumerate(names):
-        kept = name in ("k", "v")
-        layout = b.of.groups() if kept else b.of.heads()
+        is_key_or_value = name in ("k", "v")
+        layout = b.of.groups() if is_key_or_value else b.of.heads()
         if split:
             layout = _gathered_layout(layout)
         yield b.site(f"{path}:{name}", layout, Tap(fused_part, linear, (index, packing, split)), hidden)

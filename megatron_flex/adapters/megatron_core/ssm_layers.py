@@ -164,8 +164,8 @@ def _scan_layouts(
     """The projection, the convolution and the parameters of each head, which both kinds of layer share."""
     yield module.A_log, _rows_cut(module.A_log)
     yield module.dt_bias, _rows_cut(module.dt_bias)
-    held = getattr(module, "conv1d", None)  # a module, or since 0.19 in Mamba two parameters
-    of_conv = [module.conv1d_weight, module.conv1d_bias] if held is None else held.parameters()
+    convolution = getattr(module, "conv1d", None)  # a module, or since 0.19 in Mamba two parameters
+    of_conv = [module.conv1d_weight, module.conv1d_bias] if convolution is None else convolution.parameters()
     for parameter in of_conv:
         yield parameter, _rows_cut(parameter, tuple(_convolved(parts).values()))
     if is_megatron(unadapted(module.in_proj), "ColumnParallelLinear"):

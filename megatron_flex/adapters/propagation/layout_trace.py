@@ -130,7 +130,7 @@ class LayoutTrace(TorchFunctionMode):
             m.register_forward_pre_hook(self._name_inputs, with_kwargs=True, prepend=True)
             for m in self._named
         ]
-        left = module_hooks.register_module_forward_hook(self._leaves)
+        leaving_hook = module_hooks.register_module_forward_hook(self._leaves)
         functions: Any = torch.autograd.Function
         before = vars(functions)["apply"]
         functions.apply = classmethod(self._wrap_apply(before))
@@ -141,7 +141,7 @@ class LayoutTrace(TorchFunctionMode):
         finally:
             opened()
             functions.apply = before
-            left.remove()
+            leaving_hook.remove()
             entered.remove()
             for hook in naming:
                 hook.remove()
@@ -297,7 +297,8 @@ class LayoutTrace(TorchFunctionMode):
     def _holds(self, tensor: Tensor) -> bool:
         """Whether a running module owns the tensor: parameter storage may replace tensors."""
         return any(
-            any(held is tensor for held in (*m._parameters.values(), *vars(m).values())) for m in self._inside
+            any(owned is tensor for owned in (*m._parameters.values(), *vars(m).values()))
+            for m in self._inside
         )
 
     def pass_on(self, old: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:

@@ -206,10 +206,10 @@ def reduction_rule(position: int, *names: str) -> SpreadRule:
         given = None if isinstance(given, bool) or not isinstance(given, (int, tuple, list)) else given
         dims = normalize_dims(given, x.ndim)
         gone = set(range(x.ndim)) if dims is None else set(dims)
-        kept = call.out.ndim == x.ndim
+        keeps_dims = call.out.ndim == x.ndim
 
         def to(d: int) -> int | None:
-            return None if d in gone else d if kept else d - sum(g < d for g in gone)
+            return None if d in gone else d if keeps_dims else d - sum(g < d for g in gone)
 
         return _move_dims(call, to)
 

@@ -170,9 +170,9 @@ class OpenDump:
         if len(numbers) < 2:
             return next(iter(numbers), "no complete iteration")
         return ", ".join(
-            f"{mesh} in iteration{'s' if len(held) > 1 else ''} "
-            f"{held[0] if len(held) == 1 else f'{held[0]} to {held[-1]}'}"
-            for mesh, held in numbers.items()
+            f"{mesh} in iteration{'s' if len(iterations) > 1 else ''} "
+            f"{iterations[0] if len(iterations) == 1 else f'{iterations[0]} to {iterations[-1]}'}"
+            for mesh, iterations in numbers.items()
         )
 
     @property

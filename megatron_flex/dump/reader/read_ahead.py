@@ -52,14 +52,14 @@ def read_ahead(
     Raises:
         Exception: whatever `read` raises for a block, when that block is due.
     """
-    left = iter(blocks)
+    remaining = iter(blocks)
     several_cores = os.cpu_count() != 1
     with ThreadPoolExecutor(threads, "megatron_flex reader", _become_reader) as pool:
-        due: deque[tuple[B, Future[V] | None]] = deque((b, None) for b in islice(left, 1))
+        due: deque[tuple[B, Future[V] | None]] = deque((b, None) for b in islice(remaining, 1))
         while due:
             block, future = due.popleft()
             value = read(block) if future is None else future.result()
-            for following in islice(left, threads - len(due)):
+            for following in islice(remaining, threads - len(due)):
                 in_thread = several_cores and not is_small(following)
                 due.append((following, pool.submit(read, following) if in_thread else None))
             yield block, value
@@ -83,13 +83,13 @@ def read_pieces(pieces: Iterable[Callable[[], object]], nbytes: int) -> None:
         for piece in pieces:
             piece()
         return
-    left = deque(enumerate(pieces))
+    remaining = deque(enumerate(pieces))
     failed: list[tuple[int, BaseException]] = []
 
     def read() -> None:
-        while left and not failed:
+        while remaining and not failed:
             try:
-                number, piece = left.popleft()
+                number, piece = remaining.popleft()
             except IndexError:  # another thread was faster
                 return
             try:
@@ -99,7 +99,7 @@ def read_pieces(pieces: Iterable[Callable[[], object]], nbytes: int) -> None:
 
     with ThreadPoolExecutor(threads - 1, "megatron_flex reader", _become_reader) as pool:
         with suppress(RuntimeError):  # the system gives no more threads: those that there are read all
-            for _ in range(min(threads, len(left)) - 1):
+            for _ in range(min(threads, len(remaining)) - 1):
                 pool.submit(read)
         read()
     if failed:

@@ -317,12 +317,12 @@ class SamplePlanner:
         """The samples of a block that are kept."""
         if one.dim(SAMPLE_DIM) is None:
             return MicrobatchSamples(microbatch, replica, [0], [begin])
-        kept = self.selection.kept(begin, count)
-        if isinstance(kept, range):
-            numbers: Sequence[int] = range(begin + kept.start, begin + kept.stop, kept.step)
+        indices = self.selection.kept(begin, count)
+        if isinstance(indices, range):
+            numbers: Sequence[int] = range(begin + indices.start, begin + indices.stop, indices.step)
         else:
-            numbers = [begin + i for i in kept]
-        return MicrobatchSamples(microbatch, replica, kept, numbers)
+            numbers = [begin + i for i in indices]
+        return MicrobatchSamples(microbatch, replica, indices, numbers)
 
     def _renumber(self, one: StoredTensor, blocks: list[MicrobatchSamples], counts: dict[int, int]) -> None:
         """Number samples one after the other, where microbatches have different numbers of them."""

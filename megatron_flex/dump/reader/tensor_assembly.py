@@ -323,16 +323,16 @@ class TokenMean:
 
     Args:
         tensor: with its dim of tokens.
-        kept: for a sample of it the positions to average.
+        kept_tokens: for a sample of it the positions to average.
         dtype: of the mean, which is taken in fp32.
     """
 
     def __init__(
-        self, tensor: StoredTensor, kept: Callable[[int], Sequence[int]], dtype: torch.dtype
+        self, tensor: StoredTensor, kept_tokens: Callable[[int], Sequence[int]], dtype: torch.dtype
     ) -> None:
         token = tensor.dim(TOKEN_DIM)
         assert token is not None
-        self._tensor, self._kept, self._token = tensor, kept, token
+        self._tensor, self._kept, self._token = tensor, kept_tokens, token
         self.dtype, self.where = dtype, tensor.where
         self.shape = tuple(n for d, n in enumerate(tensor.shape) if d != token)
 
@@ -360,19 +360,19 @@ class TokenMean:
         at = None if sample is None else sample - (sample > self._token)
         if at is not None:
             each = [(i, self._kept(i)) for i in indices[at]]
-        out = [self._mean(indices, at, item, kept) for item, kept in each]
+        out = [self._mean(indices, at, item, tokens) for item, tokens in each]
         if not out:
             return torch.empty([len(i) for i in indices], dtype=self.dtype)
         return (out[0] if at is None else torch.cat(out, at)).to(self.dtype)
 
     def _mean(
-        self, indices: Sequence[DimIndex], at: int | None, item: int | None, kept: Sequence[int]
+        self, indices: Sequence[DimIndex], at: int | None, item: int | None, tokens: Sequence[int]
     ) -> Tensor:
         with_token = list(indices)
         if at is not None and item is not None:
             with_token[at] = compact_index([item])
-        with_token.insert(self._token, compact_index(kept))
-        return self._tensor.region(with_token).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
+        with_token.insert(self._token, compact_index(tokens))
+        return self._tensor.region(with_token).sum(self._token, dtype=torch.float32) / max(len(tokens), 1)
 
 
 __all__ = ["AssembledTensor", "StoredShard", "group_shards", "has_all_shards"]

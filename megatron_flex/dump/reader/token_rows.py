@@ -148,7 +148,7 @@ class ShuffledRows(IterableDataset[Any]):
             order = order_entries(len(blocks), self.seed, self.epoch)
         front = len(self.axes)
         features = [(a.shape[front:], row_dtype(a, self.dtype)) for a in self.arrays]
-        held = _RowBuffer(features + ([((front,), torch.int64)] if self.places is not None else []))
+        buffer = _RowBuffer(features + ([((front,), torch.int64)] if self.places is not None else []))
         for number in order[share::shares].tolist():
             where, rows = blocks[number]
             chosen = None if self.mask is None else self.mask[where].flatten()
@@ -161,24 +161,24 @@ class ShuffledRows(IterableDataset[Any]):
             if chosen is not None:
                 tensors = [f.flatten(0, 1)[chosen] for f in tensors]
                 rows = len(tensors[0])
-            held.add(tensors, rows)
-            if held.rows >= self.buffer:
+            buffer.add(tensors, rows)
+            if buffer.rows >= self.buffer:
                 # half of it, in whole batches
-                most = held.rows // 2 if self.shuffle else held.rows
+                most = buffer.rows // 2 if self.shuffle else buffer.rows
                 leaving = max(most // self.batch_size, 1) * self.batch_size
-                yield from self._batches(held, leaving, share, next(turns))
-        yield from self._batches(held, held.rows, share, next(turns))
+                yield from self._batches(buffer, leaving, share, next(turns))
+        yield from self._batches(buffer, buffer.rows, share, next(turns))
 
-    def _batches(self, held: _RowBuffer, count: int, share: int, turn: int) -> Iterator[Any]:
+    def _batches(self, buffer: _RowBuffer, count: int, share: int, turn: int) -> Iterator[Any]:
         """Take so many rows out of the buffer, in batches."""
         chosen = torch.arange(count)
         if self.shuffle:
-            chosen = order_entries(held.rows, self.seed, self.epoch, share, turn)[:count]
+            chosen = order_entries(buffer.rows, self.seed, self.epoch, share, turn)[:count]
         for batch in chosen.split(self.batch_size):
             if len(batch):
-                batch_tensors = tuple(t[batch] for t in held.tensors)
+                batch_tensors = tuple(t[batch] for t in buffer.tensors)
                 yield batch_tensors[0] if self.single else batch_tensors
-        held.drop(chosen)
+        buffer.drop(chosen)
 
 
 class RowPlaces:
@@ -255,14 +255,14 @@ class _RowBuffer:
 
     def drop(self, dropped: Tensor) -> None:
         """Take rows out; the last ones take their places."""
-        left = self.rows - len(dropped)
+        remaining = self.rows - len(dropped)
         stays = torch.ones(self.rows, dtype=torch.bool)
         stays[dropped] = False
-        last_rows = stays[left:].nonzero().flatten() + left
-        holes = (~stays[:left]).nonzero().flatten()
+        last_rows = stays[remaining:].nonzero().flatten() + remaining
+        holes = (~stays[:remaining]).nonzero().flatten()
         for room in self._room:
             room[holes] = room[last_rows]
-        self.rows = left
+        self.rows = remaining
 
 
 def is_row_mask(tokens: Any) -> bool:

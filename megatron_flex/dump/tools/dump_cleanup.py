@@ -64,9 +64,9 @@ def list_removals(
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
     runs = list_run_folders(path)
     out = [
-        Removal(left, _count_path_bytes(left), LEFTOVER)
-        for left in sorted(path.glob(PRUNED_PREFIX + "*"))
-        if left.is_dir()
+        Removal(leftover, _count_path_bytes(leftover), LEFTOVER)
+        for leftover in sorted(path.glob(PRUNED_PREFIX + "*"))
+        if leftover.is_dir()
     ]
     if force:  # else a job may be opening the dump
         out += [

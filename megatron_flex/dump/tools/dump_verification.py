@@ -336,7 +336,7 @@ class _Verifier:
     # -- what is there ---------------------------------------------------------------------------------
 
     def _run(self, run: RunFolder) -> None:
-        seen, late = _RunContents(), []
+        contents, late = _RunContents(), []
         for folder in run.iterations:
             replicas = ReplicaChecksums(run.manifest)
             for (rank, number), (file, nbytes) in sorted(folder.files.items()):
@@ -344,23 +344,23 @@ class _Verifier:
                 if part is None:
                     late.append((file, rank, number, folder.number))
                 else:
-                    seen.names.setdefault(
+                    contents.names.setdefault(
                         (rank, number), tuple(_format_entry_name(e) for e in part.index.entries)
                     )
-                    seen.sites.update(e.site for e in part.index.entries)
+                    contents.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
                 self.bar.advance(nbytes)
             self._replicas(folder, replicas)
             self._strays(folder.strays)
         self._strays(run.strays)
         for file, rank, number, iteration in late:
-            text, sites = self._lost(run, seen, rank, [number], rest=False)
+            text, sites = self._lost(run, contents, rank, [number], rest=False)
             self.out.findings = [
                 f if f.where != str(file.relative_to(self.path)) or f.kind != "header"
                 else DumpFinding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
                 for f in self.out.findings
             ]  # fmt: skip
-        self._absent(run, seen)
+        self._absent(run, contents)
 
     def _part(
         self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path
@@ -421,7 +421,7 @@ class _Verifier:
 
     # -- what is not -----------------------------------------------------------------------------------
 
-    def _absent(self, run: RunFolder, seen: _RunContents) -> None:
+    def _absent(self, run: RunFolder, contents: _RunContents) -> None:
         newest = run is self.runs[-1]
         ranks = run.ranks
         latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
@@ -432,7 +432,7 @@ class _Verifier:
                 stopped = not closed and latest.get(rank, -1) <= n
                 if stopped and newest and self.live:
                     continue
-                what, sites = self._lost(run, seen, rank, absent, rest=not closed)
+                what, sites = self._lost(run, contents, rank, absent, rest=not closed)
                 numbers = ", ".join(map(str, absent))
                 if stopped:
                     reason = f"rank {rank} stopped before its part {numbers}"
@@ -444,18 +444,18 @@ class _Verifier:
                 kind = "incomplete" if stopped else "missing"
                 self._add(kind, folder.path, text, error=not in_another_run, **about)
         if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
-            for name in sorted(set(map_stages(run.manifest)) - seen.sites):
+            for name in sorted(set(map_stages(run.manifest)) - contents.sites):
                 text = f"{name}: the manifest has it, and no part does: nothing was recorded there"
                 self._add("contradiction", run.path, text, error=False, sites=(name,))
 
     def _lost(
-        self, run: RunFolder, seen: _RunContents, rank: int, numbers: Sequence[int], rest: bool
+        self, run: RunFolder, contents: _RunContents, rank: int, numbers: Sequence[int], rest: bool
     ) -> tuple[str, tuple[str, ...]]:
         """What was in parts that are not there, from the same parts of other iterations."""
         last = numbers[-1]
-        held = [names for (r, n), names in sorted(seen.names.items())
+        entry_names = [names for (r, n), names in sorted(contents.names.items())
                 if r == rank and (n in numbers or (rest and n > last))]  # fmt: skip
-        sites = tuple(dict.fromkeys(name for names in held for name in names))
+        sites = tuple(dict.fromkeys(name for names in entry_names for name in names))
         if sites:
             return _format_names(sites), sites
         coords = next((c for r, c in run.manifest.ranks if r == rank), {}) if run.manifest else {}

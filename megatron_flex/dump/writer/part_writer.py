@@ -230,13 +230,13 @@ def _write_tensors(
 
 
 def _write_all(views: Sequence[memoryview], file: int, at: int, on_progress: Callable[[], None]) -> None:
-    left = views
-    while left:
-        count = os.pwritev(file, left, at)
+    remaining = views
+    while remaining:
+        count = os.pwritev(file, remaining, at)
         at += count
         on_progress()
-        while left and count >= len(left[0]):
-            count -= len(left[0])
-            left = left[1:]
+        while remaining and count >= len(remaining[0]):
+            count -= len(remaining[0])
+            remaining = remaining[1:]
         if count:
-            left = [left[0][count:], *left[1:]]
+            remaining = [remaining[0][count:], *remaining[1:]]

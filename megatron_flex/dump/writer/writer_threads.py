@@ -138,11 +138,11 @@ class CopyStream:
             tensor: on the device, ready on the current stream.
             owned: nothing else writes to it.
         """
-        kept = tensor.contiguous() if owned else tensor.clone(memory_format=torch.contiguous_format)
+        source = tensor.contiguous() if owned else tensor.clone(memory_format=torch.contiguous_format)
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
-            host.copy_(kept, non_blocking=True)
-        kept.record_stream(self.stream)  # its memory is free for others only after the copy
+            host.copy_(source, non_blocking=True)
+        source.record_stream(self.stream)  # its memory is free for others only after the copy
 
     def mark(self) -> CopyMark:
         """A mark that is reached when all copies that have begun have ended."""
@@ -316,10 +316,11 @@ class WriterThreads:
                 self._start()
             self._open = None
             self.change.notify_all()
-        left = self.buffers.held
-        with progress("writing the dump", left, BYTES) as bar:
+        pending_bytes = self.buffers.held
+        with progress("writing the dump", pending_bytes, BYTES) as bar:
             done = self._until(
-                lambda: not self._queue and not self._active, lambda: bar.to(left - self.buffers.held)
+                lambda: not self._queue and not self._active,
+                lambda: bar.to(pending_bytes - self.buffers.held),
             )
         if self._at_exit is not None:
             self._at_exit.cancel()
