@@ -44,12 +44,12 @@ KEEPS = {
         "weak_hook.<locals>.call",
     ),
     *(
-        "EditEnvironment.apart",
-        "EditEnvironment.caught",
+        "EditEnvironment.record_errors_of",
+        "EditEnvironment.record_internal_error",
         "EditEnvironment.guard",
         "EditEnvironment.failed",
         "EditEnvironment.describe_failure",
-        "EditEnvironment.note",
+        "EditEnvironment.record_error",
     ),
     *("PassBuilder._report_backward", "Session._await_backward"),
     # It raises in a backward pass of an editing function's own, which keeps it.
