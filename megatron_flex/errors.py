@@ -49,7 +49,9 @@ class FlexError(ValueError):
         hook: HookFunction | None = None,
         ranks: Iterable[int] = (),
     ) -> None:
-        super().__init__(*(shorten_message(one) if isinstance(one, str) else one for one in args))
+        super().__init__(
+            *(shorten_message(argument) if isinstance(argument, str) else argument for argument in args)
+        )
         self.site, self.hook, self.ranks = site, hook, tuple(ranks)
 
     @property

@@ -240,7 +240,7 @@ def normalize_spans(name: str, given: Any) -> list[Span]:
         FlexError: as for `normalize_numbers`.
     """
     if isinstance(given, (list, tuple)) and any(isinstance(n, (slice, range)) for n in given):
-        return [span for one in given for span in normalize_spans(name, one)]
+        return [span for item in given for span in normalize_spans(name, item)]
     numbers = normalize_numbers(name, given)
     return [numbers] if isinstance(numbers, slice) else list(numbers)
 

@@ -608,13 +608,13 @@ def find_recorded_names(text: str, names: Sequence[str], where: str, layers: str
 
 def _choose_point(text: str, recorded: dict[str, RecordedName], where: str) -> list[str]:
     """The names of one point of one module: of its output if there are several."""
-    if len({one.module for one in recorded.values()}) > 1:
+    if len({parsed.module for parsed in recorded.values()}) > 1:
         raise SiteError(
             f"{text!r} in {where} is the end of {_list_names(list(recorded))}; name one, or a pattern",
             site=text,
         )
-    outputs = [name for name, one in recorded.items() if one.point in ("", "output")]
-    if not outputs and len({one.point for one in recorded.values()}) > 1:
+    outputs = [name for name, parsed in recorded.items() if parsed.point in ("", "output")]
+    if not outputs and len({parsed.point for parsed in recorded.values()}) > 1:
         raise SiteError(
             f"{text!r} in {where} has several points ({_list_names(list(recorded))}); name one of them",
             site=text,

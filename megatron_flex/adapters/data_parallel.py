@@ -124,7 +124,7 @@ def all_synchronized(wrappers: Sequence[DistributedDataParallel]) -> bool | str:
             "the model last ran in DistributedDataParallel's no_sync(), which averages no gradients; "
             f"{REDUCED_REMEDY}"
         )
-    hooks = (one for wrapper in wrappers for one in wrapper._comm_hooks)
+    hooks = (comm_hook for wrapper in wrappers for comm_hook in wrapper._comm_hooks)
     unknown = next((why for hook, state in hooks if (why := _why_not_averaging(hook, state))), "")
     return f"{unknown}; {REDUCED_REMEDY}" if unknown else True
 

@@ -308,14 +308,14 @@ class _InstructionStream:
 
     def __iter__(self) -> Iterator[list[Any]]:
         begun, outputs = count(), self.engine.pipe_buffers["outputs"]
-        for one in chain.from_iterable(self.schedule):
-            kind = type(one).__name__
+        for instruction in chain.from_iterable(self.schedule):
+            kind = type(instruction).__name__
             if kind == "ForwardPass":
                 self.listener.forward_begins(next(begun), 0)
             elif kind == "BackwardPass":
-                self.listener.backward_begins(outputs[one.buffer_id])
-            yield [one]  # the engine resumes here when it has executed that
+                self.listener.backward_begins(outputs[instruction.buffer_id])
+            yield [instruction]  # the engine resumes here when it has executed that
             if kind == "ForwardPass":
-                self.listener.forward_ends(outputs[one.buffer_id])
+                self.listener.forward_ends(outputs[instruction.buffer_id])
             elif kind == "BackwardPass":
                 self.listener.backward_ends()

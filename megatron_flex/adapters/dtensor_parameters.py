@@ -337,15 +337,15 @@ def _make_dtensor(local: Tensor, placing: DTensorPlacement, placements: Sequence
 def _parameter_groups(unit: Any) -> list[Any]:
     """The groups of parameters that are gathered together; older torch has one for each module."""
     state = unit._get_fsdp_state()
-    many = getattr(state, "_fsdp_param_groups", None)
-    one = [] if many is not None else [g for g in (state._fsdp_param_group,) if g is not None]
-    return list(many) if many is not None else one
+    groups = getattr(state, "_fsdp_param_groups", None)
+    single = [] if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+    return list(groups) if groups is not None else single
 
 
 def _has_unreduced_gradients(group: Any) -> bool:
     """Whether gradients of one backward pass are reduced in a later one."""
-    for one in group.fsdp_params:
-        waiting = getattr(getattr(one, "_unsharded_param", None), "grad", None)
-        if waiting is not None or getattr(one, "unsharded_accumulated_grad", None) is not None:
+    for parameter in group.fsdp_params:
+        waiting = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+        if waiting is not None or getattr(parameter, "unsharded_accumulated_grad", None) is not None:
             return True
     return False

@@ -254,6 +254,6 @@ class PipeCalls(UserLoop):
             listener.forward_begins(0, 0)  # the Pipe's own output belongs to the full call
 
         undos = [super().watch(listener), intercept(pipeline, "record_function", named)]
-        undos += [intercept(one, "_call_impl", part) for one in pipe.partitions]
+        undos += [intercept(partition, "_call_impl", part) for partition in pipe.partitions]
         undos.append(intercept(pipe.pipeline, "run", run))
         return join_undos(undos)

@@ -103,9 +103,9 @@ OFFLOADED_GRADIENT = (
 def offload_hook_of(module: nn.Module) -> Any:
     """The accelerate hook that loads a module's own weights; None if they are loaded."""
     hook = vars(module).get("_hf_hook")  # asking for a missing attribute is slow
-    for one in () if hook is None else (hook, *getattr(hook, "hooks", ())):
-        if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None:
-            return one
+    for candidate in () if hook is None else (hook, *getattr(hook, "hooks", ())):
+        if getattr(candidate, "offload", False) and getattr(candidate, "weights_map", None) is not None:
+            return candidate
     return None
 
 

@@ -130,9 +130,9 @@ def mesh_uses_in(root: nn.Module) -> list[MeshUse]:
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    one = getattr(state, "_fsdp_param_group", None) if several is None else None
-    return list(several or ([] if one is None else [one]))
+    groups = getattr(state, "_fsdp_param_groups", None)
+    single = getattr(state, "_fsdp_param_group", None) if groups is None else None
+    return list(groups or ([] if single is None else [single]))
 
 
 def style_meshes(module: nn.Module) -> Iterator[Any]:

@@ -48,8 +48,8 @@ class StageModules(list[nn.Module]):
 
     def __init__(self, schedule: Any) -> None:
         self.schedule = schedule
-        one = getattr(schedule, "_stage", None)
-        self.stages: list[Any] = list(schedule._stages) if one is None else [one]
+        single_stage = getattr(schedule, "_stage", None)
+        self.stages: list[Any] = list(schedule._stages) if single_stage is None else [single_stage]
         self.stages.sort(key=lambda stage: int(stage.stage_index))
         super().__init__(stage.submod for stage in self.stages)
 

@@ -269,8 +269,8 @@ def join_undos(undos: Sequence[Undo]) -> Undo:
     """A function that calls all of them, the last one first: it may stand on an earlier one."""
 
     def undo() -> None:
-        for one in reversed(undos):
-            one()
+        for remove in reversed(undos):
+            remove()
 
     return undo
 

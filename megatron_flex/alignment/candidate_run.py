@@ -30,9 +30,9 @@ class AddedBias(View):
 
     part: tuple[int, int] | None = None
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """With the bias."""
-        return ours + take_part(weights[self.weights[0]], self.part).to(ours)
+        return tensor + take_part(weights[self.weights[0]], self.part).to(tensor)
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class NormOutput(View):
     epsilon: float = 0.0
     offset: float = 0.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Normalized, with weight and bias."""
-        out = normalize_stream(ours, self.rms, self.epsilon) * (
+        out = normalize_stream(tensor, self.rms, self.epsilon) * (
             weights[self.weights[0]].float() + self.offset
         )
-        return (out + weights[self.weights[1]].float() if len(self.weights) > 1 else out).to(ours.dtype)
+        return (out + weights[self.weights[1]].float() if len(self.weights) > 1 else out).to(tensor.dtype)
 
 
 class CandidateRun:

@@ -171,12 +171,12 @@ def compare(
         return _compare_measured((a, b), measured, allow_missing, only, block_bytes)
     with (
         one_torch_thread(),
-        open_compared_dump(a, "A") as one,
-        open_compared_dump(b, "B") as two,
+        open_compared_dump(a, "A") as dump_a,
+        open_compared_dump(b, "B") as dump_b,
         open_compared_dump(tolerance_from, "C") as noise,
     ):
-        align_names([one, two, noise])
-        walk = _Comparer(one, two, noise, tolerance, block_bytes, only, learning_rate)
+        align_names([dump_a, dump_b, noise])
+        walk = _Comparer(dump_a, dump_b, noise, tolerance, block_bytes, only, learning_rate)
         return walk.run(progress, allow_missing)
 
 
@@ -197,7 +197,7 @@ def _compare_measured(
                 opened.append(stack.enter_context(open_compared_dump(source, label)))
         align_names(opened)
         sides: list[StatisticsFiles | StatisticsOfDump] = [
-            StatisticsOfDump(one, block_bytes) if isinstance(one, ComparedDump) else one for one in opened
+            StatisticsOfDump(side, block_bytes) if isinstance(side, ComparedDump) else side for side in opened
         ]
         return compare_statistics(*sides, allow_missing=allow_missing, only=only)
 
@@ -385,11 +385,11 @@ class _Comparer:
 
     def pairs(self, item: ComparedTensor, iteration: int) -> list[TensorPair] | str:
         """Both tensors, aligned; a text if they have nothing in common."""
-        one, two = self.a.array(item), self.b.array(item)
-        for source, array in ((self.a, one), (self.b, two)):
+        array_a, array_b = self.a.array(item), self.b.array(item)
+        for source, array in ((self.a, array_a), (self.b, array_b)):
             if iteration not in array.iterations:
                 return f"{source.label} does not have it in iteration {iteration}"
-        pairs = align_arrays(item, iteration, one, two)
+        pairs = align_arrays(item, iteration, array_a, array_b)
         if not isinstance(pairs, str):
             for pair in pairs if pairs[0].packed else pairs[:1]:
                 self._note_selection(pair)

@@ -144,8 +144,8 @@ class DifferenceProfile:
     ) -> None:
         if not self.grids:
             for name, bits in GRID_DTYPES[a.dtype].items():
-                one, two = ([torch.zeros_like(s.count) for s in self.by_dim] for _ in "ab")
-                self.grids.append(GridCounts(name, bits, one, two))
+                totals_a, totals_b = ([torch.zeros_like(s.count) for s in self.by_dim] for _ in "ab")
+                self.grids.append(GridCounts(name, bits, totals_a, totals_b))
         for grid, counts in zip(self.grids, on_grids, strict=True):
             resolved = abs(counts[0] - counts[1]) > GRID_CONTRAST * a.numel()
             exact = list(counts)

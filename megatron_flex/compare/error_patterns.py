@@ -208,8 +208,8 @@ def find_permutation(
     if float((distance <= close).double().mean()) < 0.9:
         return ""
     pairs = _compress_moves([(numbers[int(i)], numbers[int(p)]) for i, p in zip(wrong, place, strict=True)])
-    kept = set(range(len(left))) - {int(i) for i in wrong}
-    again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
+    unmoved = set(range(len(left))) - {int(i) for i in wrong}
+    again = bool(unmoved & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
     moved = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {list_entries(pairs)}"
     shift = find_shift(name, ", ".join(pairs)) if len(wrong) > 2 and name == "tokens" else ""
     return f"{moved}; {shift}" if shift else moved
@@ -319,12 +319,15 @@ def explain_divergence(
 
 
 def _find_error_places(
-    pair: TensorPair, energies: list[Tensor], held: Mapping[int, Sequence[DimShares]], all_dims: bool = True
+    pair: TensorPair,
+    energies: list[Tensor],
+    shares_by_dim: Mapping[int, Sequence[DimShares]],
+    all_dims: bool = True,
 ) -> list[Hint]:
     """The shards, samples, tokens and features that contain the error."""
     out: list[str] = []
     for place, dim in enumerate(pair.dims):
-        out += find_wrong_ranks(energies[place], held.get(place, ()), pair.numbers[place])
+        out += find_wrong_ranks(energies[place], shares_by_dim.get(place, ()), pair.numbers[place])
         if all_dims or dim in ENTRY_NAMES:
             out.append(find_wrong_entries(_name_entries(dim), energies[place], pair.numbers[place]))
     return [Hint("place", text) for text in dict.fromkeys(out) if text]
@@ -399,10 +402,10 @@ def _read_rows(
         if dim == place:
             block.append(slice(0, size))
             continue
-        one = (
+        is_token_order = (
             pair.dims[place] == TOKEN_AXIS and pair.dims[dim] == SAMPLE_AXIS
         )  # each may have an order of its own
-        count = 1 if one else min(size, room)
+        count = 1 if is_token_order else min(size, room)
         start = min(sums.worst[dim], size - count)  # includes the differing entry
         block.append(slice(start, start + count))
         room = max(1, room // count)

@@ -36,16 +36,16 @@ def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: Compa
     ids = len(pair.dims) == 2
     features = 1 if ids else min(pair.shape[2], MOST_FEATURES)
     block = (slice(0, samples), slice(0, pair.shape[1]), *(() if ids else (slice(0, features),)))
-    one, two = ([_hash_rows(s.reshape(len(s), -1)) for s in t] for t in pair.read(block))
-    known = {row for sample in one for row in sample}
+    hashes_a, hashes_b = ([_hash_rows(s.reshape(len(s), -1)) for s in t] for t in pair.read(block))
+    known = {row for sample in hashes_a for row in sample}
     if weights is not None and pair.iteration in (table := b.array(weights)).iterations:
         known |= set(_hash_rows(table.at(pair.iteration)[0][:, :features].torch()))
-    other = [at for at in range(samples) if one[at] != two[at]]
-    is_unknown = not ids and any(row not in known for at in other for row in two[at])
+    other = [at for at in range(samples) if hashes_a[at] != hashes_b[at]]
+    is_unknown = not ids and any(row not in known for at in other for row in hashes_b[at])
     if not other or is_unknown:
         return ""
-    had = {_count(sample) for sample in one}
-    if any(_count(two[at]) in had or _is_shifted(one[at], two[at]) for at in other):
+    had = {_count(sample) for sample in hashes_a}
+    if any(_count(hashes_b[at]) in had or _is_shifted(hashes_a[at], hashes_b[at]) for at in other):
         return ""
     numbers = ", ".join(str(pair.numbers[0][at]) for at in other[:4])
     return (
@@ -63,9 +63,6 @@ def _count(sample: Iterable[Hashable]) -> frozenset[tuple[Hashable, int]]:
     return frozenset(Counter(sample).items())
 
 
-def _is_shifted(one: Sequence[Hashable], two: Sequence[Hashable]) -> bool:
+def _is_shifted(a: Sequence[Hashable], b: Sequence[Hashable]) -> bool:
     """Whether two sequences are the same but for a shift of a few positions."""
-    for by in range(1, min(MOST_SHIFT, len(one) - 1) + 1):
-        if one[by:] == two[:-by] or one[:-by] == two[by:]:
-            return True
-    return False
+    return any(a[by:] == b[:-by] or a[:-by] == b[by:] for by in range(1, min(MOST_SHIFT, len(a) - 1) + 1))

@@ -44,8 +44,8 @@ def find_rank_factors(pair: TensorPair, shares_by_dim: Mapping[int, Sequence[Dim
 def _fit(pair: TensorPair, place: int, coords: Tensor, size: int, most: int) -> Tensor | None:
     """The factors, `[samples, ranks]`, if they explain the difference; NaN where A has nothing but zeros."""
     sample = pair.along(SAMPLE_AXIS)
-    kept = [d for d in (sample, place) if d is not None]
-    reduced = [d for d in range(len(pair.dims)) if d not in kept]
+    kept_dims = [d for d in (sample, place) if d is not None]
+    reduced = [d for d in range(len(pair.dims)) if d not in kept_dims]
     samples = 1 if sample is None else pair.shape[sample]
     sums = torch.zeros(4, samples, size, dtype=torch.float64)
     for block, a, b in pair.blocks(most):

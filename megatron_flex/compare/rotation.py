@@ -44,8 +44,8 @@ def find_rotation(a: Tensor, b: Tensor, noise: float) -> str:
 
 def _pair(x: Tensor, interleaved: bool) -> Tensor:
     """Pairs of features as complex numbers."""
-    one, two = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    return torch.complex(one.contiguous(), two.contiguous())
+    real, imaginary = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.complex(real.contiguous(), imaginary.contiguous())
 
 
 def _describe(left: Tensor, right: Tensor, noise: float) -> str:

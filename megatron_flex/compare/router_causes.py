@@ -127,18 +127,25 @@ class RouterCauses(ComparedRuns):
             (point, kind): self._read(pair, ComparedTensor(f"{router}:{point}", kind, pair.item.call))
             for point, kind in (("logits", VALUE), ("probs", VALUE), ("probs", GRADIENT))
         }
-        one, two = (t.double() for t in pair.read([slice(0, n) for n in pair.shape]))
+        grad_a, grad_b = (t.double() for t in pair.read([slice(0, n) for n in pair.shape]))
         logits, probs, grad = read.values()
-        if logits is None or probs is None or grad is None or not (one.isfinite() & two.isfinite()).all():
+        if (
+            logits is None
+            or probs is None
+            or grad is None
+            or not (grad_a.isfinite() & grad_b.isfinite()).all()
+        ):
             return None
         main = compute_logits_gradient(logits, probs, grad, model)
-        if main is None or main.shape != one.shape:
+        if main is None or main.shape != grad_a.shape:
             return None
-        first, second = one - main, two - main
-        if float(first.norm()) <= SAME_PART * float((two - one).norm()) or not float((two - one).norm()):
+        first, second = grad_a - main, grad_b - main
+        if float(first.norm()) <= SAME_PART * float((grad_b - grad_a).norm()) or not float(
+            (grad_b - grad_a).norm()
+        ):
             return None
         scale = float((first * second).sum() / first.square().sum())
-        left = float((second - scale * first).norm()) / float((two - one).norm())
+        left = float((second - scale * first).norm()) / float((grad_b - grad_a).norm())
         return scale if left <= SAME_PART and math.isfinite(scale) else None
 
     def _read(self, pair: TensorPair, item: ComparedTensor) -> Tensor | None:

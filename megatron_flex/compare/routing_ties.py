@@ -258,8 +258,8 @@ class RouterPairs:
         exchanges: set[tuple[int, int]] = set()
         for _, _, (a, b), _ in self.blocks():
             lost, gained = a & ~b, b & ~a
-            one = (lost.sum(-1) == 1) & (gained.sum(-1) == 1)
-            exchanges.update(_list_exchanges(lost, gained, one))
+            is_exchange = (lost.sum(-1) == 1) & (gained.sum(-1) == 1)
+            exchanges.update(_list_exchanges(lost, gained, is_exchange))
         least, most = dict.fromkeys(exchanges, -math.inf), dict.fromkeys(exchanges, math.inf)
         for _, _, choices, scores in self.blocks():
             for chosen, score in zip(choices, scores, strict=True):
@@ -298,8 +298,8 @@ def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> Routing
         fewer = [fewer[0] + int((counts[0] < counts[1]).sum()), fewer[1] + int((counts[1] < counts[0]).sum())]
         if first is None and wrong.any():
             at = wrong.nonzero().tolist()[0]
-            one, two = (tuple(t[tuple(at)].nonzero().flatten().tolist()) for t in (a, b))
-            first = (*_locate_token(pair, block, at), one, two)
+            experts_a, experts_b = (tuple(t[tuple(at)].nonzero().flatten().tolist()) for t in (a, b))
+            first = (*_locate_token(pair, block, at), experts_a, experts_b)
     return RoutingTies(tokens, tied, others, (fewer[0], fewer[1]), first)
 
 

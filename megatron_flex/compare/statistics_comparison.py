@@ -251,10 +251,10 @@ class StatisticsTester:
 
 def _compare_histograms(a: TensorStatistics, b: TensorStatistics) -> float:
     """The greatest difference of the two distributions (Kolmogorov and Smirnov's statistic)."""
-    gaps, one, two = [0.0], 0, 0
+    gaps, sum_a, sum_b = [0.0], 0, 0
     for left, right in zip(a.histogram, b.histogram, strict=True):
-        one, two = one + left, two + right
-        gaps.append(abs(one / max(a.count, 1) - two / max(b.count, 1)))
+        sum_a, sum_b = sum_a + left, sum_b + right
+        gaps.append(abs(sum_a / max(a.count, 1) - sum_b / max(b.count, 1)))
     return max(gaps)
 
 
@@ -296,17 +296,17 @@ def compare_statistics(
     for iteration in track(chosen, "comparing", unit="iterations"):
         tester = StatisticsTester(ReductionDepths(values), unit, half)
         for name in common:
-            one, two = a.row(name, iteration), b.row(name, iteration)
-            if one is None or two is None:
+            row_a, row_b = a.row(name, iteration), b.row(name, iteration)
+            if row_a is None or row_b is None:
                 missing.append(f"iteration {iteration} of {name} is in one of them only")
-            elif one.count != two.count:
+            elif row_a.count != row_b.count:
                 missing.append(
-                    f"not compared: {name}, iteration {iteration}: {one.count:,} entries in A and "
-                    f"{two.count:,} in B"
+                    f"not compared: {name}, iteration {iteration}: {row_a.count:,} entries in A and "
+                    f"{row_b.count:,} in B"
                 )
             else:
-                tested = tester.test(one, two, iteration)
-                rows.append(_make_row(one, two, *tested, tester.count_not_finite(one, two)))
+                tested = tester.test(row_a, row_b, iteration)
+                rows.append(_make_row(row_a, row_b, *tested, tester.count_not_finite(row_a, row_b)))
     if not rows:
         raise DumpError(f"{a.describe()} and {b.describe()} have nothing in common: {'; '.join(missing)}")
     return Comparison(
@@ -324,11 +324,11 @@ def compare_statistics(
 
 def _list_missing(a: StatisticsFiles | StatisticsOfDump, b: StatisticsFiles | StatisticsOfDump) -> list[str]:
     out = []
-    for one, other in ((a, b), (b, a)):
-        names = [n for n in one.names if n not in set(other.names)]
-        out += [f"only in {one.label}: {list_some(names)}"] * bool(names)
-        numbers = sorted(set(one.iterations) - set(other.iterations))
-        out += [f"iterations only in {one.label}: {list_some(numbers)}"] * bool(numbers)
+    for source, other in ((a, b), (b, a)):
+        names = [n for n in source.names if n not in set(other.names)]
+        out += [f"only in {source.label}: {list_some(names)}"] * bool(names)
+        numbers = sorted(set(source.iterations) - set(other.iterations))
+        out += [f"iterations only in {source.label}: {list_some(numbers)}"] * bool(numbers)
     return out
 
 

@@ -270,12 +270,12 @@ def check_copy(profile: DifferenceProfile, name: str, copies: Copies) -> Outcome
         name: its name.
         copies: the tensors before it, to which it is added.
     """
-    one, two = (
+    digest_a, digest_b = (
         (float(profile.count), *getattr(profile.by_dim[0], sums).tolist())
         for sums in ("squares_a", "squares_b")
     )
-    source, expected = copies.setdefault(one, (name, two))
-    if expected == two:
+    source, expected = copies.setdefault(digest_a, (name, digest_b))
+    if expected == digest_b:
         return None
     return Outcome("copy", 1.0, 0.0, f"it is a copy of {source} in A, and not in B")
 

@@ -465,12 +465,12 @@ def align_arrays(
         The common part: usually one pair; one for each sample where tokens were selected by sample, one
         for each microbatch where there are no samples. Or a text with the reason why there is none.
     """
-    one, two = a.at(iteration), b.at(iteration if iteration_b is None else iteration_b)
-    if any(x.packed or x.ragged for x in (one, two)) and TOKEN_AXIS in (*one.dims, *two.dims):
-        return _align_by_sequence(item, iteration, one, two)
-    if MICROBATCH_AXIS in (*one.dims, *two.dims):
-        return _align_by_microbatch(item, iteration, one, two)
-    return _align_by_label(item, iteration, one[0], two[0])
+    array_a, array_b = a.at(iteration), b.at(iteration if iteration_b is None else iteration_b)
+    if any(x.packed or x.ragged for x in (array_a, array_b)) and TOKEN_AXIS in (*array_a.dims, *array_b.dims):
+        return _align_by_sequence(item, iteration, array_a, array_b)
+    if MICROBATCH_AXIS in (*array_a.dims, *array_b.dims):
+        return _align_by_microbatch(item, iteration, array_a, array_b)
+    return _align_by_label(item, iteration, array_a[0], array_b[0])
 
 
 def _align_by_sequence(
@@ -502,8 +502,8 @@ def _align_by_microbatch(
     if len(left) != len(right):
         return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
     out: list[TensorPair] = []
-    for number, (one, two) in enumerate(zip(left, right, strict=True)):
-        pairs = _align_by_label(item, iteration, one, two, number)
+    for number, (microbatch_a, microbatch_b) in enumerate(zip(left, right, strict=True)):
+        pairs = _align_by_label(item, iteration, microbatch_a, microbatch_b, number)
         if isinstance(pairs, str):
             return f"{pairs} (microbatch {number})"
         out += pairs
@@ -564,11 +564,11 @@ def _make_pair(
         if not both and (labels_a or labels_b):
             return f"no {dim} that both have"
         numbers.append(both)
-    one, two = (
+    indices_a, indices_b = (
         tuple(_find_common_indices(n, w) for n, w in zip(x, numbers, strict=True))
         for x in (numbers_a, numbers_b)
     )
-    return TensorPair(item, iteration, a, b, tuple(a.dims), tuple(numbers), one, two, microbatch)
+    return TensorPair(item, iteration, a, b, tuple(a.dims), tuple(numbers), indices_a, indices_b, microbatch)
 
 
 def _align_by_sample(

@@ -87,10 +87,10 @@ WORD_EMBEDDINGS, OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_lay
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
-def _in_layers(theirs: str, *rules: WeightRule) -> tuple[WeightRule, ...]:
+def _in_layers(layer_path: str, *rules: WeightRule) -> tuple[WeightRule, ...]:
     """Rules with names relative to a layer."""
     return tuple(
-        rule._replace(ours=OURS + rule.ours, theirs=tuple(theirs + name for name in rule.theirs))
+        rule._replace(ours=OURS + rule.ours, theirs=tuple(layer_path + name for name in rule.theirs))
         for rule in rules
     )
 
@@ -134,14 +134,14 @@ LATENT_ATTENTION = (
 )
 
 
-def _gated_mlp(ours: str, theirs: str) -> tuple[WeightRule, ...]:
+def _gated_mlp(path: str, hf_path: str) -> tuple[WeightRule, ...]:
     return (
         WeightRule(
-            f"{ours}.linear_fc1.{{kind}}",
-            (f"{theirs}.gate_proj.{{kind}}", f"{theirs}.up_proj.{{kind}}"),
+            f"{path}.linear_fc1.{{kind}}",
+            (f"{hf_path}.gate_proj.{{kind}}", f"{hf_path}.up_proj.{{kind}}"),
             GATE_UP,
         ),
-        WeightRule(f"{ours}.linear_fc2.{{kind}}", (f"{theirs}.down_proj.{{kind}}",)),
+        WeightRule(f"{path}.linear_fc2.{{kind}}", (f"{hf_path}.down_proj.{{kind}}",)),
     )
 
 

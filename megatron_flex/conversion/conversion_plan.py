@@ -217,8 +217,8 @@ class PlanMaker:
                 )
             if part.shape != (count, *shape[1:]):
                 needed = _stored((count, *shape[1:]), part.transposed)
-                held = form.shape if part.entry is None else form.shape[1:]
-                raise FlexError(f"{part.name} has shape {held}; {name} of shape {shape} needs {needed}")
+                stored = form.shape if part.entry is None else form.shape[1:]
+                raise FlexError(f"{part.name} has shape {stored}; {name} of shape {shape} needs {needed}")
             if form.dtype not in FLOATS:
                 raise FlexError(
                     f"{part.name} has dtype {form.dtype}: convert it to one of {', '.join(FLOATS)}"

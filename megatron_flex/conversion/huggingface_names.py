@@ -37,26 +37,26 @@ def translate_module(name: str) -> list[str]:
 def _list_modules() -> list[tuple[re.Pattern[str], str]]:
     """Patterns of names of Hugging Face, and Megatron's names; modules with parameters, then those around."""
     levels: list[dict[tuple[str, str], None]] = []
-    for prefix, theirs, ours in _list_parameters():
+    for prefix, hf_name, name in _list_parameters():
         depth = 0
-        while "." in theirs and "." in ours:
-            theirs, ours = theirs.rpartition(".")[0], ours.rpartition(".")[0]
+        while "." in hf_name and "." in name:
+            hf_name, name = hf_name.rpartition(".")[0], name.rpartition(".")[0]
             if len(levels) == depth:
                 levels.append({})
             optional = (
-                f"(?:{re.escape(prefix)})?{_FIELD.sub(_match_field, re.escape(theirs.removeprefix(prefix)))}"
+                f"(?:{re.escape(prefix)})?{_FIELD.sub(_match_field, re.escape(hf_name.removeprefix(prefix)))}"
             )
-            levels[depth][optional, ours] = None
+            levels[depth][optional, name] = None
             depth += 1
-    return [(re.compile(theirs), ours) for level in levels for theirs, ours in level]
+    return [(re.compile(hf_name), name) for level in levels for hf_name, name in level]
 
 
 def _list_parameters() -> Iterator[tuple[str, str, str]]:
     """The prefix of an architecture, and the names of a parameter of its own and of Megatron's."""
     for architecture in ARCHITECTURES.values():
         for rule in architecture.rules:
-            for theirs in rule.theirs:
-                yield architecture.prefix, theirs, rule.ours
+            for hf_name in rule.theirs:
+                yield architecture.prefix, hf_name, rule.ours
 
 
 def _match_field(field: re.Match[str]) -> str:

@@ -348,10 +348,10 @@ class MegatronWeights:
     def write(self, parameter: PlannedParameter, weights: Weights) -> int:
         """Read this rank's shards of a parameter, and return the bytes that were read."""
         mesh, read = self.adapter.mesh, 0
-        for site, held in self.index.held(parameter.name):
+        for site, local in self.index.held(parameter.name):
             layout = PADDED.layout(site, mesh.sizes)
             for at, part, index in _blocks(layout, parameter, mesh.coords, mesh.sizes):
-                target = self.adapter.storage.value(held)[at]
+                target = self.adapter.storage.value(local)[at]
                 if part is None:
                     target.zero_()  # rows that pad the vocabulary
                     continue

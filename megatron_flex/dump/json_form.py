@@ -62,21 +62,21 @@ def list_storage(kind: Any, brief: bool = False) -> list[tuple[Field[Any], Stora
             one.
     """
     out = []
-    for number, one in enumerate(fields(kind)):
-        left_out = brief and number > 0 and one.default is not MISSING
+    for number, entry in enumerate(fields(kind)):
+        left_out = brief and number > 0 and entry.default is not MISSING
         usual = Storage(optional=left_out, omitted=left_out)
-        out.append((one, one.metadata.get(Storage, usual)))
+        out.append((entry, entry.metadata.get(Storage, usual)))
     return out
 
 
 def derive_form(kind: Any, brief: bool = False) -> dict[str, Form]:
     """The form of a dataclass; `brief` as for `list_storage`."""
     hints, out = get_type_hints(kind), {}
-    for one, storage in list_storage(kind, brief):
+    for entry, storage in list_storage(kind, brief):
         form = storage.form
         if form is None:
-            form = _derive_value_form(hints[one.name], brief)
-        out[one.name + "?" * storage.optional] = form
+            form = _derive_value_form(hints[entry.name], brief)
+        out[entry.name + "?" * storage.optional] = form
     return out
 
 
@@ -100,16 +100,16 @@ def to_json(document: Any, brief: bool = False) -> dict[str, Any]:
     """A document in plain values, by the names of its fields; `brief` as for `list_storage`."""
     out: dict[str, Any] = {}
     kind: Any = type(document)
-    for one, storage in list_storage(kind, brief):
-        value = getattr(document, one.name)
-        if not storage.omitted or value != one.default:
-            out[one.name] = _to_plain(value, brief)
+    for entry, storage in list_storage(kind, brief):
+        value = getattr(document, entry.name)
+        if not storage.omitted or value != entry.default:
+            out[entry.name] = _to_plain(value, brief)
     return out
 
 
 def _to_plain(value: Any, brief: bool) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_to_plain(one, brief) for one in value]
+        return [_to_plain(item, brief) for item in value]
     return to_json(value, brief) if is_dataclass(value) else value
 
 
@@ -118,8 +118,8 @@ def stringify_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):
-        return {key: stringify_nonfinite(one) for key, one in value.items()}
-    return [stringify_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: stringify_nonfinite(item) for key, item in value.items()}
+    return [stringify_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def format_json(content: Any) -> str:
@@ -166,7 +166,7 @@ def remove_fields(record: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 def _list_readers(kind: Any) -> dict[str, Callable[[Any], Any] | None]:
     """The name of each field, and what makes its value."""
     hints = get_type_hints(kind)
-    return {one.name: _make_reader(hints[one.name]) for one in fields(kind)}
+    return {entry.name: _make_reader(hints[entry.name]) for entry in fields(kind)}
 
 
 def _make_reader(hint: Any) -> Callable[[Any], Any] | None:
@@ -182,9 +182,9 @@ def _make_reader(hint: Any) -> Callable[[Any], Any] | None:
         return partial(_read_integers, len(inner))
     if origin in (tuple, Sequence):
         integers = get_origin(inner[0]) is tuple and set(get_args(inner[0])) == {int}
-        one = _make_reader(inner[0]) if is_dataclass(inner[0]) or integers else None
-        if one is not None:
-            return lambda value: tuple(map(one, value))
+        read_item = _make_reader(inner[0]) if is_dataclass(inner[0]) or integers else None
+        if read_item is not None:
+            return lambda value: tuple(map(read_item, value))
         return tuple if origin is tuple else None
     return None
 
@@ -221,12 +221,12 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
             raise ValueError(f"{_name_place(at)} is out of range")
     elif isinstance(form, list):
         check_form(value, "list", at)
-        for one in value:
-            check_form(one, form[0], at)
+        for item in value:
+            check_form(item, form[0], at)
     elif "*" in form:
         check_form(value, "object", at)
-        for key, one in value.items():
-            check_form(one, form["*"], key[:40])
+        for key, item in value.items():
+            check_form(item, form["*"], key[:40])
     else:
         check_form(value, "object", at)
         forms, needed = _split_keys(form)
@@ -235,8 +235,8 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
             raise ValueError(
                 f"{_name_place(at)} has wrong keys: missing {missing}, unknown {str(unknown)[:80]}"
             )
-        for key, one in value.items():
-            check_form(one, forms[key], key)
+        for key, item in value.items():
+            check_form(item, forms[key], key)
 
 
 def _name_place(at: str) -> str:
@@ -253,7 +253,7 @@ def _split_keys(form: dict[str, Form]) -> tuple[dict[str, Form], frozenset[str]]
     """The forms of an object's keys, and the keys that it must have."""
     known = _KEY_CACHE.get(id(form))
     if known is None or known[0] is not form:
-        forms = {key.removesuffix("?"): one for key, one in form.items()}
+        forms = {key.removesuffix("?"): value_form for key, value_form in form.items()}
         known = form, forms, frozenset(key for key in form if not key.endswith("?"))
         _KEY_CACHE[id(form)] = known
     return known[1], known[2]

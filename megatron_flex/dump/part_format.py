@@ -286,9 +286,9 @@ def _check_version(path: Path, stated: Any) -> None:
 def _parse_spans(tensors: dict[str, Any], room: int, start: int) -> TensorSpans:
     """Where the tensors are: contiguous, and nothing else in the file."""
     where, end = {}, 0
-    for name, one in tensors.items():
-        check_form(one, TENSOR_FORM, name[:80])
-        span = from_json(StoredTensorSpan, one)
+    for name, record in tensors.items():
+        check_form(record, TENSOR_FORM, name[:80])
+        span = from_json(StoredTensorSpan, record)
         dtype, shape = NAMED_DTYPES[span.dtype], span.shape
         first, last = span.data_offsets
         check_dims(shape)

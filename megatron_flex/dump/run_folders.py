@@ -100,7 +100,7 @@ def list_run_folders(path: Path) -> list[RunFolder]:
     if not numbered:
         inside = RUN_NUMBER.fullmatch(path.resolve().name)
         fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
-        fix = "".join(f"; {one.text}" for one in renamed_runs(path)) or fix
+        fix = "".join(f"; {renamed.text}" for renamed in renamed_runs(path)) or fix
         raise DumpError(f"{path} is not a dump: it has no run-0000{fix}", path=path)
     return [_list_run_folder(number, folder) for number, folder in numbered]
 

@@ -257,12 +257,12 @@ class LocalEdit(Preset):
 
 def _depends_on_parameter(edited: Tensor, inputs: Tensor) -> bool:
     """Whether a result depends on a parameter besides the tensor."""
-    todo, seen = deque([edited.grad_fn]), {inputs.grad_fn, None}
-    while todo and len(seen) < MAX_GRAPH_NODES:
+    todo, visited = deque([edited.grad_fn]), {inputs.grad_fn, None}
+    while todo and len(visited) < MAX_GRAPH_NODES:
         node: Any = todo.popleft()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable") and node.variable is not inputs:
             return True
         todo.extend(n for n, _ in node.next_functions)

@@ -137,14 +137,16 @@ class DumpSource:
         if numbers is None or "token" not in array.dims:
             raise FigureError(f"{self.where}: {name} has no samples with tokens, but {', '.join(array.dims)}")
         _check_sample(name, sample, len(numbers))
-        one = array[sample]
-        places, existing = array.tokens, one.existing()
+        sample_array = array[sample]
+        places, existing = array.tokens, sample_array.existing()
         assert places is not None
         if existing is not None:
-            one, places = one[existing], places[..., existing]
+            sample_array, places = sample_array[existing], places[..., existing]
         tokens = tuple(int(t) for t in (places[sample] if places.ndim > 1 else places))
         number = int(numbers[sample])
-        return SampleRows(number, tokens, one.shape[1:], lambda first, last: one[first:last].torch())
+        return SampleRows(
+            number, tokens, sample_array.shape[1:], lambda first, last: sample_array[first:last].torch()
+        )
 
     def _array(self, name: str, iteration: int) -> DumpArray:
         return self.dump[name].at(iteration)[0]
@@ -199,10 +201,13 @@ class CacheSource:
         full = self.cache[self._keys[name]]
         full = full if self.cache.has_batch_dim else full[None]
         _check_sample(name, sample, len(full))
-        one = full[sample]
-        one = one.transpose(0, 1) if name.endswith(QUERY_SUFFIXES) else one
+        sample_tensor = full[sample]
+        sample_tensor = sample_tensor.transpose(0, 1) if name.endswith(QUERY_SUFFIXES) else sample_tensor
         return SampleRows(
-            sample, tuple(range(len(one))), tuple(one.shape[1:]), lambda first, last: one[first:last]
+            sample,
+            tuple(range(len(sample_tensor))),
+            tuple(sample_tensor.shape[1:]),
+            lambda first, last: sample_tensor[first:last],
         )
 
     def layout(self, name: str) -> str:

@@ -84,20 +84,20 @@ def logit_lens(
             if isinstance(opened, CacheSource)
             else _read_unembedding(opened, number, tied)
         )
-        kept: list[int] | None = None
+        chosen: list[int] | None = None
         places: tuple[int, ...] = ()
         target_ids = None if targets is None else torch.tensor([int(t) for t in targets], dtype=torch.int64)
         lenses: list[_Lens] = []
         for name in reversed(names.values()):  # the last one first: its answer is what others are ranked by
             rows = opened.rows(name, number, sample)
-            if kept is None:
-                kept = _chosen_positions(positions, len(rows.tokens))
-                places = tuple(rows.tokens[i] for i in kept)
-            if target_ids is not None and len(target_ids) != len(kept):
+            if chosen is None:
+                chosen = _chosen_positions(positions, len(rows.tokens))
+                places = tuple(rows.tokens[i] for i in chosen)
+            if target_ids is not None and len(target_ids) != len(chosen):
                 raise FigureError(
-                    f"targets has {len(target_ids)} tokens, and there are {len(kept)} positions"
+                    f"targets has {len(target_ids)} tokens, and there are {len(chosen)} positions"
                 )
-            lenses.insert(0, _read_lens(rows.all()[torch.tensor(kept)], logits, top, target_ids))
+            lenses.insert(0, _read_lens(rows.all()[torch.tensor(chosen)], logits, top, target_ids))
             target_ids = lenses[0].targets
         text = make_caption(
             f"logit lens of {STREAM_SITES}",
@@ -159,12 +159,12 @@ class _Lens(NamedTuple):
 def _stacked(lenses: list[_Lens], number: int, caption: str) -> tuple[Any, ...]:
     """The fields of a `LogitLens` from `ids` on, of the lenses of all layers."""
     return (
-        as_array(torch.stack([one.ids for one in lenses])),
-        as_array(torch.stack([one.probabilities for one in lenses])),
+        as_array(torch.stack([lens.ids for lens in lenses])),
+        as_array(torch.stack([lens.probabilities for lens in lenses])),
         number,
         caption,
-        as_array(torch.stack([one.entropies for one in lenses])),
-        as_array(torch.stack([one.ranks for one in lenses])),
+        as_array(torch.stack([lens.entropies for lens in lenses])),
+        as_array(torch.stack([lens.ranks for lens in lenses])),
         as_array(lenses[-1].targets),
     )
 

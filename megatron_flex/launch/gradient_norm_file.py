@@ -64,8 +64,8 @@ class NormFile:
         compared = self._norms.compare(session.mesh)
         if self._writes:
             records = [
-                NormRecord(session.clock.iteration, one.norm, one.full, one.finding, one.names)
-                for one in compared
+                NormRecord(session.clock.iteration, norm.norm, norm.full, norm.finding, norm.names)
+                for norm in compared
             ]
             with self._path.open("a", encoding="utf-8") as file:
                 for record in records:

@@ -128,9 +128,9 @@ def _cut_dim(
     layout: Layout, index: int, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None
 ) -> DimBlocks:
     dim, offset, out = layout.dims[index], 0, []
-    kept = length if dim.keep is None else min(length, dim.keep)
+    unpadded = length if dim.keep is None else min(length, dim.keep)
     for start, stop in spans(dim, length, coords, sizes, lengths):
-        real = min(stop, kept) - start
+        real = min(stop, unpadded) - start
         if real > 0:
             out.append((slice(start, start + real), slice(offset, offset + real)))
         offset += stop - start

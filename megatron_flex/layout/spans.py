@@ -56,9 +56,9 @@ def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) ->
     if size == 1:
         return piece
     if len(cut.segments) > 1:
-        one, out = replace(cut, segments=(1,)), list[Span]()
+        plain_cut, out = replace(cut, segments=(1,)), list[Span]()
         for first, last in _list_segments(piece, cut, name):
-            out += _cut_spans(list(_clip_window(piece, first, last)), one, coord, size, name)
+            out += _cut_spans(list(_clip_window(piece, first, last)), plain_cut, coord, size, name)
         return out
     count, at = size // cut.copies, coord // cut.copies
     if count * cut.copies != size:
@@ -185,8 +185,8 @@ def full_shape(
 ) -> tuple[int, ...]:
     """The shape of the tensor that one device would have held, from one rank's local shape."""
     full = padded_shape(layout, local, sizes, lengths)
-    kept = [n if d.keep is None else min(n, d.keep) for n, d in zip(full, layout.dims, strict=True)]
-    return tuple(kept) if layout.permute is None else tuple(kept[i] for i in layout.permute)
+    unpadded = [n if d.keep is None else min(n, d.keep) for n, d in zip(full, layout.dims, strict=True)]
+    return tuple(unpadded) if layout.permute is None else tuple(unpadded[i] for i in layout.permute)
 
 
 def coordinates(layout: Layout, sizes: Sizes) -> list[dict[str, int]]:
@@ -206,8 +206,8 @@ def uneven_lengths(layout: Layout, shapes: Sequence[Sequence[int]], sizes: Sizes
     out: dict[int, list[int]] = {}
     for index, dim in enumerate(layout.dims):
         if dim.uneven:
-            seen: dict[tuple[int, ...], int] = {}
+            by_coords: dict[tuple[int, ...], int] = {}
             for shape, coords in zip(shapes, coordinates(layout, sizes), strict=True):
-                seen.setdefault(tuple(coords[c.axis] for c in dim.cuts), shape[index])
-            out[index] = [seen[at] for at in sorted(seen)]
+                by_coords.setdefault(tuple(coords[c.axis] for c in dim.cuts), shape[index])
+            out[index] = [by_coords[at] for at in sorted(by_coords)]
     return out

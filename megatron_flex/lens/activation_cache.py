@@ -112,8 +112,8 @@ class NamedTensors(Mapping[str, Tensor]):
         """
         if not self.has_batch_dim:
             raise FlexError("the batch dim is removed; take sequences before that")
-        kept = {name: slice_dim(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
-        out = type(self)(kept, self._fetch, self._spread)
+        sliced = {name: slice_dim(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
+        out = type(self)(sliced, self._fetch, self._spread)
         out.has_batch_dim = not isinstance(batch_slice, int)
         return out
 
@@ -441,10 +441,12 @@ class ActivationCache(NamedTensors):
         """
         self.compute_head_results()
         last = self._number(layer)
-        kept = [n for n in range(last) if f"blocks.{n}.attn.hook_result" in self._tensors]
-        head_results = [slice_dim(self["result", n], pos_slice, -3) for n in kept]
+        layers_with_heads = [n for n in range(last) if f"blocks.{n}.attn.hook_result" in self._tensors]
+        head_results = [slice_dim(self["result", n], pos_slice, -3) for n in layers_with_heads]
         labels = [
-            f"L{n}H{m}" for n, piece in zip(kept, head_results, strict=True) for m in range(piece.shape[-2])
+            f"L{n}H{m}"
+            for n, piece in zip(layers_with_heads, head_results, strict=True)
+            for m in range(piece.shape[-2])
         ]
         return self._stacked(head_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
@@ -486,13 +488,13 @@ class ActivationCache(NamedTensors):
             >>> cache.stack_neuron_results(layer=2, neuron_slice=[7, 11]).shape
             torch.Size([4, 2, 16, 32])
         """
-        kept = [
+        layers_with_mlp = [
             n for n in range(self._number(layer)) if f"blocks.{n}.mlp.hook_post" in self._fetch.names.aliases
         ]
-        neuron_results = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in kept]
-        width = self["post", kept[0]].shape[-1] if kept else 0
+        neuron_results = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in layers_with_mlp]
+        width = self["post", layers_with_mlp[0]].shape[-1] if layers_with_mlp else 0
         numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
-        labels = [f"L{n}N{m}" for n in kept for m in numbers]
+        labels = [f"L{n}N{m}" for n in layers_with_mlp for m in numbers]
         return self._stacked(
             neuron_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln
         )

@@ -145,7 +145,7 @@ class Trace:
             raise HookError(
                 f"a handle has no value before the run; assign a tensor or a function to {alias.name}"
             )
-        self.edits.add(alias, lambda seen, _: new.to(seen) if isinstance(new, Tensor) else new(seen))
+        self.edits.add(alias, lambda current, _: new.to(current) if isinstance(new, Tensor) else new(current))
 
     def _open(self) -> None:
         if self._over:

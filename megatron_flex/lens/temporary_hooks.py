@@ -89,7 +89,7 @@ class TemporaryCaptures:
             return {}
         weights = self.weights.of(w for a in self.aliases for w in a.view.weights)
         return {
-            a.name: _concatenate([a.view.theirs(t, weights) for t in read[a.site]])
+            a.name: _concatenate([a.view.to_lens(t, weights) for t in read[a.site]])
             for a in self.aliases
             if a.site in read
         }
@@ -286,17 +286,19 @@ class TemporaryEdits:
             count = self.session.probing
             if count is not None and self.session.clock.microbatch >= count:
                 return inputs  # padding that the schedule needed
-            seen = view.theirs(inputs, weights)
-            version = seen._version
-            edited = function(seen, point)
+            lens_tensor = view.to_lens(inputs, weights)
+            version = lens_tensor._version
+            edited = function(lens_tensor, point)
             if edited is None:
-                if seen._version == version:
+                if lens_tensor._version == version:
                     return inputs
-                edited = seen  # edited in place
-            if not isinstance(edited, Tensor) or edited.shape != seen.shape:
+                edited = lens_tensor  # edited in place
+            if not isinstance(edited, Tensor) or edited.shape != lens_tensor.shape:
                 got = f"shape {tuple(edited.shape)}" if isinstance(edited, Tensor) else type(edited).__name__
-                raise HookError(f"{alias.name} has shape {tuple(seen.shape)}; the function returned {got}")
-            return view.ours(edited, inputs, weights)
+                raise HookError(
+                    f"{alias.name} has shape {tuple(lens_tensor.shape)}; the function returned {got}"
+                )
+            return view.to_site(edited, inputs, weights)
 
         vars(edit)["edit_traits"] = EditTraits(user_functions=(function,))
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)

@@ -23,13 +23,13 @@ class View:
     weights: tuple[str, ...] = ()
     fixed: str = ""
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
-        """TransformerLens' tensor for `ours`."""
-        return ours
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        """TransformerLens' tensor for `tensor`."""
+        return tensor
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """The site's tensor, in place of `old`, for which TransformerLens would have `theirs`."""
-        return theirs
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """The site's tensor, in place of `old`, for which TransformerLens would have `lens_tensor`."""
+        return lens_tensor
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class BatchFirst(View):
     bias: str = ""
     part: tuple[int, int] = (0, 1)
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Transposed, with the bias."""
-        seen = ours.transpose(0, 1)
-        return seen + self._bias(seen, weights) if self.bias else seen
+        batch_first = tensor.transpose(0, 1)
+        return batch_first + self._bias(batch_first, weights) if self.bias else batch_first
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """Transposed, without the bias."""
-        return (theirs - self._bias(theirs, weights) if self.bias else theirs).transpose(0, 1)
+        return (lens_tensor - self._bias(lens_tensor, weights) if self.bias else lens_tensor).transpose(0, 1)
 
     def _bias(self, like: Tensor, weights: Weights) -> Tensor:
         index, count = self.part
@@ -68,13 +68,13 @@ class Scaled(View):
 
     factor: float = 1.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Multiplied."""
-        return ours * self.factor
+        return tensor * self.factor
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """Divided again."""
-        return theirs / self.factor
+        return lens_tensor / self.factor
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Mapped(View):
     view: View = View()
     function: Callable[[Tensor], Tensor] = torch.clone
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The function's result."""
-        return self.function(self.view.theirs(ours, weights))
+        return self.function(self.view.to_lens(tensor, weights))
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class SplitHeads(View):
 
     heads: int = 1
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Split into heads."""
-        heads: Tensor = ours.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        heads: Tensor = tensor.transpose(0, 1).unflatten(-1, (self.heads, -1))
         return heads
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """Flattened again."""
-        return theirs.flatten(-2).transpose(0, 1)
+        return lens_tensor.flatten(-2).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class HeadResults(View):
 
     heads: int = 1
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Each head's z times its part of W_O."""
-        z = ours.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        z = tensor.transpose(0, 1).unflatten(-1, (self.heads, -1))
         output: Tensor = weights[self.weights[0]].unflatten(-1, (self.heads, -1)).to(z)
         return torch.einsum("bsnd,hnd->bsnh", z, output)
 
@@ -136,13 +136,13 @@ class Scores(View):
 
     factor: float = 1.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Scaled and masked."""
-        return (ours * self.factor).masked_fill(_future_mask(ours), float("-inf"))
+        return (tensor * self.factor).masked_fill(_future_mask(tensor), float("-inf"))
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """New scores where attention is allowed, old ones elsewhere."""
-        return torch.where(_future_mask(old), old, (theirs / self.factor).to(old.dtype))
+        return torch.where(_future_mask(old), old, (lens_tensor / self.factor).to(old.dtype))
 
 
 def _future_mask(scores: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ class Scale(View):
     rms: bool = True
     epsilon: float = 0.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The root of the mean square."""
-        return norm_scale(ours.transpose(0, 1), self.rms, self.epsilon)
+        return norm_scale(tensor.transpose(0, 1), self.rms, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Normalized(View):
     rms: bool = True
     epsilon: float = 0.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Centered for a LayerNorm, and divided by the scale."""
-        return normalize_stream(ours.transpose(0, 1), self.rms, self.epsilon).to(ours.dtype)
+        return normalize_stream(tensor.transpose(0, 1), self.rms, self.epsilon).to(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,15 @@ class Unweighted(View):
 
     offset: float = 0.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Without bias and weight."""
-        weight, bias = self._parameters(ours, weights)
-        return torch.where(weight == 0, 0.0, (ours.transpose(0, 1) - bias) / weight)
+        weight, bias = self._parameters(tensor, weights)
+        return torch.where(weight == 0, 0.0, (tensor.transpose(0, 1) - bias) / weight)
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """With them."""
         weight, bias = self._parameters(old, weights)
-        return (theirs * weight + bias).transpose(0, 1)
+        return (lens_tensor * weight + bias).transpose(0, 1)
 
     def _parameters(self, like: Tensor, weights: Weights) -> tuple[Tensor, Tensor | float]:
         weight = weights[self.weights[0]].to(like) + self.offset
@@ -211,13 +211,13 @@ class Positions(View):
 
     factor: float = 1.0
 
-    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The same for every sequence."""
-        return self._own(ours, weights).expand(ours.shape[1], -1, -1).clone()
+        return self._own(tensor, weights).expand(tensor.shape[1], -1, -1).clone()
 
-    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """The sum with the new embeddings instead of the old."""
-        return old + (theirs - self._own(old, weights)).transpose(0, 1)
+        return old + (lens_tensor - self._own(old, weights)).transpose(0, 1)
 
     def _own(self, like: Tensor, weights: Weights) -> Tensor:
         return weights[self.weights[0]][: like.shape[0]].to(like) * self.factor

@@ -101,8 +101,8 @@ def check_attach_arguments(model: object, hooks: object, dumps: object, statisti
         check_hook(hook, "each of the hooks of attach()")
     for keyword, kind, given in (("dumps", Dump, dumps), ("statistics", Statistics, statistics)):
         several = [given] if isinstance(given, (str, kind)) or not isinstance(given, Sequence) else given
-        for one in several:
-            check_sink(one, kind, f"attach({keyword}=...)")
+        for sink in several:
+            check_sink(sink, kind, f"attach({keyword}=...)")
 
 
 def check_sink(given: object, kind: type[Dump] | type[Statistics], method: str) -> None:

@@ -104,19 +104,19 @@ class HookExplanation:
 
     def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
         tracer = self._session.tracer
-        seen = (
+        call = (
             None
             if tracer is None
             else tracer.last.get(site.name + (GRADIENT_SUFFIX if hook.backward else ""))
         )
         if tracer is None:
             yield "measured: nothing; call flex.debug() or set FLEX_DEBUG=1 before the step"
-        elif seen is None:
+        elif call is None:
             yield "measured: nothing on this rank yet"
         else:
-            yield f"measured: {seen.describe()}"
-            if (seen.full_size is not None or seen.here) and not hook.backward:
-                yield f"measured backward: {'; '.join(describe_moves(seen.back))}"
+            yield f"measured: {call.describe()}"
+            if (call.full_size is not None or call.here) and not hook.backward:
+                yield f"measured backward: {'; '.join(describe_moves(call.back))}"
 
 
 def _describe_collectives(plan: list[PlannedCollective]) -> str:

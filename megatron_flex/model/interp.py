@@ -100,8 +100,8 @@ class Interp:
             read = reading.collect(everywhere)
         finally:
             reading.stop()
-        kept = {a.name: read[a.name] for a in aliases if a.name in read}
-        return read.get(logits.name), ActivationCache(kept, weights, everywhere)
+        captured = {a.name: read[a.name] for a in aliases if a.name in read}
+        return read.get(logits.name), ActivationCache(captured, weights, everywhere)
 
     def run_with_hooks(
         self, tokens: Tensor, fwd_hooks: Hooks = (), *, microbatch_size: int | None = None

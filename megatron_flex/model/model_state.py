@@ -18,8 +18,8 @@ class ModelState:
     """
 
     def __init__(self, chunks: nn.ModuleList, trainable: nn.ModuleDict) -> None:
-        one = len(chunks) == 1
-        named = [("" if one else f"model{n}.", chunk) for n, chunk in enumerate(chunks)]
+        is_single = len(chunks) == 1
+        named = [("" if is_single else f"model{n}.", chunk) for n, chunk in enumerate(chunks)]
         self._parts: list[tuple[str, nn.Module]] = [*named, ("trainable_modules.", trainable)]
 
     def save(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -85,7 +85,7 @@ def _describe_finding(finding: DumpFinding) -> str:
 
 def _find_by_names(runs: list[RunFolder]) -> list[str]:
     """Check manifests and file names, for a dump too large to read completely."""
-    out = [one.text for one in renamed_runs(runs[0].path.parent) if one.lost]
+    out = [renamed.text for renamed in renamed_runs(runs[0].path.parent) if renamed.lost]
     for run in runs:
         if run.manifest is None:
             out.append(f"run {run.number}: {shorten_paths(run.damage, run.path.parent)}")

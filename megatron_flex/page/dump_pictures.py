@@ -185,7 +185,7 @@ class DumpPictures:
         for layer in shown:
             for at in choose_evenly(range(len(self.tables.iterations)), 1):
                 self._pattern(layer, at, side)
-        if any(one["of"] != [1, 1] for one in self._attention):
+        if any(picture["of"] != [1, 1] for picture in self._attention):
             self._add_note(f"attention patterns of more than {side} tokens as means over blocks")
         if not self._attention:
             self.lacks.setdefault("attention", "the attention patterns of this dump cannot be read")

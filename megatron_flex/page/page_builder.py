@@ -50,7 +50,7 @@ def fill_page(
             f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} "
             "sources side by side; make another page for the others"
         )
-    read = [open_readable(one) for one in dumps]
+    read = [open_readable(dump) for dump in dumps]
     notes = [(n["kind"], n["text"]) for _, opened in read for n in opened if n["kind"] == "damage"]
     opened_dumps = [opened for opened, _ in read if opened is not None]
     if page is None:

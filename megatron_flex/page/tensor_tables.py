@@ -157,8 +157,8 @@ def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = Tr
         return TensorCell(ABSENT)
     sums, read, failed = MomentSums(), 0, ""
     try:
-        one = array.at(iteration)[0]
-        part = limit_values(one, most)
+        full = array.at(iteration)[0]
+        part = limit_values(full, most)
         for values, trouble in _readable_values(part, one_by_one):
             failed = failed or trouble
             if values is not None:
@@ -177,7 +177,7 @@ def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = Tr
         | (NANS if measured.nans else 0)
         | (INFINITIES if measured.infinities else 0)
     )
-    return TensorCell(state, measured, failed, part.shape != one.shape)
+    return TensorCell(state, measured, failed, part.shape != full.shape)
 
 
 def nonfinite_state(measured: TensorStatistics) -> int:

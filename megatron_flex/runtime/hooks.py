@@ -328,9 +328,9 @@ class HookFunction:
         wording = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
         shape = f" expecting {self.expected_shape}" if self.expected_shape is not None else ""
-        kept = f" keeping {self.wanted.describe()}" if self.wanted and self.save else ""
-        kept += f" as {self.keep_as}" if self.keep_as else ""
-        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{wording}{kept}"
+        capture = f" keeping {self.wanted.describe()}" if self.wanted and self.save else ""
+        capture += f" as {self.keep_as}" if self.keep_as else ""
+        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{wording}{capture}"
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Compare a full tensor's shape with the expected one.

@@ -259,12 +259,12 @@ def measure_difference(got: Tensor, want: Tensor) -> tuple[float, float]:
     if not want.numel():
         return 0.0, 0.0
     exact = not want.is_floating_point() and not want.is_complex()
-    one, other = (got.long(), want.long()) if exact else (got, want)
+    result, expected = (got.long(), want.long()) if exact else (got, want)
     if not exact and want.element_size() == 1:  # torch has no arithmetic for such dtypes
-        one, other = got.float(), want.float()
-    same = (one == other) | ((one != one) & (other != other))
-    far = (one - other).abs().masked_fill(same, 0).double()
-    finite = other.abs().double()
+        result, expected = got.float(), want.float()
+    same = (result == expected) | ((result != result) & (expected != expected))
+    far = (result - expected).abs().masked_fill(same, 0).double()
+    finite = expected.abs().double()
     most = float(finite[finite.isfinite()].max()) if finite.isfinite().any() else 0.0
     return float(far.nan_to_num(nan=float("inf")).max()), most
 
@@ -469,7 +469,7 @@ def make_verify_error(findings: Sequence[Finding], step: int) -> VerifyError:
     """Make the error of the findings, with the attributes of the first; it usually causes the others."""
     more = f"; and {len(findings) - MAX_FINDINGS} more" if len(findings) > MAX_FINDINGS else ""
     count = count_words(len(findings), "finding")
-    texts = "; ".join(one.text for one in findings[:MAX_FINDINGS])
+    texts = "; ".join(finding.text for finding in findings[:MAX_FINDINGS])
     return VerifyError(f"step {step}: {count}: {texts}{more}", site=findings[0].site, ranks=findings[0].ranks)
 
 

@@ -198,18 +198,18 @@ class StatisticsSink:
     def __init__(
         self,
         statistics: Statistics,
-        wanted: StatisticsSelection,
+        selection: StatisticsSelection,
         mesh: Mesh,
         clock: Clock,
         adding: BackgroundReduction,
         sink: Sink,
     ) -> None:
-        self.settings, self.wanted, self.mesh, self.clock = statistics, wanted, mesh, clock
-        self.cycle = SinkCycle(STATISTICS_PURPOSE, mesh, clock, wanted.exact)
+        self.settings, self.wanted, self.mesh, self.clock = statistics, selection, mesh, clock
+        self.cycle = SinkCycle(STATISTICS_PURPOSE, mesh, clock, selection.exact)
         words = f"statistics in {statistics.path}"
-        self.hooks = make_sink_hooks(self, words, wanted.values, wanted.gradients, statistics.groups)
+        self.hooks = make_sink_hooks(self, words, selection.values, selection.gradients, statistics.groups)
         self._adding, self._sink = adding, sink
-        entries = wanted.entries()
+        entries = selection.entries()
         inside = [a for a in mesh if a.name != "pp"]
         ranks, self._rank = 1, 0
         for axis in inside:

@@ -113,10 +113,10 @@ class MomentSums:
                 values = scratch.values[: len(block)].copy_(block)
             if factor != 1.0:
                 values = torch.div(values, factor, out=scratch.values[: len(block)])
-            one = _sum_block(values, scratch, counts is None)
-            if one is None:
+            block_sums = _sum_block(values, scratch, counts is None)
+            if block_sums is None:
                 return False
-            blocks.append(one)
+            blocks.append(block_sums)
             if counts is not None:
                 counts += _count_exponents(values, scratch)
         zeros, bins = sum(f.zeros for f in blocks), None

@@ -121,5 +121,5 @@ def _null_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _null_nonfinite(one) for key, one in value.items()}
-    return [_null_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _null_nonfinite(item) for key, item in value.items()}
+    return [_null_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value

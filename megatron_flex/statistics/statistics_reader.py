@@ -362,8 +362,8 @@ def _read_files(path: Path, is_selected: NameFilter) -> _Found:
     """What a folder or a file has."""
     out, names = _Found(), dict[int, str]()
     try:
-        one = FILE_NAME.fullmatch(path.name) is not None
-        files = [path] if one else [file for _, file in list_files(path)]
+        is_file = FILE_NAME.fullmatch(path.name) is not None
+        files = [path] if is_file else [file for _, file in list_files(path)]
         if not files:
             raise FlexError(f"{path}: no statistics: statistics-0000.jsonl is not in it")
         with progress("reading statistics", sum(f.stat().st_size for f in files), BYTES) as bar:

@@ -62,8 +62,10 @@ def projector(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
     Mimo gives it the positions of all images in one dim, LLaVA `[s, images, h]`.
     """
-    one = is_megatron(module, *COLUMN_LINEARS)
-    yield from map(without_batch_dim, _affine_sites(b, path, module) if one else _mlp_sites(b, path, module))
+    is_linear = is_megatron(module, *COLUMN_LINEARS)
+    yield from map(
+        without_batch_dim, _affine_sites(b, path, module) if is_linear else _mlp_sites(b, path, module)
+    )
 
 
 def _mlp_sites(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:

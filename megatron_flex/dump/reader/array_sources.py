@@ -164,8 +164,8 @@ class ActivationSource:
             return None
         counts: list[int] = []
         for block in plan.blocks:
-            one = self._planner.tensor(plan, block)
-            counts += [len(plan.positions(n, one)) for n in block.numbers]
+            tensor = self._planner.tensor(plan, block)
+            counts += [len(plan.positions(n, tensor)) for n in block.numbers]
         return None if all(n == plan.shape[1] for n in counts) else counts
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
@@ -238,12 +238,12 @@ class ActivationSource:
         """
         plan = self._plan_like_first(which)
         for block, places in plan.among(where[0]):
-            one = self._planner.tensor(plan, block)
+            tensor = self._planner.tensor(plan, block)
             # samples that have tokens of their own are read one by one
             for group in [[place] for place in places] if plan.drawn else [places]:
                 at = compact_index([a for a, _ in group])
                 items = [item for _, item in group]
-                read = partial(self._read_block, plan, one, block, items)
+                read = partial(self._read_block, plan, tensor, block, items)
                 if not isinstance(at, range):
                     yield partial(_read_scattered, partial(read, where[1:]), out, at)
                     continue
@@ -272,11 +272,11 @@ class ActivationSource:
         if first is None or len(first[1]) < len(where[0]):
             return None
         block, places = first
-        one = self._planner.tensor(plan, block)
-        if not isinstance(one, AssembledTensor):
+        tensor = self._planner.tensor(plan, block)
+        if not isinstance(tensor, AssembledTensor):
             return None
-        indices, order = _locate_block(plan, one, block, [item for _, item in places], where[1:])
-        view = one.find(indices)
+        indices, order = _locate_block(plan, tensor, block, [item for _, item in places], where[1:])
+        view = tensor.find(indices)
         if view is None:
             return None
         view = view.permute(order)
@@ -296,18 +296,18 @@ class ActivationSource:
     def _read_block(
         self,
         plan: SamplePlan,
-        one: StoredTensor,
+        tensor: StoredTensor,
         block: MicrobatchSamples,
         items: list[int],
         where: RegionIndex,
         out: Tensor,
     ) -> None:
         """Read samples of a block, counted among those that are kept."""
-        indices, order = _locate_block(plan, one, block, items, where)
-        if isinstance(one, AssembledTensor) and plan.sample is not None:
-            one.region(indices, out.permute(inverse_order(order)))
+        indices, order = _locate_block(plan, tensor, block, items, where)
+        if isinstance(tensor, AssembledTensor) and plan.sample is not None:
+            tensor.region(indices, out.permute(inverse_order(order)))
         else:
-            out.copy_(one.region(indices).permute(order))
+            out.copy_(tensor.region(indices).permute(order))
 
 
 def _read_scattered(read: Callable[[Tensor], None], out: Tensor, at: Sequence[int]) -> None:
@@ -329,25 +329,25 @@ def _split_range(length: int, nbytes: int) -> list[slice]:
 
 
 def _locate_block(
-    plan: SamplePlan, one: StoredTensor, block: MicrobatchSamples, items: list[int], where: RegionIndex
+    plan: SamplePlan, tensor: StoredTensor, block: MicrobatchSamples, items: list[int], where: RegionIndex
 ) -> tuple[list[DimIndex], list[int]]:
     """Samples of a block: the entries of each dim of its tensor, and the order of dims that a reader gets.
 
     Args:
         plan: the plan of the iteration.
-        one: the block's tensor.
+        tensor: the block's tensor.
         block: the block.
         items: its samples, counted among those that are kept.
         where: tokens (if it has some), features.
     """
     sample, token = plan.sample, plan.token
-    indices: list[DimIndex] = [range(0)] * len(one.shape)
+    indices: list[DimIndex] = [range(0)] * len(tensor.shape)
     front = []
     if sample is not None:
         indices[sample] = compact_index([block.kept[i] for i in items])
         front.append(sample)
     if token is not None:
-        indices[token] = plan.locate_tokens(block.numbers[items[0]], where[0], one)
+        indices[token] = plan.locate_tokens(block.numbers[items[0]], where[0], tensor)
         where = where[1:]
         front.append(token)
     for dim, index in zip(plan.rest, where, strict=True):
@@ -447,12 +447,12 @@ class ParameterSource:
         self, which: IterationKey, where: RegionIndex, out: Tensor
     ) -> Iterator[Callable[[], object]]:
         """Functions that read the requested entries of one iteration into `out`, each a piece of them."""
-        one = self._assembled_like_first(which)
+        tensor = self._assembled_like_first(which)
         if not where:
-            yield partial(one.region, where, out)
+            yield partial(tensor.region, where, out)
             return
         for rows in _split_range(len(where[0]), out.nbytes):
-            yield partial(one.region, (where[0][rows], *where[1:]), out[rows])
+            yield partial(tensor.region, (where[0][rows], *where[1:]), out[rows])
 
     def find(self, which: IterationKey, where: RegionIndex) -> Tensor | None:
         """The requested entries of one iteration without a copy, as in `ActivationSource.find`."""
@@ -460,13 +460,13 @@ class ParameterSource:
 
     def _assembled_like_first(self, which: IterationKey) -> AssembledTensor:
         """An iteration, which must have the shape and dtype of the first one."""
-        one = self._like if which == self.iteration_keys[0] else self._assembled(which)
-        if one.shape != self.shape or one.dtype != self.dtype:
+        tensor = self._like if which == self.iteration_keys[0] else self._assembled(which)
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise DumpError(
-                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the "
-                "first: read them one by one with .at(number)"
+                f"{tensor.where}: {list(tensor.shape)} {tensor.dtype}, and {list(self.shape)} {self.dtype} "
+                "in the first: read them one by one with .at(number)"
             )
-        return one
+        return tensor
 
     def _assembled(self, which: IterationKey) -> AssembledTensor:
         written = self.dump.stored_iteration(which)

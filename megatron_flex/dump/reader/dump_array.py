@@ -553,12 +553,16 @@ class DumpArray:
             3 1 (1, 16, 32)
         """
         self._check_entire()
-        for one in self._source.among(self.iteration_keys).sequences():
-            number, run_of = one.iteration
-            array = DumpArray(one.source)[0][one.sample : one.sample + 1]
-            place = one.number, one.microbatch, one.replica
+        for sequence in self._source.among(self.iteration_keys).sequences():
+            number, run_of = sequence.iteration
+            array = DumpArray(sequence.source)[0][sequence.sample : sequence.sample + 1]
+            place = sequence.number, sequence.microbatch, sequence.replica
             yield SequenceArray(
-                number, run_of, *place, one.positions, array[:, one.tokens.start : one.tokens.stop]
+                number,
+                run_of,
+                *place,
+                sequence.positions,
+                array[:, sequence.tokens.start : sequence.tokens.stop],
             )
 
     def _check_entire(self) -> None:

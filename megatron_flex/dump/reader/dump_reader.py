@@ -184,7 +184,7 @@ class OpenDump:
     def _complete(self) -> dict[IterationKey, StoredIteration]:
         every = sorted({which for run in self.runs for which in run.folders})
         by_key = {which: self._look(which) for which in every}
-        complete = {which: one for which, one in by_key.items() if one is not None}
+        complete = {which: stored for which, stored in by_key.items() if stored is not None}
         if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
             text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
@@ -510,12 +510,12 @@ class OpenDump:
     ) -> tuple[list[DumpArray], Any]:
         """The arrays of rows, and the mask over them, if one is given."""
         several = [sites] if isinstance(sites, (str, DumpArray)) else list(sites)
-        arrays = [self[one] if isinstance(one, str) else one for one in several]
+        arrays = [self[array] if isinstance(array, str) else array for array in several]
         if iterations is not None:
-            arrays = [one.at(*iterations) for one in arrays]
+            arrays = [array.at(*iterations) for array in arrays]
         if tokens is None or is_row_mask(tokens):
             return arrays, tokens
-        return [one[:, :, tokens] for one in arrays], None
+        return [array[:, :, tokens] for array in arrays], None
 
     def __reduce__(self) -> Any:
         return _reopen_dump, (self.path, self.check)
@@ -567,9 +567,9 @@ class OpenDump:
                 "[...] takes one, and keys() lists them",
                 path=self.path,
             )
-        one = self._resolve_site(names[0])
-        assert one is not None  # it is one of `sites`
-        return one
+        resolved = self._resolve_site(names[0])
+        assert resolved is not None  # it is one of `sites`
+        return resolved
 
     def _check_calls(self, name: str, site: str, kind: str, stage: int, which: IterationKey) -> None:
         written = self.stored_iteration(which)

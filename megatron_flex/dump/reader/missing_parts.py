@@ -34,7 +34,7 @@ def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationK
     known = {run.folder.name for run in runs}
     others = [folder.name for _, folder in run_paths(path) if folder.name not in known]
     out = [f"{name} has no manifest and cannot be read" for name in others]
-    out += [one.text for one in renamed_runs(path)]
+    out += [renamed.text for renamed in renamed_runs(path)]
     for run in runs:
         for which in run.folders:
             if which not in complete:
@@ -148,8 +148,8 @@ def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
     return sorted(out)
 
 
-def _same_iterations(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in ("every", "iterations"))
+def _same_iterations(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(settings.get(name) == other.get(name) for name in ("every", "iterations"))
 
 
 def _expected_iterations(

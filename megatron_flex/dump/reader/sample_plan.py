@@ -258,7 +258,7 @@ class SamplePlanner:
         if not shards:
             raise self.dump.missing_activation_error(self.which.name, written, self.which.stage)
         tensors = {(m, replica): self._tensor(written, m, replica) for m in sorted(shards)}
-        counts = {m: _count_samples(one) for (m, _), one in tensors.items()}
+        counts = {m: _count_samples(tensor) for (m, _), tensor in tensors.items()}
         first = next(iter(tensors.values()))
         joined = REPLICA_AXIS in first.layout.axes or len(run.replicas) == 1
         among = [replica] if joined or only is not None else run.replicas
@@ -282,7 +282,7 @@ class SamplePlanner:
                     with suppress(DumpError):  # raised where the block is read
                         self._find_tensor(plan, block)
             plan.longest = max(tensors.values(), key=_count_tokens)  # the first of several
-            plan.ragged = len({tuple(_list_lengths(one, SAMPLE_DIM)) for one in tensors.values()}) > 1
+            plan.ragged = len({tuple(_list_lengths(tensor, SAMPLE_DIM)) for tensor in tensors.values()}) > 1
         return plan
 
     def _find_tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
@@ -297,25 +297,24 @@ class SamplePlanner:
         Raises:
             DumpError: shards are missing, or it is not.
         """
-        one, like = self._find_tensor(plan, block), plan.longest
-        if _list_lengths(one, SAMPLE_DIM, TOKEN_DIM) != _list_lengths(like, SAMPLE_DIM, TOKEN_DIM):
+        tensor, like = self._find_tensor(plan, block), plan.longest
+        if _list_lengths(tensor, SAMPLE_DIM, TOKEN_DIM) != _list_lengths(like, SAMPLE_DIM, TOKEN_DIM):
             raise DumpError(
-                f"{one.where}: {list(one.shape)}, and {list(like.shape)} elsewhere in the iteration: they "
-                "make no one array; read them with .microbatch_arrays()"
+                f"{tensor.where}: {list(tensor.shape)}, and {list(like.shape)} elsewhere in the iteration: "
+                "they make no one array; read them with .microbatch_arrays()"
             )
-        if _count_samples(one) != plan.counts[block.microbatch]:
+        if _count_samples(tensor) != plan.counts[block.microbatch]:
             raise DumpError(
-                f"{one.where}: {_count_samples(one)} samples, and {plan.counts[block.microbatch]} on the "
-                "first "
-                "data parallel rank: they cannot be numbered; read them with .microbatch_arrays()"
+                f"{tensor.where}: {_count_samples(tensor)} samples, and {plan.counts[block.microbatch]} on "
+                "the first data parallel rank: they cannot be numbered; read them with .microbatch_arrays()"
             )
-        return one
+        return tensor
 
     def _block(
-        self, one: StoredTensor, microbatch: int, replica: int, begin: int, count: int
+        self, tensor: StoredTensor, microbatch: int, replica: int, begin: int, count: int
     ) -> MicrobatchSamples:
         """The samples of a block that are kept."""
-        if one.dim(SAMPLE_DIM) is None:
+        if tensor.dim(SAMPLE_DIM) is None:
             return MicrobatchSamples(microbatch, replica, [0], [begin])
         indices = self.selection.kept(begin, count)
         if isinstance(indices, range):
@@ -324,7 +323,9 @@ class SamplePlanner:
             numbers = [begin + i for i in indices]
         return MicrobatchSamples(microbatch, replica, indices, numbers)
 
-    def _renumber(self, one: StoredTensor, blocks: list[MicrobatchSamples], counts: dict[int, int]) -> None:
+    def _renumber(
+        self, tensor: StoredTensor, blocks: list[MicrobatchSamples], counts: dict[int, int]
+    ) -> None:
         """Number samples one after the other, where microbatches have different numbers of them."""
         if self.selection.samples is not None or isinstance(self.selection.tokens, RandomTokens):
             raise DumpError(
@@ -334,7 +335,7 @@ class SamplePlanner:
         at = 0
         for place, block in enumerate(blocks):
             count = counts[block.microbatch]
-            blocks[place] = self._block(one, block.microbatch, block.replica, at, count)
+            blocks[place] = self._block(tensor, block.microbatch, block.replica, at, count)
             at += count
 
     def _first(
@@ -446,20 +447,20 @@ class SamplePlanner:
         )
 
 
-def _count_samples(one: StoredTensor) -> int:
-    sample = one.dim(SAMPLE_DIM)
-    return 1 if sample is None else one.shape[sample]
+def _count_samples(tensor: StoredTensor) -> int:
+    sample = tensor.dim(SAMPLE_DIM)
+    return 1 if sample is None else tensor.shape[sample]
 
 
-def _count_tokens(one: StoredTensor) -> int:
-    token = one.dim(TOKEN_DIM)
-    return 0 if token is None else one.shape[token]
+def _count_tokens(tensor: StoredTensor) -> int:
+    token = tensor.dim(TOKEN_DIM)
+    return 0 if token is None else tensor.shape[token]
 
 
-def _list_lengths(one: StoredTensor, *without: str) -> list[int]:
+def _list_lengths(tensor: StoredTensor, *without: str) -> list[int]:
     """The lengths of all dims but some."""
-    left_out = {one.dim(name) for name in without}
-    return [n for d, n in enumerate(one.shape) if d not in left_out]
+    left_out = {tensor.dim(name) for name in without}
+    return [n for d, n in enumerate(tensor.shape) if d not in left_out]
 
 
 def is_prefix(few: Sequence[int], many: Sequence[int]) -> bool:

@@ -81,8 +81,10 @@ class ChecksumRecord:
         expected = [get_block_checksum(entry.blocks, n) for n in numbers]
         nbytes = sum(last - first for first, last in borders)
         self.bytes_checked += nbytes  # without a call: other threads add too
-        for number, one, other, border in zip(numbers, computed, expected, borders, strict=True):
-            if one != other:
+        for number, computed_sum, expected_sum, border in zip(
+            numbers, computed, expected, borders, strict=True
+        ):
+            if computed_sum != expected_sum:
                 raise DumpError(_describe_damage(part, entry, number, *border), path=part.path)
 
 
@@ -92,7 +94,7 @@ def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> li
     file.seek(at)
     borders = (_get_block_border(n, size) for n in range(count_checksum_blocks(size)))
     computed = (compute_checksum(file.read(last - first)) for first, last in borders)
-    return [n for n, one in enumerate(computed) if one != get_block_checksum(entry.blocks, n)]
+    return [n for n, checksum in enumerate(computed) if checksum != get_block_checksum(entry.blocks, n)]
 
 
 def count_shard_blocks(part: StoredPart, entry: ShardEntry) -> int:

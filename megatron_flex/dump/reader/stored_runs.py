@@ -139,9 +139,9 @@ def read_runs(path: Path) -> list[DumpRun]:
         DumpError: the folder is not a dump; a manifest is damaged or missing; a run's folder was renamed.
     """
     numbered = run_paths(path)
-    for one in renamed_runs(path):
-        if one.lost:
-            raise DumpError(f"{path}: {one.text}, or move it out of the dump", path=path)
+    for renamed in renamed_runs(path):
+        if renamed.lost:
+            raise DumpError(f"{path}: {renamed.text}, or move it out of the dump", path=path)
     runs = []
     for number, folder in numbered:
         if (folder / MANIFEST_NAME).exists():

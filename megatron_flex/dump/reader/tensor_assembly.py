@@ -112,10 +112,10 @@ class AssembledTensor:
         self.files, self.layout, self.sizes, self.where = files, layout, sizes, where
         self._shards, self._picking = shards, picking
         self._lookups: dict[tuple[int, ...], _RowLookup | None] = {}
-        one = next(iter(shards.values()))
-        part, entry = one.pieces[0]
+        first_shard = next(iter(shards.values()))
+        part, entry = first_shard.pieces[0]
         self.dtype = part.where[entry.tensor][0]
-        places = [self._shard(c) for c in coordinates(layout, sizes)] if _is_uneven(layout) else [one]
+        places = [self._shard(c) for c in coordinates(layout, sizes)] if _is_uneven(layout) else [first_shard]
         shapes = [s.shape for s in places]
         try:
             self._lengths = uneven_lengths(layout, shapes, sizes) if _is_uneven(layout) else {}

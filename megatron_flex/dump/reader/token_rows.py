@@ -249,8 +249,8 @@ class _RowBuffer:
         if self.rows + rows > len(self._room[0]):
             most = max(self.rows + rows, 2 * len(self._room[0]))
             self._room = [torch.cat([t, t.new_empty(most - self.rows, *t.shape[1:])]) for t in self.tensors]
-        for room, one in zip(self._room, tensors, strict=True):
-            room[self.rows : self.rows + rows] = one.reshape(rows, *room.shape[1:])
+        for room, added in zip(self._room, tensors, strict=True):
+            room[self.rows : self.rows + rows] = added.reshape(rows, *room.shape[1:])
         self.rows += rows
 
     def drop(self, dropped: Tensor) -> None:
