@@ -33,11 +33,10 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are no files of docs/."""
     from mkdocs.structure.files import File
 
-    from tests.support import argument_table, symbols
+    from tests.support import argument_table
 
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
     made |= {"commands.md": commands(), "flags.md": flags(), "arguments.md": argument_table.page()}
-    made["contributing/upstream-names.md"] = symbols.page()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -433,7 +433,7 @@ def page(code: str) -> list[str]:
 
 
 def test_the_page_runs() -> None:
-    code = "\n".join(mine(ROOT / "docs" / "align.md"))
+    code = "\n".join(mine(ROOT / "docs" / "huggingface.md"))
     first, second = run(TENSOR.world, page, code)
     assert first == second
     assert_names(first[0].splitlines()[0], 151)

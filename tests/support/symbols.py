@@ -1,14 +1,10 @@
-"""Whether installed packages have the private names that the package uses, and the page of these names.
-
-`python -m tests.support.symbols` prints the page, which `scripts/docs` has in the site.
-"""
+"""Whether installed packages have the private names that the package uses."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +12,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from tests.support.upstream_symbols import UPSTREAM_SYMBOLS, UpstreamSymbol
-
-HEAD = """# Private names of other packages
-
-Hooks need some functions that have no public name upstream. This page lists every private or undocumented
-name that the package uses, the supported versions that have it, and why no public name suffices.
-`tests/support/upstream_symbols.py` is the source of the list, and `tests/unit/test_upstream_symbols.py`
-compares it with the installed packages, on each supported version.
-"""
+from tests.support.upstream_symbols import UpstreamSymbol
 
 
 def installed_version(package: str) -> str | None:
@@ -73,27 +61,3 @@ def _is_assigned(module: str, name: str) -> bool:
 def applies(symbol: UpstreamSymbol, installed: str) -> bool:
     """Whether the table says that this version has the name."""
     return symbol.versions == "*" or SpecifierSet(symbol.versions).contains(installed, prereleases=True)
-
-
-def tables() -> str:
-    """The tables of the page, by package."""
-    out: list[str] = []
-    for package in dict.fromkeys(s.package for s in UPSTREAM_SYMBOLS):
-        out += [f"\n**{package}**\n", "| name | versions | why |", "| --- | --- | --- |"]
-        out += _rows(s for s in UPSTREAM_SYMBOLS if s.package == package)
-    return "\n".join(out).strip() + "\n"
-
-
-def _rows(symbols: Iterable[UpstreamSymbol]) -> Iterator[str]:
-    for symbol in symbols:
-        versions = "all" if symbol.versions == "*" else symbol.versions
-        yield f"| `{symbol.path}` | {versions} | {symbol.reason} |"
-
-
-def page() -> str:
-    """The page."""
-    return f"{HEAD}\n{tables()}"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

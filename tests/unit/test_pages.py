@@ -93,7 +93,7 @@ def test_pages_that_the_package_names_exist() -> None:
 
 
 def test_the_notation_of_layouts() -> None:
-    (shown,) = pages.mine(ROOT / "docs" / "glossary.md", "text")
+    (shown,) = pages.mine(ROOT / "docs" / "sites.md", "text")
     printed = [re.split(r" {2,}", line)[0] for line in shown.splitlines()]
     s, b, h, zigzag, tp = Dim("s"), Dim("b"), Dim("h"), Cut("cp", "zigzag"), Cut("tp")
     layouts = (
