@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+PAGE_BYTES = 20_000_000  # maximum size of an HTML page, unless a larger one is requested
+
 
 def _read_number(name: str, default: float) -> float:
     text = os.environ.get(name)

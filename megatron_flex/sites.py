@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from megatron_flex.document import Document, Note, Renderable, Row, Table
 from megatron_flex.errors import SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
-from megatron_flex.notebook_html import count_words, html_fragment, html_table
-from megatron_flex.text_table import format_table
+from megatron_flex.mesh import Mesh
+from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.adapters import ParameterSite
@@ -315,28 +316,15 @@ def check_pattern(pattern: str) -> None:
         )
 
 
-class SiteList(list[Site]):
+class SiteList(Renderable, list[Site]):
     """A list of sites; printed and in a notebook a table."""
 
-    def __str__(self) -> str:
-        rows = [
-            (
-                s.name,
-                "known when the model runs" if s.inferred else s.layout.describe(),
-                " x ".join(map(str, s.shape)),
-                str(s.stage),
-                f"no hook: {s.hidden}" if s.hidden else "",
-            )
-            for s in self
-        ]
-        table = format_table(rows, ("site", "layout", "full shape", ">stage", ""))
-        return "\n".join([*table, count_words(len(self), "site")])
-
-    def _repr_html_(self) -> str:
-        return _sites_html(count_words(len(self), "site"), self)
+    def to_document(self) -> Document:
+        """Return the table, for `print` and notebooks."""
+        return describe_sites(self)
 
 
-class SiteTable:
+class SiteTable(Renderable):
     """All sites of a model, over all stages, by name and in model order.
 
     Args:
@@ -383,8 +371,9 @@ class SiteTable:
             raise SiteError(f"no site {name!r}{suggest_nearest(name, self._sites)}", site=name)
         return self._sites[name]
 
-    def _repr_html_(self) -> str:
-        return _sites_html(f"SiteTable · {count_words(len(self), 'site')}", list(self))
+    def to_document(self) -> Document:
+        """Return a table of the sites, for `print` and notebooks."""
+        return describe_sites(list(self), "SiteTable")
 
     def match(self, pattern: Pattern, point: str | None = None) -> SiteList:
         """Find sites.
@@ -479,26 +468,38 @@ class SiteTable:
         return f"pattern {pattern!r} matches no site{suggest_nearest(pattern, names)}"
 
 
-def _sites_html(head: str, sites: Sequence[Site]) -> str:
-    """A table of sites, for notebooks."""
+def describe_sites(sites: Sequence[Site], title: str = "", mesh: Mesh | None = None) -> Document:
+    """A table of sites: name, layout, full shape, stage, and why hooks cannot be there, or can only read.
+
+    Args:
+        sites: the sites.
+        title: what they are.
+        mesh: the ranks; with it layouts are without axes of one rank.
+    """
     hidden = sum(bool(s.hidden) for s in sites)
-    rows = (
-        (
-            s.name,
-            "known when the model runs" if s.inferred else s.layout.describe(),
-            " x ".join(map(str, s.shape)),
-            s.stage,
-            f"no hook: {s.hidden}"
-            if s.hidden
-            else f"can be read only: {s.read_only_reason}"
-            if s.read_only_reason
-            else "",
+    sizes = None if mesh is None else mesh.sizes
+    rows = [
+        Row(
+            (
+                s.name,
+                "known when the model runs" if s.inferred else s.layout.describe(sizes),
+                " x ".join(map(str, s.shape)),
+                str(s.stage),
+                f"no hook: {s.hidden}"
+                if s.hidden
+                else f"can be read only: {s.read_only_reason}"
+                if s.read_only_reason
+                else "",
+            )
         )
         for s in sites
-    )
+    ]
     rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.report.show()"
-    content = html_table(("site", "layout", "full shape", ">stage", ""), rows, len(sites), rest)
-    return html_fragment(f"{head}, {hidden} of them hidden", content)
+    where = "" if mesh is None else f"{mesh.describe()}: "
+    head = f"{where}{count_words(len(sites), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
+    return Document(
+        title, [Note(head), Table(("site", "layout", "full shape", ">stage", ""), rows, rest=rest)]
+    )
 
 
 def strip_numbers(name: str) -> str:

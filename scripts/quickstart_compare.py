@@ -58,16 +58,7 @@ def compare(parallel: dict[str, Tensor], single: dict[str, Tensor]) -> list[Row]
 
 
 def table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
-    """Print a table, with rich where it is installed."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
-        for line in (headings, *lines):
-            print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-        return
+    """Print a table."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, heading in enumerate(headings):
         drawn.add_column(heading, no_wrap=True, justify="right" if number else "left")

@@ -17,7 +17,7 @@ import torch
 from megatron_flex.adapters.adapter_base import Listener, Undo
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexWarning
-from megatron_flex.notebook_html import count_words
+from megatron_flex.wording import count_words
 
 UNFINISHED = (
     "the model was restored before the last microbatch of a step of gradient accumulation: the captures of "

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.notebook_html import count_words
 from megatron_flex.page.html_page import fill_template, read_asset, read_styles, write_page_text
+from megatron_flex.wording import count_words
 
 Json = Mapping[str, Any]
 ASSETS = "alignment"

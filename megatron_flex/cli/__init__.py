@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 
-NEEDS = ("typer", "rich")
-
 
 def main() -> None:
     """Run the command that `sys.argv` names; exits with its status."""
     try:
-        for name in NEEDS:
-            __import__(name)
+        import typer  # noqa: F401  # only whether it is installed; what the command runs imports it again
     except ModuleNotFoundError as error:
-        if error.name not in NEEDS:
+        if error.name != "typer":
             raise
-        sys.exit(f"megatron-flex: {error.name} is not installed: pip install megatron-flex[cli]")
+        sys.exit("megatron-flex: typer is not installed: pip install megatron-flex[cli]")
     from megatron_flex.cli.app import run
 
     run()

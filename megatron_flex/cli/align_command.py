@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from megatron_flex.alignment import Alignment
 from megatron_flex.alignment.alignment_page import write_alignment
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import make_console, print_json
+from megatron_flex.cli.json_output import print_json
 from megatron_flex.cli.launch_command import torchrun_command
-from megatron_flex.cli.result_output import print_result
-from megatron_flex.compare.compared_result import TableRow
+from megatron_flex.compare.compared_result import TableRow, describe_result
+from megatron_flex.document import make_console
 from megatron_flex.errors import FlexError
 
 
@@ -96,14 +95,14 @@ def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> N
     if as_json:
         print_json(found)
     else:
-        print_alignment(make_console(), found)
+        print_alignment(found)
         if html is not None:
             make_console().print(f"{html}: open it in a browser", soft_wrap=True)
     if not found["agrees"]:
         raise typer.Exit(1)
 
 
-def print_alignment(out: Console, found: dict[str, Any]) -> None:
+def print_alignment(found: dict[str, Any]) -> None:
     """The summary, and below it the two verdicts of each layer where the models differ."""
     rows = [] if found["agrees"] else [TableRow(**row) for row in found["table"]]
-    print_result(out, found["summary"], Alignment.HEADS, rows)
+    describe_result("", found["summary"], Alignment.HEADS, rows).print()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_flex.alignment import align_dumps, are_of_both_frameworks
 from megatron_flex.cli.align_command import show_alignment
 from megatron_flex.cli.command_options import IterationsOption, JsonOption
-from megatron_flex.cli.console_output import make_console, print_json
-from megatron_flex.cli.result_output import print_result
+from megatron_flex.cli.json_output import print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
-from megatron_flex.compare.compared_result import MOST_SHOWN
+from megatron_flex.compare.compared_result import describe_result
 from megatron_flex.compare.statistics_comparison import find_statistics
+from megatron_flex.document import Note, make_console
 from megatron_flex.errors import FlexError
 from megatron_flex.ranges import parse_spans
 
@@ -121,7 +121,7 @@ def _print_and_exit(found: Comparison, rows: int | None, as_json: bool) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        print_comparison(make_console(), found, rows)
+        print_comparison(found, rows)
     if found.exit_status:
         raise typer.Exit(found.exit_status)
 
@@ -149,14 +149,17 @@ def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None
     return out["*"] if list(out) == ["*"] else out
 
 
-def print_comparison(out: Console, found: Comparison, most: int | None = None) -> None:
-    """The verdict, and below it the table, in which the first divergence is marked.
+def print_comparison(found: Comparison, most: int | None = None) -> None:
+    """Print the verdict, and below it the table, in which the first divergence is marked.
 
-    Without `most` there is a table only where something diverges.
+    Args:
+        found: the comparison.
+        most: so many rows; by default there is a table only where something diverges.
     """
-    shown = MOST_SHOWN if most is None else most
-    rows = [] if most is None and found.first is None else found.table_rows(shown)
-    narrow = None if out.width >= MIN_WIDTH_FOR_WORST else -WORST_COLUMNS
-    print_result(out, found.summary(), found.HEADS[:narrow], rows)
+    rows = [] if most is None and found.first is None else found.table_rows(*([] if most is None else [most]))
+    narrow = None if make_console().width >= MIN_WIDTH_FOR_WORST else -WORST_COLUMNS
+    shown = describe_result("", found.summary(), found.HEADS[:narrow], rows)
     if rows and (hidden := len(found.rows) - len(rows)):
-        out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
+        more = Note(f"and {hidden:,} more; --rows N shows them, --json has all")
+        shown = replace(shown, parts=[*shown.parts, more])
+    shown.print()

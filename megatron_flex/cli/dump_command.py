@@ -18,20 +18,8 @@ from megatron_flex.cli.command_options import (
     select_iterations,
     select_names,
 )
-from megatron_flex.cli.console_output import (
-    count_words,
-    format_bytes,
-    format_series,
-    make_console,
-    print_json,
-)
-from megatron_flex.cli.dump_tables import (
-    print_contents,
-    print_pruned,
-    print_statistics,
-    print_statistics_rows,
-    print_verification,
-)
+from megatron_flex.cli.json_output import print_json
+from megatron_flex.document import Note, make_console
 from megatron_flex.dump.export import (
     ExportColumn,
     ExportRows,
@@ -40,7 +28,7 @@ from megatron_flex.dump.export import (
 from megatron_flex.dump.export import export_arrays as write
 from megatron_flex.dump.export_target import EXPORT_FORMATS, ExportFormat, check_export_target
 from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
-from megatron_flex.dump.tools.dump_cleanup import list_removals
+from megatron_flex.dump.tools.dump_cleanup import describe_removals, list_removals
 from megatron_flex.dump.tools.dump_cleanup import prune_dump as remove
 from megatron_flex.dump.tools.dump_contents import (
     get_named_array,
@@ -49,13 +37,20 @@ from megatron_flex.dump.tools.dump_contents import (
     list_site_names,
 )
 from megatron_flex.dump.tools.dump_verification import verify_dump as check
-from megatron_flex.dump.tools.value_summary import ValueSummary, count_passes, summarize_values
+from megatron_flex.dump.tools.value_summary import (
+    ValueSummary,
+    count_passes,
+    describe_values,
+    list_values,
+    summarize_values,
+)
 from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.estimate import HookSpec, parse_read_hook
 from megatron_flex.layout.layout_drawing import format_shape
-from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.progress import BYTES, ProgressBar, format_bytes, progress
 from megatron_flex.runtime.selection import CaptureSelection
 from megatron_flex.sites import GRADIENT_SUFFIX, HEAD_DIMS, find_recorded_names
+from megatron_flex.wording import count_words, format_series
 
 ENTRY_AXES = {"positions": ("token",), "samples": ("sample",), "heads": HEAD_DIMS}  # of a dumped array
 dump_app = typer.Typer(
@@ -79,7 +74,7 @@ def ls(
     if as_json:
         print_json(found.to_json())
     else:
-        print_contents(make_console(), path, found, every)
+        found.to_document(str(path), every).print()
 
 
 @dump_app.command()
@@ -117,18 +112,21 @@ def show(
             return
         first = next(iter(arrays))
         if len(arrays) > 1 + gradients:
-            print_statistics_rows(make_console(), found)
+            list_values(found).print()
             return
         shape, kind = format_shape(arrays[first].dims, arrays[first].shape), arrays[first].dtype
         numbers = arrays[first].iterations
-        what = [
-            f"{shape}, {str(kind).removeprefix('torch.')}, {format_bytes(arrays[first].nbytes)}",
-            f"{'iteration' if len(numbers) == 1 else 'iterations'} {format_series(numbers)}; "
-            f"each rank held {_describe_layouts(dump, arrays[first])}",
-        ]
         part = "".join(f"@{word}" for word in site.split("@")[1:] if word != "gradient")
+        notes = [
+            Note(first + part, "strong"),
+            Note(f"{shape}, {str(kind).removeprefix('torch.')}, {format_bytes(arrays[first].nbytes)}"),
+            Note(
+                f"{'iteration' if len(numbers) == 1 else 'iterations'} {format_series(numbers)}; "
+                f"each rank held {_describe_layouts(dump, arrays[first])}"
+            ),
+        ]
         columns = dict(zip(titles.values(), found.values(), strict=True))
-        print_statistics(make_console(), first + part, what, columns)
+        describe_values(first + part, notes, columns).print()
 
 
 def _find_shown_names(dump: OpenDump, wanted: HookSpec, gradients: bool) -> dict[str, str]:
@@ -299,7 +297,7 @@ def verify(
     if as_json:
         print_json(found.to_json())
     else:
-        print_verification(make_console(), found)
+        found.to_document().print()
     if not found.good:
         raise typer.Exit(1)
 
@@ -349,4 +347,4 @@ def prune(
         ]
         print_json({"removed": not dry_run, "bytes": freed, "items": items})
     else:
-        print_pruned(make_console(), path, found, freed, dry_run)
+        describe_removals(path, found, freed, dry_run).print()

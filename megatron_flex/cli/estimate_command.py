@@ -9,29 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import (
-    NameTable,
-    format_bytes,
-    make_console,
-    make_table,
-    print_json,
-    print_nonempty_columns,
-)
+from megatron_flex.cli.json_output import print_json
 from megatron_flex.cli.spinner import spinner
+from megatron_flex.document import make_console
 from megatron_flex.dump import Dump
 from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate import ConfiguredRun, DumpEstimate, Links, RunEstimate
-from megatron_flex.estimate.dump_estimate import DUMP_COLUMNS
-from megatron_flex.estimate.run_estimate import RANK_COLUMNS, TENSOR_COLUMNS, format_duration
 from megatron_flex.ranges import check_positive, parse_count
 from megatron_flex.settings import Setting, list_settings
-from megatron_flex.sites import strip_numbers
-
-MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
 
 
 def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
@@ -213,9 +201,11 @@ def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, 
         print_json({**(found.to_json() if found else {}), **hooks})
         return
     if estimated is not None:
-        print_run_estimate(make_console(), estimated)
+        estimated.to_document().print()
+        if found is not None:
+            make_console().print()
     if found is not None:
-        print_dump_estimate(make_console(), found)
+        found.to_document().print()
 
 
 def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
@@ -231,44 +221,3 @@ def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
             raise FlexError(f"--mesh {word}: give AXIS=N, such as tp=8")
         out[axis] = parse_count(size, f"--mesh {axis}=")
     return out or None
-
-
-def print_dump_estimate(out: Console, found: DumpEstimate) -> None:
-    """Sites, stages, totals."""
-    rows = NameTable(*DUMP_COLUMNS)
-    for row in found.rows():
-        rows.add_row(*row)
-    rows.print(out)
-    if len(found.stages) > 1:
-        out.print()
-        stages = make_table(">stage", ">bytes in an iteration")
-        shown = list(enumerate(found.stages))
-        if len(shown) > MAX_STAGES_SHOWN:
-            ends = {min(shown, key=lambda s: s[1])[0], max(shown, key=lambda s: s[1])[0]}
-            shown = [s for s in shown if s[0] in ends]
-        for stage, nbytes in shown:
-            stages.add_row(str(stage), format_bytes(nbytes))
-        out.print(stages)
-        if len(shown) < len(found.stages):
-            out.print(f"the lightest and the heaviest of {len(found.stages)} stages")
-    out.print()
-    totals = make_table("", "")
-    totals.show_header = False
-    for name, value in found.summary():
-        totals.add_row(name, value)
-    out.print(totals)
-
-
-def print_run_estimate(out: Console, found: RunEstimate) -> None:
-    """Print the hooks, and what ranks send and hold for all of them in a step."""
-    out.print("each call of a hook:")
-    print_nonempty_columns(out, TENSOR_COLUMNS, found.rows())
-    out.print("\neach rank in a step:")
-    print_nonempty_columns(out, RANK_COLUMNS, found.summary())
-    if found.flags:
-        out.print(f"and {found.flags} collectives of a few bytes, which compare flags at the end of a step")
-    slowest = found.slowest
-    out.print(f"slowest: {slowest.role}, {format_duration(slowest.seconds)}")
-    for name, why in {strip_numbers(n): w for n, w in found.uncounted.items()}.items():
-        out.print(f"not counted: {name}: {why}")
-    out.print()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import print_json
 from megatron_flex.cli.estimate_command import (
     ConfigOption,
     FlagsArgument,
@@ -17,15 +15,16 @@ from megatron_flex.cli.estimate_command import (
     WorldSizeOption,
     parse_mesh_sizes,
 )
+from megatron_flex.cli.json_output import print_json
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.dump.reader import open_dump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate import ConfiguredRun
-from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_of_stage
-from megatron_flex.view.tree_terminal import print_tree
+from megatron_flex.view.tree_document import describe_tree
+from megatron_flex.wording import count_words
 
 MatchOption = Annotated[
     str,
@@ -90,7 +89,7 @@ def sites(
     axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
     hidden = sum(bool(s.hidden) for s in found)
     head = f"{axes}: {count_words(len(found), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
-    print_tree(root if every else fold_layers(root), head, sys.stdout)
+    describe_tree(root if every else fold_layers(root), "", head).print()
 
 
 def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int], str]:

@@ -8,22 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from megatron_flex.cli.command_options import IterationsOption, JsonOption, select_iterations, select_names
-from megatron_flex.cli.console_output import (
-    NameTable,
-    count_words,
-    format_number,
-    format_series,
-    make_console,
-    make_table,
-    print_json,
-    supports_unicode,
-)
+from megatron_flex.cli.json_output import print_json
+from megatron_flex.document import Document, Note, Row, Span, Table
 from megatron_flex.dump.schema import list_dim_names
 from megatron_flex.errors import FlexError, suggest_nearest
 from megatron_flex.layout.layout_drawing import format_shape
+from megatron_flex.mesh import describe_sizes
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import (
     FLOAT_COLUMNS,
@@ -31,11 +23,12 @@ from megatron_flex.statistics.statistics_reader import (
     StatisticsSeries,
     open_statistics,
 )
+from megatron_flex.wording import count_words, format_number, format_series
 
 stats_app = typer.Typer(
     help="List and show the statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
 )
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+BARS = "▁▂▃▄▅▆▇█"
 CURVE_LENGTH = 16  # characters of a curve
 
 StatisticsArgument = Annotated[
@@ -62,29 +55,31 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
             }
         )
         return
-    out = make_console()
-    _print_incomplete_lines(found)
-    out.print(
-        f"{path}: {count_words(len(found.headers), 'start')}, {count_words(len(found.sites), 'tensor')}, "
-        f"iterations {format_series(found.iterations)}",
-        soft_wrap=True,
-    )
-    out.print()
-    rows = make_table(">start", "created", "framework", "mesh", ">every")
+    starts = []
     for n, header in enumerate(found.headers):
-        mesh = " x ".join(f"{a}={size}" for a, size in header.axes.items() if size > 1) or "one rank"
+        mesh = describe_sizes(header.axes)
         every = str(header.settings.get("every", "–"))
-        rows.add_row(str(n), header.created, header.framework, mesh, every)
-    out.print(rows)
-    out.print()
+        starts.append(Row((str(n), header.created, header.framework, mesh, every)))
     records = {p.name: p for header in found.headers for p in header.sites}
-    tensors = NameTable("tensor", "shape", "iterations")
+    tensors = []
     for name in found.sites:
         record = records.get(name.removesuffix(GRADIENT_SUFFIX))
         dims = list_dim_names(record.layout) if record is not None else []
         shape = format_shape(dims, record.shape) if record is not None else "–"
-        tensors.add_row(name, shape, format_series(found[name].iterations))
-    tensors.print(out)
+        tensors.append(Row((name, shape, format_series(found[name].iterations))))
+    head = (
+        f"{path}: {count_words(len(found.headers), 'start')}, {count_words(len(found.sites), 'tensor')}, "
+        f"iterations {format_series(found.iterations)}"
+    )
+    Document(
+        "",
+        [
+            *_list_incomplete(found),
+            Note(head),
+            Table((">start", "created", "framework", "mesh", ">every"), starts),
+            Table(("tensor", "shape", "iterations"), tensors),
+        ],
+    ).print()
 
 
 @stats_app.command()
@@ -122,22 +117,15 @@ def show(
     if as_json:
         print_json({name: one.to_json(of) for name, one in content.items()})
         return
-    _print_incomplete_lines(found)
     odd = any(one.odd for one in content.values())
-    rows = NameTable(
-        f"{of} of", ">first", ">last", ">min", ">max", "curve", *([">nan", ">inf"] if odd else [])
-    )
+    columns = [f"{of} of", ">first", ">last", ">min", ">max", "curve", *([">nan", ">inf"] if odd else [])]
+    rows = []
     for name, one in content.items():
-        bad = [Text(f"{count:,}", "bold red") for count in (one.nans, one.infinities) if one.odd]
-        rows.add_row(
-            name,
-            *map(format_number, (one.first, one.last, one.least, one.most)),
-            one.curve(CURVE_LENGTH),
-            *bad,
-        )
-    out = make_console()
-    rows.print(out)
-    out.print(f"\niterations {format_series(sorted(numbers))}", soft_wrap=True)
+        ends = map(format_number, (one.first, one.last, one.least, one.most))
+        bad = [(Span(f"{count:,}", "bad"),) for count in (one.nans, one.infinities) if one.odd]
+        rows.append(Row((name, *ends, one.curve(CURVE_LENGTH), *bad)))
+    last = f"iterations {format_series(sorted(numbers))}"
+    Document("", [*_list_incomplete(found), Table(columns, rows), Note(""), Note(last)]).print()
 
 
 class StatisticSummary:
@@ -167,21 +155,20 @@ class StatisticSummary:
         counts = {"nans": self.nans, "infinities": self.infinities}
         return {**out, **counts, "iterations": self.iterations, of: self.values}
 
-    def curve(self, length: int) -> Text:
+    def curve(self, length: int) -> tuple[Span, ...]:
         """The values from the least to the greatest, of several iterations their mean."""
-        signs = BARS if supports_unicode() else ASCII_BARS
         low, high = self.least or 0.0, self.most or 0.0
-        out = Text()
+        out = []
         for part in _split_range(len(self.values), length):
             values = [v for v in self.values[part] if v is not None]
             if any(self._marks[part]):
-                out.append("!", "bold red")
+                out.append(Span("!", "bad"))
             elif values:
                 height = (sum(values) / len(values) - low) / (high - low) if high > low else 0.0
-                out.append(signs[max(0, min(len(signs) - 1, int(height * len(signs))))])
+                out.append(Span(BARS[max(0, min(len(BARS) - 1, int(height * len(BARS))))]))
             else:
-                out.append(" ")
-        return out
+                out.append(Span(" "))
+        return tuple(out)
 
 
 def _split_range(count: int, most: int) -> Sequence[slice]:
@@ -190,10 +177,9 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
     return [slice(n * count // parts, (n + 1) * count // parts) for n in range(parts)]
 
 
-def _print_incomplete_lines(found: OpenStatistics) -> None:
-    for line in found.replaced:
-        make_console().print(f"note: {line}", style="yellow", soft_wrap=True)
+def _list_incomplete(found: OpenStatistics) -> list[Note]:
+    notes = [Note(f"note: {line}", "note") for line in found.replaced]
     if found.incomplete:
         lines = count_words(found.incomplete, "incomplete line")
-        content = f"note: {lines} left out, of a run that was killed or a full disk"
-        make_console().print(content, style="yellow", soft_wrap=True)
+        notes.append(Note(f"note: {lines} left out, of a run that was killed or a full disk", "note"))
+    return notes

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from megatron_flex.cli.compare_command import print_comparison
-from megatron_flex.cli.console_output import make_console
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import Comparison, compare
+from megatron_flex.document import make_console
 from megatron_flex.dump.reader import open_dump
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
@@ -74,11 +74,11 @@ def run_two_layouts(words: Sequence[str]) -> int:
     wrong_norms = plan.wrong_norms()
     console = make_console()
     if comparison.exit_status:  # a divergence of gradients explains another norm
-        print_comparison(console, comparison)
+        print_comparison(comparison)
     for line in wrong_norms:
         console.print(line, style="bold red", soft_wrap=True)
     if not comparison.exit_status:
-        print_comparison(console, comparison)
+        print_comparison(comparison)
     report = write_bug_report(out / "report-to-paste.txt", plan, comparison, wrong_norms)
     console.print(f"to paste into a bug report: {report}", soft_wrap=True)
     if "--html" in given:

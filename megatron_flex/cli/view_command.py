@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from megatron_flex.cli.console_output import make_console
 from megatron_flex.cli.estimate_command import MeshOption, WorldSizeOption, parse_mesh_sizes
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
+from megatron_flex.document import make_console
 from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import FlexError
 from megatron_flex.page import Page, write

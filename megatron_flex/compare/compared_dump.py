@@ -17,8 +17,8 @@ from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.gpt_names import GptNames
 from megatron_flex.layout import Layout
-from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.compare.statistics_comparison import StatisticsFiles

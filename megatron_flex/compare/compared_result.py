@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from megatron_flex.text_table import format_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from megatron_flex.document import Document, Note, Part, Renderable, Row, Table, Tone
 
 MARKS = {"→": "differs first", "!": "differs"}
 MOST_SHOWN = 20  # rows of a shortened table
-Tone = Literal["good", "bad", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +29,9 @@ class TableRow:
     is_first: bool = False
 
     @property
-    def style(self) -> str | None:
-        """For a terminal."""
-        return "bold red" if self.is_first else "red" if self.differs else None
+    def tone(self) -> Tone:
+        """How the row is shown."""
+        return "bad" if self.is_first else "differs" if self.differs else ""
 
     @property
     def marked(self) -> tuple[str, ...]:
@@ -50,7 +46,7 @@ def describe_marks(rows: Sequence[TableRow]) -> str:
     return f"marks: {', '.join(meanings)}" if meanings else ""
 
 
-class ComparedResult(ABC):
+class ComparedResult(Renderable):
     """The result of comparing two runs or two models.
 
     Attributes:
@@ -91,30 +87,55 @@ class ComparedResult(ABC):
         plain: dict[str, Any] = _to_plain(self._content())
         return plain
 
-    def table(self, most: int = MOST_SHOWN) -> Table:
-        """Return a table for `rich.print`.
-
-        Raises:
-            ImportError: rich is not installed.
+    def table(self, most: int = MOST_SHOWN) -> Document:
+        """Return the table alone, for `print`, `rich.print` and notebooks.
 
         Examples:
-            >>> import rich
             >>> from megatron_flex.compare import compare
-            >>> table = compare("dumps/run", "dumps/changed").table(most=2)
-            >>> table.row_count  # rich.print(table)
-            2
+            >>> print(compare("dumps/run", "dumps/changed").table(most=2))
+               site ...
+            !  decoder.layers.2:output ...
+            →  decoder.layers.3:input ...
+            marks: → differs first, ! differs
         """
-        from rich.table import Table
+        return describe_result("", [], self.HEADS, self.table_rows(most))
 
-        table = Table("", *(head.removeprefix(">") for head in self.HEADS))
-        for row in self.table_rows(most):
-            table.add_row(*row.marked, style=row.style)
-        return table
+    def to_document(self, most: int | None = None) -> Document:
+        """Return what is shown of it: the summary, and below it the table.
 
-    def __str__(self) -> str:
-        rows = self.table_rows() if self.exit_status == 1 else []
-        table = ["", *format_table([row.marked for row in rows], ("", *self.HEADS))] if rows else []
-        return "\n".join([*self.summary(), *table, *filter(None, [describe_marks(rows)])])
+        Args:
+            most: so many rows; by default there is a table only where the two differ.
+        """
+        rows = self.table_rows(*([] if most is None else [most])) if most or self.exit_status == 1 else []
+        return describe_result(type(self).__name__, self.summary(), self.HEADS, rows)
+
+
+def describe_result(
+    title: str,
+    summary: Iterable[str],
+    heads: Sequence[str],
+    rows: Sequence[TableRow],
+    *,
+    count: int = 0,
+    rest: str = "",
+) -> Document:
+    """What is shown of a comparison.
+
+    Args:
+        title: what it is.
+        summary: lines of text, the verdict first.
+        heads: the titles of the first cells of each row; the table is without the others.
+        rows: of the table; without any there is no table.
+        count: the number of rows in all, if these are not all.
+        rest: how to see the rows that are not shown.
+    """
+    parts: list[Part] = [Note(line, get_tone(line)) for line in summary]
+    if rows:
+        table = [Row(row.marked[: len(heads) + 1], row.tone) for row in rows]
+        parts.append(Table(("", *heads), table, name=1, count=count, rest=rest))
+    if marks := describe_marks(rows):
+        parts.append(Note(marks, "dim"))
+    return Document(title, parts)
 
 
 TONES: dict[str, Tone] = {  # of the first word of a line of a summary
@@ -128,9 +149,9 @@ TONES: dict[str, Tone] = {  # of the first word of a line of a summary
 }
 
 
-def get_tone(line: str) -> Tone | None:
-    """What a line of a summary says by its verdict; None for a line that begins with none."""
-    return TONES.get(line.partition(":")[0])
+def get_tone(line: str) -> Tone:
+    """How a line of a summary is shown, by its verdict."""
+    return TONES.get(line.partition(":")[0], "")
 
 
 def _to_plain(value: Any) -> Any:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from megatron_flex.compare.compared_dump import ComparedTensor
-from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow, Tone, get_tone
+from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow, describe_result
 from megatron_flex.compare.structural_tests import Outcome
 from megatron_flex.compare.tensor_pairs import DifferenceSums
+from megatron_flex.document import MAX_TABLE_ROWS, Table
+from megatron_flex.document import Row as DocumentRow
 from megatron_flex.errors import name_ranks
-from megatron_flex.notebook_html import (
-    BAD_COLOUR,
-    MAX_TABLE_ROWS,
-    WARN_COLOUR,
-    Markup,
-    count_words,
-    html_details,
-    html_fragment,
-    html_line,
-    html_lines,
-    html_table,
-)
+from megatron_flex.wording import count_words
 
 Verdict = Literal[
     "equal", "not distinguishable from round-off", "diverges", "incomplete", "cannot be compared"
@@ -31,6 +22,7 @@ Verdict = Literal[
 INDISTINGUISHABLE: Verdict = "not distinguishable from round-off"
 INCOMPARABLE: Verdict = "cannot be compared"
 INCOMPLETE: Verdict = "incomplete"
+ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +517,25 @@ class Comparison(ComparedResult):
         return [TableRow(_format_cells(r), r.diverges, r is first) for r in self.shown(most)]
 
     def _repr_html_(self) -> str:
-        return render_comparison(self)
+        """The summary, the table with as many rows as a notebook shows, and all replicas that differ."""
+        rows, count = self.table_rows(MAX_TABLE_ROWS), len(self.rows)
+        where = "around the first divergence" if self.first is not None else "nearest to their tolerance"
+        rest = f"these {len(rows)} of {count:,} are {where}; {ROWS_HINT}"
+        shown = describe_result(
+            f"Comparison · {self.verdict}", self.summary(), self.HEADS, rows, count=count, rest=rest
+        )
+        if len(self.replicas) <= 3:
+            return shown._repr_html_()
+        several = f"{count_words(len(self.replicas), 'replica')} out of step"
+        replicas = Table(
+            ("",),
+            [DocumentRow((str(replica),)) for replica in self.replicas],
+            title=several,
+            opened=False,
+            rest="found.replicas has all",
+            header=False,
+        )
+        return replace(shown, parts=[*shown.parts, replicas])._repr_html_()
 
 
 def _format_cells(row: Row) -> tuple[str, ...]:
@@ -546,30 +556,3 @@ def _format_cells(row: Row) -> tuple[str, ...]:
 
 def _describe_kind(kind: str) -> str:
     return kind.replace("_", " ").replace("parameter gradient", "gradient of a parameter")
-
-
-COLOURS: dict[Tone | None, str] = {"good": "rgba(42,157,74,.25)", "bad": BAD_COLOUR, "open": WARN_COLOUR}
-ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
-
-
-def render_comparison(found: Comparison) -> Markup:
-    """The verdict, its basis, and a table with the first divergence marked."""
-
-    first, rows = found.first, found.table_rows(MAX_TABLE_ROWS)
-    colours = {n: BAD_COLOUR if row.is_first else WARN_COLOUR for n, row in enumerate(rows) if row.differs}
-    left_out = len(found.rows) - len(rows)
-    where = "around the first divergence" if first is not None else "nearest to their tolerance"
-    notes = [f"{count_words(len(rows), 'row')} {where}, of {len(found.rows):,}"] if left_out else []
-    replicas = [str(r) for r in found.replicas]
-    return html_fragment(
-        f"Comparison · {found.verdict}",
-        *(html_line(text, COLOURS.get(get_tone(text), "")) for text in found.summary()),
-        html_details(
-            count_words(len(replicas), "replica") + " out of step",
-            html_lines(replicas, "found.replicas has all"),
-        )
-        if len(replicas) > 3
-        else Markup(""),
-        *(html_line(text) for text in notes),
-        html_table(("", *found.HEADS), [row.marked for row in rows], len(found.rows), ROWS_HINT, colours),
-    )

@@ -31,7 +31,6 @@ from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.errors import DumpError, list_some
 from megatron_flex.gpt_names import GptNames
 from megatron_flex.mesh import describe_sizes
-from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.ranges import Span, normalize_path, select_present
 from megatron_flex.sites import GRADIENT_SUFFIX
@@ -39,6 +38,7 @@ from megatron_flex.statistics.moments import MomentSums, make_statistics
 from megatron_flex.statistics.statistics_files import list_files
 from megatron_flex.statistics.statistics_reader import OpenStatistics, expand_histogram, open_statistics
 from megatron_flex.statistics.statistics_records import StatisticsKind, TensorStatistics
+from megatron_flex.wording import count_words
 
 GROWTH = 4.0  # from what the statistics so far differ by to the next tensor's; correct pairs reach 2
 POOLED_POWER, POOLED_LEAST = (

@@ -50,9 +50,9 @@ from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.layout.spans import spans
-from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
 from megatron_flex.runtime.full_parameters import ParameterIndex, ParameterRequest, gather_all_parameters
+from megatron_flex.wording import count_words
 
 PADDED = ParameterRequest(padded=True)
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from megatron_flex.edits.edit_base import ENTRYWISE, GATHERED, LINEAR, Edit
 from megatron_flex.edits.tensors import DeviceConstant, group_by_pass, read_tensor_file
 from megatron_flex.errors import HookError, SiteError, suggest_nearest
-from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Readings
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_traits import ALL_DIMS, EditTraits
 from megatron_flex.sites import Site
+from megatron_flex.wording import count_words
 
 PatchSource = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
 # A module may draw random numbers, and do anything with its input.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import HookError, suggest_nearest
-from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Captures
 from megatron_flex.runtime.selection.entry_selection import UNKNOWN_TEXT
+from megatron_flex.wording import count_words
 
 Indices = int | slice | Sequence[int]
 

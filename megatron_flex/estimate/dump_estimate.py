@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.document import Document, Note, Part, Renderable, Row, Table
 from megatron_flex.dump import Dump, list_replica_axes
 from megatron_flex.dump.part_format import compute_part_limit
 from megatron_flex.dump.token_selection import (
@@ -28,8 +29,8 @@ from megatron_flex.layout import Dim, Layout, count_parts, spans
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import format_bytes, track
 from megatron_flex.sites import fold_numbers, strip_numbers
-from megatron_flex.text_table import format_table
 
+MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
 DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">per rank", ">total")  # of `DumpEstimate.rows()`
 ReplicaAxes = tuple[tuple[str, int], ...]  # along which ranks hold the same, and how many of them do
 MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is treated as typical
@@ -189,7 +190,7 @@ class RankDumpEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class DumpEstimate:
+class DumpEstimate(Renderable):
     """The estimated size of a dump, without the files' headers, some hundred bytes for each tensor.
 
     Attributes:
@@ -254,9 +255,20 @@ class DumpEstimate:
             found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
         return [_format_site_row(group) for group in found]
 
-    def __str__(self) -> str:
-        """Tensors, and below them the sums, as tables."""
-        return "\n".join([*format_table(self.rows(), DUMP_COLUMNS), "", *format_table(self.summary())])
+    def to_document(self) -> Document:
+        """Return tensors, stages and the sums as tables."""
+        parts: list[Part] = [Table(DUMP_COLUMNS, [Row(cells) for cells in self.rows()])]
+        stages = list(enumerate(self.stages))
+        if len(stages) > MAX_STAGES_SHOWN:
+            ends = {min(stages, key=lambda s: s[1])[0], max(stages, key=lambda s: s[1])[0]}
+            stages = [s for s in stages if s[0] in ends]
+        if len(stages) > 1:
+            rows = [Row((str(stage), format_bytes(nbytes))) for stage, nbytes in stages]
+            parts.append(Table((">stage", ">bytes in an iteration"), rows))
+        if len(stages) < len(self.stages):
+            parts.append(Note(f"the lightest and the heaviest of {len(self.stages)} stages"))
+        parts.append(Table(("", ""), [Row(cells) for cells in self.summary()], header=False))
+        return Document("DumpEstimate", parts)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the last lines of the table: names and values, as strings."""

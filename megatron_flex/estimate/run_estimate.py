@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from megatron_flex.collectives import EXCHANGE_BYTES
+from megatron_flex.document import Document, Note, Renderable, Row, Table
 from megatron_flex.dump import Dump
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate.dump_estimate import estimate_dump_size
@@ -31,7 +32,6 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import format_bytes
 from megatron_flex.sites import Site, fold_numbers, strip_numbers
-from megatron_flex.text_table import format_table
 
 LINK_COLUMNS = (">NVLink", ">network", ">PCIe")
 TENSOR_COLUMNS = (
@@ -111,7 +111,7 @@ class RankEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEstimate:
+class RunEstimate(Renderable):
     """The estimate of a run.
 
     Attributes:
@@ -174,18 +174,20 @@ class RunEstimate:
             )
         return out
 
-    def __str__(self) -> str:
-        """The hooks, the ranks and what was not counted, as tables."""
-        slowest = self.slowest
+    def to_document(self) -> Document:
+        """Return the hooks, and what ranks send and hold for all of them in a step, as tables."""
         uncounted = {strip_numbers(name): why for name, why in self.uncounted.items()}
-        lines = [
-            *format_table(self.rows(), TENSOR_COLUMNS),
-            "",
-            *format_table(self.summary(), RANK_COLUMNS),
-            f"slowest: {slowest.role}, {format_duration(slowest.seconds)}",
-            *(f"not counted: {name}: {why}" for name, why in uncounted.items()),
-        ]
-        return "\n".join(lines)
+        flags = f"and {self.flags} collectives of a few bytes, which compare flags at the end of a step"
+        return Document(
+            "RunEstimate",
+            [
+                _nonzero_columns("each call of a hook:", TENSOR_COLUMNS, self.rows()),
+                _nonzero_columns("each rank in a step:", RANK_COLUMNS, self.summary()),
+                *([Note(flags)] if self.flags else []),
+                Note(f"slowest: {self.slowest.role}, {format_duration(self.slowest.seconds)}"),
+                *(Note(f"not counted: {name}: {why}") for name, why in uncounted.items()),
+            ],
+        )
 
     def summary(self) -> list[tuple[str, ...]]:
         """Rows for a table of ranks: role, collectives in a step, bytes by link, seconds, memory."""
@@ -200,6 +202,17 @@ class RunEstimate:
             )
             for r in self.roles
         ]
+
+
+def _nonzero_columns(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without columns of numbers in which each row has zero."""
+    shown = [
+        n
+        for n, column in enumerate(columns)
+        if not column.startswith(">") or any(row[n] not in ("0", "0 B") for row in rows)
+    ]
+    cells = [Row([row[n] for n in shown]) for row in rows]
+    return Table([columns[n] for n in shown], cells, title=title)
 
 
 def format_duration(seconds: float) -> str:

@@ -20,9 +20,9 @@ from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
 from megatron_flex.launch.launch_settings import DEFAULT_REPORT_FILE, Settings
-from megatron_flex.launch.preview import describe_sites
 from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.training_run import TrainingRun
+from megatron_flex.sites import describe_sites
 
 GROUP_DESTROYERS = ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group"))
 
@@ -82,7 +82,7 @@ class FlexCallback:
         list_pattern = self.settings.list_sites
         flex = self.running.attach(list(context.model), write=list_pattern is None)
         if list_pattern is not None:
-            listing = "\n".join(describe_sites(flex, list_pattern))
+            listing = describe_sites(flex.sites(list_pattern), mesh=flex.session.mesh)
             self._end(finishes=False)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 sys.stdout.write(f"{listing}\n")

@@ -10,10 +10,8 @@ from megatron_flex.estimate.session_estimate import estimate_live_dump
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.model_alignment import align_with_folder
 from megatron_flex.launch.settings_resolver import ResolvedSettings
-from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.model import FlexModel
-from megatron_flex.notebook_html import count_words
-from megatron_flex.text_table import format_table
+from megatron_flex.sites import describe_sites
 
 
 def describe_preview(flex: FlexModel, settings: Settings, resolved: ResolvedSettings, args: Namespace) -> str:
@@ -30,7 +28,7 @@ def describe_preview(flex: FlexModel, settings: Settings, resolved: ResolvedSett
     """
     out: list[str] = []
     if settings.list_sites is not None:
-        out += describe_sites(flex, settings.list_sites)
+        out.append(str(describe_sites(flex.sites(settings.list_sites), mesh=flex.session.mesh)))
     if settings.estimate:
         out += [""] if out else []
         out += _describe_estimates(flex, resolved, args)
@@ -38,29 +36,6 @@ def describe_preview(flex: FlexModel, settings: Settings, resolved: ResolvedSett
         out += [""] if out else []
         out += align_with_folder(flex, settings.align, settings.align_tokens, settings.align_report)
     return "\n".join(out) + "\n"
-
-
-def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
-    """A table of sites: name, full shape, layout, stage, and why a site is hidden. Not collective.
-
-    Raises:
-        SiteError: the pattern matches nothing.
-    """
-    mesh, sites = flex.session.mesh, flex.sites(pattern)
-    rows = [("site", "full shape", "layout", "stage", "")]
-    for site in sites:
-        shown = format_shape(site.dims, site.shape) if site.dims else "as it passes"
-        layout = site.layout.describe(mesh.sizes) if site.dims else ""
-        why = (
-            f"hidden: {site.hidden}"
-            if site.hidden
-            else f"only read: {site.read_only_reason}"
-            if site.read_only_reason
-            else ""
-        )
-        rows.append((site.name, shown, layout, str(site.stage), why))
-    hidden = sum(bool(s.hidden) for s in sites)
-    return [*format_table(rows), f"{count_words(len(sites), 'site')} on {mesh.describe()}; {hidden} hidden"]
 
 
 def _describe_estimates(flex: FlexModel, resolved: ResolvedSettings, args: Namespace) -> Iterator[str]:
@@ -71,10 +46,7 @@ def _describe_estimates(flex: FlexModel, resolved: ResolvedSettings, args: Names
     for dump in resolved.dumps:
         estimate = estimate_live_dump(flex.session, flex.chunks, args, dump)
         yield f"dump to {dump.path}"
-        yield from format_table(
-            [("tensor", "stage", "full shape", "layout", "of a rank", "in all"), *estimate.rows()]
-        )
-        yield from format_table([(name, value) for name, value in estimate.summary()])
+        yield str(estimate)
         if dump.samples is not None:
             yield "all samples are counted, of which only some would be written"
         yield ""

@@ -13,8 +13,8 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.script_runner import parse_argv
 from megatron_flex.launch.settings_resolver import ResolvedSettings, resolve_settings
-from megatron_flex.notebook_html import count_words
 from megatron_flex.sites import check_pattern
+from megatron_flex.wording import count_words
 
 
 def check_run(words: Sequence[str]) -> list[str]:

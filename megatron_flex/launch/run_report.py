@@ -21,9 +21,9 @@ from megatron_flex.launch.rank_errors import current_rank, print_notice
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.mesh import Mesh
 from megatron_flex.model import FlexModel
-from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
 from megatron_flex.runtime.dump_sink import DumpSink
+from megatron_flex.wording import count_words
 
 
 class RunReport:

@@ -20,7 +20,7 @@ from megatron_flex.launch.settings_resolver import (
     resolve_settings,
 )
 from megatron_flex.model import FlexModel
-from megatron_flex.notebook_html import count_words
+from megatron_flex.wording import count_words
 
 GROUPS_OFF_IN_EVALUATION = {DUMP_GROUP, STATISTICS_GROUP}  # groups that are inactive during evaluation
 

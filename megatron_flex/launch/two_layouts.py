@@ -16,8 +16,8 @@ from pathlib import Path
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import FLAGS_VARIABLE
 from megatron_flex.launch.gradient_norm_file import read_norms
-from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import parse_count
+from megatron_flex.wording import count_words
 
 VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by", 128  # Megatron's default
 AXIS_FLAGS = {

@@ -22,13 +22,13 @@ from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
 from megatron_flex.model.registration import register_dump, register_statistics, remove_sink
 from megatron_flex.model.report import Report
-from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
 from megatron_flex.runtime.full_parameters import ParameterRequest
 from megatron_flex.sites import Pattern, Site
 from megatron_flex.statistics import Statistics
 from megatron_flex.statistics.statistics_records import Sink
+from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.estimate import Links, RunEstimate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -11,15 +10,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import nn
 
-from megatron_flex.errors import FlexError, SiteError, suggest_nearest
-from megatron_flex.notebook_html import PAGE_BYTES, WARN_COLOUR, count_words, html_fragment, html_line
+from megatron_flex.config import PAGE_BYTES
+from megatron_flex.document import Document, Note
+from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.hooks import describe_edit
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 from megatron_flex.view import TreeHook, TreeNode, build_tree, fold_layers, sites_of_stage
-from megatron_flex.view.tree_notebook import tree_html
+from megatron_flex.view.tree_document import describe_tree
+from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.page.page_builder import DumpOrPath
@@ -29,7 +30,6 @@ OTHER_STAGES_NOTE = (
     "hooks on other stages that send nothing to the leader are shown as hooked: "
     "only those stages record whether they were called"
 )
-RICH_MISSING = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
 
 
 class Report:
@@ -72,7 +72,6 @@ class Report:
 
         Raises:
             SiteError: the pattern matches nothing, or no hook point is left.
-            FlexError: rich is not installed.
 
         Examples:
             >>> flex.report.show("decoder.layers.0.mlp*")
@@ -84,12 +83,8 @@ class Report:
         root = self.tree(pattern, group=group, stage=stage)
         if file is None and not self._session.is_leader:
             return
-        try:
-            from megatron_flex.view.tree_terminal import print_tree
-        except ImportError as error:
-            raise FlexError(RICH_MISSING) from error
         head = format_headline(self._session)
-        print_tree(root if every else fold_layers(root), head, sys.stdout if file is None else file)
+        describe_tree(root if every else fold_layers(root), "FlexModel", head).print(file)
 
     def tree(
         self, pattern: Pattern = "**", *, group: str | None = None, stage: int | None = None
@@ -195,7 +190,7 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the tree of `show()` as folding HTML. Communicates nothing; only the leader has the tree."""
         session = self._session
-        head = f"FlexModel · {format_headline(session)}"
+        head = format_headline(session)
         if not session.is_leader:
             here = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
             first = "of all" if session.over_data else "of its model replica"
@@ -203,9 +198,9 @@ class Report:
                 f"This rank ({here}) is not a leader: what hooks read arrives on the first rank {first}, so "
                 "look at the model there; flex.report.show(file=sys.stdout) prints the tree on any rank"
             )
-            return html_fragment(head, html_line(notice, WARN_COLOUR))
+            return Document(f"FlexModel · {head}", [Note(notice, "note")])._repr_html_()
         root = build_tree(session.sites, session.mesh.sizes, collect_site_hooks(session))
-        return tree_html(fold_layers(root), head)
+        return describe_tree(fold_layers(root), "FlexModel", head)._repr_html_()
 
 
 def _recorded_sites(session: Session) -> frozenset[str]:

@@ -17,10 +17,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.config import PAGE_BYTES
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout
 from megatron_flex.layout.layout_drawing import make_picture
-from megatron_flex.notebook_html import PAGE_BYTES
 from megatron_flex.page.block_order import LAYER_NUMBER, execution_order, has_experts
 from megatron_flex.page.rank_grid import RankGrid
 from megatron_flex.sites import Site

@@ -55,7 +55,6 @@ from megatron_flex.errors import DumpError, FlexError, name_ranks
 from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.layout import Layout, name_batch_first, replicated, without_data_axis
 from megatron_flex.mesh import Mesh
-from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import describe_numbers
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -66,6 +65,7 @@ from megatron_flex.runtime.shard_recorder import ShardRecorder
 from megatron_flex.runtime.sink_cycle import DUMP_PURPOSE, SinkCycle, StepStart
 from megatron_flex.sites import GRADIENT_SUFFIX, Site
 from megatron_flex.version import __version__
+from megatron_flex.wording import count_words
 
 ROUTING_LAYOUT = replicated("t", "bytes")  # each rank has its own
 

@@ -28,7 +28,6 @@ from megatron_flex.collectives import (
 from megatron_flex.errors import LayoutError, VerifyError, describe_error
 from megatron_flex.layout import Coords, Layout, Sizes, full_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_failures import format_ranks, global_rank
@@ -40,6 +39,7 @@ from megatron_flex.runtime.local_edits import LocalEditPlan
 from megatron_flex.runtime.session_taps import SessionTaps
 from megatron_flex.runtime.site_pass import Pass
 from megatron_flex.sites import Site
+from megatron_flex.wording import count_words
 
 COPY_AXES = ("tp", "cp", "dp", "pp", "etp", "edp")
 MAX_COPIES = 32  # bounds the copies named for one step

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_flex.errors import AbsentError, HookError
-from megatron_flex.notebook_html import count_words
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.hooks import HookFunction, warn_unhookable
 from megatron_flex.sites import Site
+from megatron_flex.wording import count_words
 
 
 class SiteRejection:

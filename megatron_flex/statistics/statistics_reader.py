@@ -14,18 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_flex.checksums import is_sealed
+from megatron_flex.document import Document, Note, Renderable, Row, Table, shorten_notes
 from megatron_flex.errors import FlexError, FlexWarning, suggest_nearest
 from megatron_flex.gpt_names import GptNames, layer_pattern
-from megatron_flex.notebook_html import (
-    BAD_COLOUR,
-    WARN_COLOUR,
-    Markup,
-    count_words,
-    html_fragment,
-    html_line,
-    html_lines,
-    html_table,
-)
 from megatron_flex.progress import BYTES, ProgressBar, progress
 from megatron_flex.ranges import describe_numbers, normalize_path
 from megatron_flex.sites import find_recorded_names
@@ -41,7 +32,7 @@ from megatron_flex.statistics.statistics_records import (
     StatisticsKind,
     TensorStatistics,
 )
-from megatron_flex.text_table import format_table, shorten_rows
+from megatron_flex.wording import count_words
 
 HISTOGRAM_BINS = 2 * BINS_PER_SIGN + 1
 STATISTICS_KINDS = get_args(StatisticsKind)
@@ -92,7 +83,7 @@ MOST_SHOWN_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class StatisticsSeries:
+class StatisticsSeries(Renderable):
     """The statistics of one tensor over iterations: lists of equal lengths; NaN for missing numbers.
 
     Attributes:
@@ -122,18 +113,21 @@ class StatisticsSeries:
     def __len__(self) -> int:
         return len(self.iterations)
 
-    def __str__(self) -> str:
-        """The first and the last iterations, a row for each."""
+    def to_document(self) -> Document:
+        """Return the first and the last iterations, a row for each."""
         columns = [getattr(self, name) for name in SHOWN_COLUMNS]
         rows = [
-            (str(iteration), *(f"{column[n]:.4g}" for column in columns))
+            Row((str(iteration), *(f"{column[n]:.4g}" for column in columns)))
             for n, iteration in enumerate(self.iterations)
         ]
+        if len(rows) > MOST_SHOWN_ROWS:
+            half = MOST_SHOWN_ROWS // 2
+            rows[half:-half] = [Row((f"... {len(rows) - MOST_SHOWN_ROWS:,} more",))]
         heads = (">iteration", *(f">{name}" for name in SHOWN_COLUMNS))
-        return "\n".join([self.site, *format_table(shorten_rows(rows, MOST_SHOWN_ROWS, len(heads)), heads)])
+        return Document("StatisticsSeries", [Table(heads, rows, title=self.site)])
 
 
-class OpenStatistics:
+class OpenStatistics(Renderable):
     """The statistics of a run.
 
     If several starts of a run have an iteration, as after a rollback to a checkpoint, the last start that has
@@ -268,9 +262,35 @@ class OpenStatistics:
         """The rows by iteration and name; histograms are as in the file, without empty bins at their ends."""
         return self._rows
 
-    def _repr_html_(self) -> str:  # which needs this file
-
-        return render_statistics(self)
+    def to_document(self) -> Document:
+        """Return the last row of each tensor; those with values that are not finite are first, and marked."""
+        last = {name: row for rows in self.by_iteration.values() for name, row in rows.items()}
+        rows = sorted(last.values(), key=lambda row: (not _count_nonfinite(row), row.order))
+        iterations = self.iterations
+        ends = f" ({iterations[0]} to {iterations[-1]})" if iterations else ""
+        head = (
+            f"{count_words(len(self.headers), 'start')} of the run, {count_words(len(rows), 'tensor')}, "
+            f"{count_words(len(iterations), 'iteration')}{ends}"
+        )
+        incomplete = [f"incomplete lines and files, of killed runs or full disks: {self.incomplete}"]
+        damaged = [f"not as it was written: {line}" for line in self.damaged]
+        return Document(
+            f"OpenStatistics · {self.path}",
+            [
+                Note(head),
+                *shorten_notes(incomplete if self.incomplete else [], "note", MAX_DAMAGED, ""),
+                *shorten_notes(damaged, "note", MAX_DAMAGED, "found.damaged lists all"),
+                *shorten_notes(self.replaced, "note", MAX_DAMAGED, "found.replaced lists all"),
+                Table(
+                    STATISTICS_HEADS,
+                    [
+                        Row(_format_statistics_cells(row), "bad" if _count_nonfinite(row) else "")
+                        for row in rows
+                    ],
+                    rest=SITES_HINT,
+                ),
+            ],
+        )
 
     def __repr__(self) -> str:
         tensors, iterations = (
@@ -461,45 +481,15 @@ STATISTICS_HEADS = (
     ">not finite",
 )
 MAX_DAMAGED = 8  # damaged lines and files, in one picture
-ALL = "found.damaged lists all"
 SITES_HINT = "found.sites lists the names, found['NAME'] has one over iterations, found.pandas() everything"
-
-
-def render_statistics(found: OpenStatistics) -> Markup:
-    """Render the last row of each tensor; rows with values that are not finite are marked."""
-    last = {name: row for rows in found.by_iteration.values() for name, row in rows.items()}
-    rows = sorted(last.values(), key=lambda row: (not _count_nonfinite(row), row.order))
-    iterations = found.iterations
-    ends = f" ({iterations[0]} to {iterations[-1]})" if iterations else ""
-    texts = (
-        f"{count_words(len(found.headers), 'start')} of the run, {count_words(len(rows), 'tensor')}, "
-        f"{count_words(len(iterations), 'iteration')}{ends}"
-    )
-    notes = [html_line(texts)]
-    if found.incomplete:
-        texts = (
-            f"incomplete lines and files that are left out: {found.incomplete}, of killed runs or full disks"
-        )
-        notes.append(html_line(texts, WARN_COLOUR))
-    notes.append(
-        html_lines(
-            [f"not as it was written: {texts}" for texts in found.damaged], ALL, WARN_COLOUR, MAX_DAMAGED
-        )
-    )
-    marked = {n: BAD_COLOUR for n, row in enumerate(rows) if _count_nonfinite(row)}
-    notes.append(html_lines(found.replaced, "found.replaced lists all", WARN_COLOUR, MAX_DAMAGED))
-    shown = html_table(
-        STATISTICS_HEADS, (_format_statistics_cells(row) for row in rows), len(rows), SITES_HINT, marked
-    )
-    return html_fragment(f"OpenStatistics · {found.path}", *notes, shown)
 
 
 def _count_nonfinite(row: TensorStatistics) -> int:
     return row.nans + row.infinities
 
 
-def _format_statistics_cells(row: TensorStatistics) -> tuple[object, ...]:
+def _format_statistics_cells(row: TensorStatistics) -> tuple[str, ...]:
     numbers = (row.rms, row.mean, row.std, row.absmax, row.zeros, row.kurtosis)
     texts = ("–" if n is None else f"{n:.4g}" for n in numbers)
     broken = f"{row.nans:,} NaN, {row.infinities:,} infinite" if _count_nonfinite(row) else ""
-    return row.site, row.iteration, *texts, broken
+    return row.site, str(row.iteration), *texts, broken

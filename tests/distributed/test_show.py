@@ -97,7 +97,8 @@ def prints(case: Case) -> str:
 def test_a_notebook_has_the_tree_on_the_leader_and_elsewhere_where_it_is() -> None:
     leader, *others = run(4, in_notebook, TP2PP2)
     told = Shown(leader)
-    assert told.pieces[0].startswith(f"FlexModel · {MESH}: ")
+    assert told.pieces[0] == "FlexModel"
+    assert told.pieces[1].startswith(f"{MESH}: ")
     assert any("0-3 x 4" in s for s in told.summaries)
     assert_names(told.text, "[<b>probe</b>]")
     assert_names(told.text, "gate|up/tp", "2")

@@ -100,5 +100,5 @@ def test_errors_are_one_line(command, stats, words, values):
 
 
 def test_curves_of_ascii_where_there_is_no_more(command, stats, monkeypatch):
-    monkeypatch.setattr("megatron_flex.cli.stats_command.supports_unicode", lambda: False)
-    assert "  @@#*++==--...___\n" in command("stats", "show", "stats", "-s", SITES[0]).out
+    monkeypatch.setattr("megatron_flex.document.terminal.supports_unicode", lambda file: False)
+    assert "  ##%*++==--...___\n" in command("stats", "show", "stats", "-s", SITES[0]).out

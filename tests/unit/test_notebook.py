@@ -10,22 +10,25 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
-from megatron_flex.compare.comparison import ReplicaMismatch, Row
-from megatron_flex.layout import Cut, Dim, Layout, replicated
-from megatron_flex.notebook_html import (
+from megatron_flex.compare.comparison import ReplicaMismatch
+from megatron_flex.compare.comparison import Row as ComparedRow
+from megatron_flex.document import (
     MAX_TABLE_ROWS,
-    MAX_TEXT_LETTERS,
-    Markup,
-    html_details,
-    html_fragment,
-    html_line,
-    html_lines,
-    html_table,
-    html_text,
+    Bars,
+    Branch,
+    Document,
+    Note,
+    Row,
+    Span,
+    Table,
+    Tree,
+    shorten_notes,
 )
+from megatron_flex.document.html import MAX_TEXT_LETTERS, MAX_TREE_ROWS
+from megatron_flex.layout import Cut, Dim, Layout, replicated
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.view import TreeHook, build_tree, fold_layers
-from megatron_flex.view.tree_notebook import MAX_TREE_ROWS, tree_html
+from megatron_flex.view.tree_document import describe_tree
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, REPLICATED, WEIGHT, Given, random
 from tests.support.markup import Shown
@@ -46,33 +49,29 @@ def shown(found: object) -> Shown:
 
 
 def test_text_stays_text() -> None:
-    told = Shown(
-        html_fragment(EVIL, html_line(EVIL, "red"), html_details(EVIL, html_table([EVIL], [[EVIL]], 1, EVIL)))
-    )
-    assert told.text.count(EVIL) == 5
+    table = Table([EVIL], [Row([EVIL])], title=EVIL, count=2, rest=EVIL)
+    tree = Tree([EVIL], [Branch(EVIL, EVIL, cells=[EVIL], more=EVIL, reason=EVIL)])
+    notes = [Note(EVIL, "note"), Note((Span(EVIL, "bad"), Span(EVIL)))]
+    told = shown(Document(EVIL, [*notes, table, tree, Bars(EVIL, [(EVIL, 1)])]))
+    assert told.text.count(EVIL) == 15
     assert "script" not in told.tags
 
 
-def test_only_markup_is_taken_as_it_is() -> None:
-    assert html_text(Markup("<b>x</b>")) == "<b>x</b>"
-    assert html_text("<b>") == "&lt;b&gt;"
-    assert html_text(3) == "3"
-
-
 def test_long_text_says_that_it_is_cut() -> None:
-    told = html_text("x" * 100_000)
+    (told,) = shown(Document("", [Note("x" * 100_000)])).pieces
     assert told.startswith("x" * MAX_TEXT_LETTERS + "…")
     assert "100,000 letters" in told
     assert len(told) < MAX_TEXT_LETTERS + 50
-    assert html_text("y" * MAX_TEXT_LETTERS) == "y" * MAX_TEXT_LETTERS
+    assert shown(Document("", [Note("y" * MAX_TEXT_LETTERS)])).text == "y" * MAX_TEXT_LETTERS
 
 
 def test_rows_that_are_left_out_are_counted() -> None:
-    told = Shown(html_table(["a", ">b"], ([n, n] for n in range(10_000)), 10_000, "ask for them"))
+    rows = [Row((str(n), str(n))) for n in range(10_000)]
+    told = shown(Document("", [Table(["a", ">b"], rows, rest="ask for them")]))
     assert len(told.rows) == MAX_TABLE_ROWS + 1
-    assert_names(told.text, f"{10_000 - MAX_TABLE_ROWS:,}")
-    assert "more" not in Shown(html_table(["a"], [["1"]], 1, "ask")).text
-    told = Shown(html_fragment("", html_lines(["x"] * 9, "ask", most=3)))
+    assert_names(told.text, f"{10_000 - MAX_TABLE_ROWS:,}", "ask for them")
+    assert "more" not in shown(Document("", [Table(["a"], rows[:1], rest="ask")])).text
+    told = shown(Document("", shorten_notes(["x"] * 9, "note", 3, "ask")))
     assert told.text.count("x") == 3
     assert_names(told.text, 9 - 3)
 
@@ -96,8 +95,8 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
     assert [*found] == list(every)
     for one in (found, every):
         told = shown(one)
-        assert_names(told.pieces[0], 3, 1)
-        assert ("SiteTable" in told.pieces[0]) is (one is every)
+        assert_names(told.text, "3 sites", 1)
+        assert (told.pieces[0] == "SiteTable") is (one is every)
         assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "s x b x 8", "0", ""]
         assert told.rows[2][-1] == f"no hook: {EVIL}"
         assert "script" not in told.tags
@@ -115,7 +114,7 @@ def test_many_sites_are_bounded() -> None:
 
 def test_the_tree_folds_and_says_what_stands_where() -> None:
     hooks = {sites()[0].name: [TreeHook("edits", EVIL, ("steer",))]}
-    told = Shown(tree_html(fold_layers(build_tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}"))
+    told = shown(describe_tree(fold_layers(build_tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}", "head"))
     assert "script" not in told.tags
     assert told.pieces[0] == f"model {EVIL}"
     assert told.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
@@ -126,16 +125,14 @@ def test_the_tree_folds_and_says_what_stands_where() -> None:
 
 def test_layers_that_are_alike_are_one() -> None:
     alike = [replace(s, hidden="") for s in sites(100)]
-    told = Shown(tree_html(fold_layers(build_tree(alike, {"tp": 2})), "model"))
+    told = shown(describe_tree(fold_layers(build_tree(alike, {"tp": 2})), "model", "head"))
     assert told.summaries == ["decoder.layers 0-99 x 100.mlp"]
     assert told.text.count(":output") == 1
 
 
 def test_a_large_tree_is_bounded_and_says_so() -> None:
     many = [replace(s, name=f"decoder.layers.{n}.m{n}:output") for n, s in enumerate(sites(5000))]
-    html = tree_html(fold_layers(build_tree(many, {})), "model")
-    assert len(html) < MOST_BYTES
-    told = Shown(html)
+    told = shown(describe_tree(fold_layers(build_tree(many, {})), "model", "head"))
     rows = len(told.summaries) + told.text.count(":output")
     assert rows == MAX_TREE_ROWS
     left = 1 + 2 * len(many) - rows
@@ -305,9 +302,11 @@ def test_the_first_divergence_is_marked(tmp_path: Path) -> None:
         assert words.strip() in told.text, "nothing that the summary says is left out"
 
 
-def rows(count: int, first: int) -> list[Row]:
+def rows(count: int, first: int) -> list[ComparedRow]:
     return [
-        Row(f"{EVIL}.{n}", "value", 0, 1, 0.0, 1.0, 0.0, 1.0 if n >= first else 0.0, 0.5, n < first, None)
+        ComparedRow(
+            f"{EVIL}.{n}", "value", 0, 1, 0.0, 1.0, 0.0, 1.0 if n >= first else 0.0, 0.5, n < first, None
+        )
         for n in range(count)
     ]
 
@@ -316,7 +315,7 @@ def test_a_long_comparison_says_what_it_leaves_out() -> None:
     out = [ReplicaMismatch("A", EVIL, n, 0, (1,)) for n in range(300)]
     told = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
     assert "script" not in told.tags
-    assert len(told.rows) == MAX_TABLE_ROWS + 1
+    assert len(told.rows) == MAX_TABLE_ROWS + 1 + MAX_TABLE_ROWS, "rows of sites, and of replicas"
     assert [r[1] for r in told.rows if r[0]][1:] or any(r[0] == "→" for r in told.rows)
     assert f"{EVIL}.3000" in [r[1] for r in told.rows if r[0] == "→"]
     assert_names(told.text, MAX_TABLE_ROWS, "5,000")

@@ -22,7 +22,7 @@ from megatron_flex.view import (
     fold_layers,
     sites_of_stage,
 )
-from megatron_flex.view.tree_terminal import print_tree
+from megatron_flex.view.tree_document import describe_tree
 from tests.support.messages import assert_names, raises
 
 SIZES = {"tp": 2, "cp": 2, "pp": 2, "dp": 1}
@@ -43,7 +43,7 @@ def model(layers: int = 4, experts: int = 0, hidden: str = "") -> list[Site]:
 
 def shown(root: TreeNode, **how: object) -> str:
     out = io.StringIO()
-    print_tree(root, "a model", out, **how)  # type: ignore[arg-type]
+    describe_tree(root, "", "a model").print(out, **how)  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -131,7 +131,7 @@ def test_the_printed_tree_fits_the_terminal(width: int) -> None:
 
 def test_a_terminal_of_ascii_gets_ascii() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_tree(fold_layers(build_tree(model(), SIZES)), "a model", out)
+    describe_tree(fold_layers(build_tree(model(), SIZES)), "", "a model").print(out)
     out.flush()
     assert b"o :output" in out.buffer.getvalue()  # type: ignore[attr-defined]
 

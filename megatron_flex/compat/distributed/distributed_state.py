@@ -15,7 +15,7 @@ from megatron_flex.adapters import detect
 from megatron_flex.adapters.pytorch import make_mesh
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.notebook_html import count_words
+from megatron_flex.wording import count_words
 
 
 def _getters(

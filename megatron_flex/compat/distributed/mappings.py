@@ -14,7 +14,7 @@ from megatron_flex.collectives import broadcast_from_first, exchange_tensors, ga
 from megatron_flex.compat.distributed.distributed_state import ParallelState
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.notebook_html import count_words
+from megatron_flex.wording import count_words
 
 
 def unity(tensor: Tensor, fmps: ParallelState) -> Tensor:

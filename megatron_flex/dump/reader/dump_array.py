@@ -371,9 +371,9 @@ class DumpArray:
         return f"DumpArray({self.name}: {axes or 'one value'}; {kind}, {self.nbytes:,} bytes; {self.layout})"
 
     def _repr_html_(self) -> str:
-        from megatron_flex.dump.reader.dump_html import render_array  # only in notebooks
+        from megatron_flex.dump.reader.dump_documents import describe_array  # only in notebooks
 
-        return render_array(self)
+        return describe_array(self)._repr_html_()
 
     # -- slicing ---------------------------------------------------------------------------------------
 

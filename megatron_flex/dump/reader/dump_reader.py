@@ -30,9 +30,9 @@ from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, V
 from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.mesh import describe_sizes
-from megatron_flex.notebook_html import count_words
 from megatron_flex.ranges import normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
+from megatron_flex.wording import count_words
 
 MOST_ROUTED = 1 << 24  # entries of routers' decisions that are kept
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
@@ -639,9 +639,9 @@ class OpenDump:
         )
 
     def _repr_html_(self) -> str:
-        from megatron_flex.dump.reader.dump_html import render_dump  # only in notebooks
+        from megatron_flex.dump.reader.dump_documents import describe_dump  # only in notebooks
 
-        return render_dump(self)
+        return describe_dump(self)._repr_html_()
 
     def close(self) -> None:
         """Close all files.

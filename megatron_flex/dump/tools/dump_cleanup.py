@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_flex.document import Document, Note, Row, Table
 from megatron_flex.dump.run_folders import IterationFolder, RunFolder, is_temporary, list_run_folders
 from megatron_flex.dump.writer.run_creation import TEMPORARY_RUN_NAME
 from megatron_flex.dump.writer.writers_lock import is_being_written
 from megatron_flex.errors import DumpError, FlexError
-from megatron_flex.progress import track
+from megatron_flex.progress import format_bytes, track
+from megatron_flex.wording import count_words
 
 PRUNED_PREFIX = (
     ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
@@ -141,3 +143,15 @@ def prune_dump(path: Path, removals: Sequence[Removal]) -> int:
 
 def _count_path_bytes(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+
+def describe_removals(path: Path, removals: Sequence[Removal], freed: int, dry_run: bool) -> Document:
+    """What went, or would go, and what that frees."""
+    if not removals:
+        return Document("", [Note("nothing to remove")])
+    rows = [Row((str(r.path.relative_to(path)), r.why, format_bytes(r.nbytes))) for r in removals]
+    would = "would be " if dry_run else ""
+    items = count_words(len(removals), "item")
+    return Document(
+        "", [Table(("what", "why", ">size"), rows), Note(f"{items}: {format_bytes(freed)} {would}freed")]
+    )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.document import Document, Renderable
 from megatron_flex.dump.part_format import format_run_folder, read_part
 from megatron_flex.dump.reader import DumpArray, OpenDump
 from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
@@ -23,10 +24,10 @@ from megatron_flex.dump.schema import (
     ShardEntry,
     list_dim_names,
 )
+from megatron_flex.dump.tools.contents_table import describe_contents
 from megatron_flex.errors import DumpError
-from megatron_flex.progress import format_bytes, track
+from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
-from megatron_flex.text_table import format_series, format_table
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class TensorRow:
 
 
 @dataclass(slots=True)
-class DumpContents:
+class DumpContents(Renderable):
     """What a dump has.
 
     Attributes:
@@ -101,25 +102,14 @@ class DumpContents:
     nbytes: int
     notes: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        """Runs and tensors, a row for each."""
-        runs = [
-            (str(r.number), r.framework, format_series(r.whole), format_series(r.incomplete), r.damage)
-            for r in self.runs
-        ]
-        tensors = [
-            (
-                t.name,
-                "x".join(map(str, t.shape)),
-                t.dtype,
-                format_series(t.iterations),
-                format_bytes(t.nbytes),
-            )
-            for t in self.tensors
-        ]
-        lines = [*format_table(runs, (">run", "framework", "complete", "incomplete", "damage")), ""]
-        lines += format_table(tensors, ("tensor", "shape", "dtype", "iterations", ">size"))
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+    def to_document(self, path: str = "", every: bool = True) -> Document:
+        """Return runs, sites and parameters as tables.
+
+        Args:
+            path: of the dump.
+            every: a row for each layer, even if layers are alike.
+        """
+        return describe_contents(self, path, every)
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""

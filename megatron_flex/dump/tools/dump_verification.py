@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_flex.document import Document, Note, Renderable, Span, Tone
 from megatron_flex.dump.export import read_blocks
 from megatron_flex.dump.part_format import StoredPart, read_part
 from megatron_flex.dump.reader import DumpArray, OpenDump
@@ -40,10 +41,9 @@ from megatron_flex.dump.tools.dump_contents import get_named_array, list_paramet
 from megatron_flex.dump.writer.run_creation import check_same_dump
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
-from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import BYTES, ProgressBar, format_bytes, progress
 from megatron_flex.sites import GRADIENT_SUFFIX
-from megatron_flex.text_table import format_series
+from megatron_flex.wording import count_words, format_series
 
 UNSHARED_AXES = (
     "pp",
@@ -148,7 +148,7 @@ class DumpFinding:
 
 
 @dataclass(slots=True)
-class Verification:
+class Verification(Renderable):
     """The counts of what was checked, and the findings.
 
     Attributes:
@@ -194,13 +194,19 @@ class Verification:
             return read, f"no iteration is complete, so none can be read{noted}"
         return read, f"OK: all checksums match{noted}"
 
-    def __str__(self) -> str:
-        """The findings, a line each, the counts of files and tensors, and the verdict."""
-        lines = [
-            f"{'error' if finding.error else 'note'}: {finding.kind}  {finding.where}  {finding.text}"
-            for finding in self.joined()
-        ]
-        return "\n".join([*lines, *self.summary()])
+    def to_document(self) -> Document:
+        """Return the findings, a line each, the counts of files and tensors, and the verdict."""
+        notes = []
+        for finding in self.joined():
+            kind = (
+                Span(f"error: {finding.kind}", "bad")
+                if finding.error
+                else Span(f"note: {finding.kind}", "note")
+            )
+            notes.append(Note((kind, Span("  "), Span(finding.where, "strong"), Span(f"  {finding.text}"))))
+        read, verdict = self.summary()
+        tone: Tone = "bad" if not self.good else "good" if self.complete else "note"
+        return Document("Verification", [*notes, Note(read), Note(verdict, tone)])
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""

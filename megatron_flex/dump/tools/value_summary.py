@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_flex.document import Bars, Document, Note, Part, Renderable, Row, Table
 from megatron_flex.errors import FlexError
-from megatron_flex.text_table import format_table
+from megatron_flex.wording import format_number
 
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # times a power of ten: widths of bins that a person can add up
@@ -29,7 +30,7 @@ NARROW_DTYPES = {  # whose values fp32 holds exactly
 
 
 @dataclass(slots=True)
-class ValueSummary:
+class ValueSummary(Renderable):
     """Of all values; where there are NaNs or infinities, the moments and quantiles are of the finite ones.
 
     Attributes:
@@ -60,16 +61,54 @@ class ValueSummary:
     below: int = 0
     above: int = 0
 
-    def __str__(self) -> str:
-        """A line for each statistic and quantile."""
-        names = ("count", "nan", "infinite", "zeros", "mean", "std", "rms", "absmax", "min", "max")
-        rows = [(name, "-" if (value := getattr(self, name)) is None else f"{value:.6g}") for name in names]
-        rows += [(f"p{100 * q:g}", f"{value:.6g}") for q, value in self.quantiles.items()]
-        return "\n".join(format_table(rows))
+    def to_document(self) -> Document:
+        """Return a line for each statistic and quantile, and the histogram."""
+        return describe_values("ValueSummary", [], {"values": self})
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""
         return {**asdict(self), "quantiles": {str(q): v for q, v in self.quantiles.items()}}
+
+
+def describe_values(title: str, notes: Sequence[Note], columns: Mapping[str, ValueSummary]) -> Document:
+    """A table with a column for each summary, and a histogram of each."""
+    summaries = list(columns.values())
+    moments = ("mean", "std", "rms", "absmax", "min", "max")
+    odd = [name for name in ("nan", "infinite") if any(getattr(s, name) for s in summaries)]
+    quantiles = next((s.quantiles for s in summaries if s.quantiles), {})
+    rows = [
+        *(Row((name, *(format_number(getattr(s, name)) for s in summaries))) for name in moments),
+        Row(("zeros", *(_format_share(s.zeros, s.count) for s in summaries))),
+        *(Row((name, *(_format_share(getattr(s, name), s.count) for s in summaries)), "bad") for name in odd),
+        *(Row((f"p{q * 100:g}", *(format_number(s.quantiles.get(q)) for s in summaries))) for q in quantiles),
+        Row(("values", *(f"{s.count:,}" for s in summaries))),
+    ]
+    parts: list[Part] = [*notes, Table(("", *(f">{name}" for name in columns)), rows)]
+    for name, s in columns.items():
+        if s.counts:
+            bars = [(f"< {s.edges[0]:g}", s.below)] if s.below else []
+            bars += [(f"{edge:g}", count) for edge, count in zip(s.edges[:-1], s.counts, strict=True)]
+            bars += [(f"> {s.edges[-1]:g}", s.above)] if s.above else []
+            parts.append(Bars(name, bars))
+    return Document(title, parts)
+
+
+def list_values(summaries: Mapping[str, ValueSummary]) -> Document:
+    """A table with a row for each tensor, without histograms."""
+    odd = [name for name in ("nan", "infinite") if any(getattr(s, name) for s in summaries.values())]
+    names = ("mean", "std", "rms", "absmax", *odd)
+    rows = [
+        Row(
+            (tensor, *(format_number(getattr(s, name)) for name in names), f"{s.count:,}"),
+            "bad" if s.nan or s.infinite else "",
+        )
+        for tensor, s in summaries.items()
+    ]
+    return Document("", [Table(("site", *(f">{name}" for name in (*names, "values"))), rows)])
+
+
+def _format_share(count: int, of: int) -> str:
+    return f"{count:,} ({count / of:.2%})" if of and count else str(count)
 
 
 def count_passes(dtype: torch.dtype) -> int:

@@ -405,7 +405,7 @@ def test_rows_are_named_as_they_were_asked_for() -> None:
     two = hook_estimate({**BASE, "num_layers": 12}, read=["decoder.layers.[49]**@samples=0"])
     names = {row[0] for row in two.rows()}
     assert "decoder.layers.{4,9}.mlp:output@samples=0 (2)" in names
-    assert str(found).splitlines()[0].startswith("tensor ")
+    assert str(found).splitlines()[1].startswith("tensor ")
     dumped = dump_estimate({**BASE, "num_layers": 12}, "decoder.layers.9", gradients=True)
     assert [row[0] for row in dumped.rows()] == ["decoder.layers.9:output", "decoder.layers.9:output.grad"]
     assert "decoder.layers.9:output.grad" in str(dumped)

@@ -52,7 +52,7 @@ def test_floats_that_json_lacks_are_strings() -> None:
 def test_an_alignment_with_a_nan(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("typer")
     from megatron_flex.cli.align_command import print_alignment
-    from megatron_flex.cli.console_output import make_console, print_json
+    from megatron_flex.cli.json_output import print_json
 
     site, worst = "decoder.layers.0:output", Worst(0, None, None, (0, 1), math.nan, 1.0)
     bad = Row(site, "value", 0, 8, math.inf, math.nan, math.inf, math.inf, 1e-5, False, worst)
@@ -62,7 +62,7 @@ def test_an_alignment_with_a_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sites"][0]["accumulated"]["error"] == "inf"
     assert found["sites"][0]["accumulated"]["worst"]["a"] == "nan"
     assert found["layers"][0]["isolated_error"] == "inf"
-    print_alignment(make_console(), found)
+    print_alignment(found)
     assert "decoder.layers.0:output" in capsys.readouterr().out
 
 

@@ -7,25 +7,17 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from megatron_flex.document import Document, Drawing, Note, Row, Table, shorten_notes
 from megatron_flex.dump.reader.missing_parts import MOST_DETAILED
 from megatron_flex.dump.reader.stored_runs import DumpRun
 from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, Sizes
 from megatron_flex.layout.layout_drawing import draw_layout, format_shape
-from megatron_flex.notebook_html import (
-    BAD_COLOUR,
-    WARN_COLOUR,
-    Markup,
-    count_words,
-    html_details,
-    html_fragment,
-    html_line,
-    html_lines,
-    html_table,
-)
+from megatron_flex.mesh import describe_sizes
 from megatron_flex.progress import format_bytes
 from megatron_flex.sites import strip_numbers
+from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reader.dump_array import DumpArray
@@ -37,45 +29,49 @@ VERIFY_HINT = "`megatron-flex dump verify` lists all"
 TENSORS_HINT = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
 
 
-def render_dump(dump: OpenDump) -> Markup:
+def describe_dump(dump: OpenDump) -> Document:
     """Runs, iterations, tensors, what is missing; from names of files and manifests, none of the data."""
-    head = f"OpenDump · {dump.path}"
+    title = f"OpenDump · {dump.path}"
     try:
         complete = dump.iterations
         kept = Counter(id(dump.stored_iteration(which).run) for which in dump.iteration_keys)
         missing, replaced = dump.missing, dump.replaced
     except FlexError as error:  # files are gone since it was opened
-        return html_fragment(head, html_line(error, BAD_COLOUR))
-    rows = list(dict.fromkeys(row for manifest in dump.manifests for row in _list_tensor_cells(manifest)))
-    runs = html_table(
-        (">run", "made", "framework", "mesh", ">ranks", ">iterations", ">whole, read from it"),
-        ((*_make_run_cells(run), kept[id(run)]) for run in dump.runs),
-        len(dump.runs),
-        "dump.runs has them all",
-    )
-    groups = _group_tensor_cells(rows)
-    tensors = html_table(("", "kind", "full shape", "layout", ">stage"), groups, len(groups), TENSORS_HINT)
-    text = (
+        return Document(title, [Note(str(error), "bad")])
+    records = [cells for manifest in dump.manifests for cells in _list_tensor_cells(manifest)]
+    head = (
         f"{count_words(len(dump.runs), 'run')}, {count_words(len(complete), 'complete iteration')}"
-        f"{_format_range(complete)}"
+        f"{_format_range(complete)}, {count_words(len(dump.site_records), 'site')}, "
+        f"{count_words(len(dump.parameters), 'parameter')}"
     )
-    return html_fragment(
-        head,
-        html_line(
-            f"{text}, {count_words(len(dump.site_records), 'site')}, "
-            f"{count_words(len(dump.parameters), 'parameter')}"
-        ),
-        html_lines(missing, VERIFY_HINT, WARN_COLOUR, MOST_DETAILED),
-        html_lines(replaced, REPLACED_HINT, WARN_COLOUR, MOST_DETAILED),
-        html_details("runs", runs, opened=len(dump.runs) > 1),
-        html_details("tensors", tensors, opened=True),
+    return Document(
+        title,
+        [
+            Note(head),
+            *shorten_notes(missing, "note", MOST_DETAILED, VERIFY_HINT),
+            *shorten_notes(replaced, "note", MOST_DETAILED, REPLACED_HINT),
+            Table(
+                (">run", "made", "framework", "mesh", ">ranks", ">iterations", ">whole, read from it"),
+                [Row((*_make_run_cells(run), str(kept[id(run)]))) for run in dump.runs],
+                title="runs",
+                opened=len(dump.runs) > 1,
+                rest="dump.runs has them all",
+            ),
+            Table(
+                ("", "kind", "full shape", "layout", ">stage"),
+                [Row(cells) for cells in _group_tensor_cells(list(dict.fromkeys(records)))],
+                title="tensors",
+                rest=TENSORS_HINT,
+            ),
+        ],
     )
 
 
-def _make_run_cells(run: DumpRun) -> tuple[object, ...]:
-    text = run.manifest
-    mesh = " x ".join(f"{a}={n}" for a, n in text.sizes.items() if n > 1) or "one rank"
-    return text.run, text.created, text.framework, mesh, len(text.ranks), len(run.folders)
+def _make_run_cells(run: DumpRun) -> tuple[str, ...]:
+    manifest = run.manifest
+    mesh = describe_sizes(manifest.sizes)
+    ranks, iterations = len(manifest.ranks), len(run.folders)
+    return str(manifest.run), manifest.created, manifest.framework, mesh, str(ranks), str(iterations)
 
 
 def _format_range(numbers: Sequence[int]) -> str:
@@ -111,12 +107,12 @@ def _make_tensor_cells(record: SiteRecord, kind: str, manifest: Manifest) -> Ten
     return record.name, kind, "" if record.inferred else complete, text, record.stage
 
 
-def _group_tensor_cells(rows: list[TensorCells]) -> list[tuple[object, ...]]:
+def _group_tensor_cells(rows: list[TensorCells]) -> list[tuple[str, ...]]:
     """One row for tensors that differ in numbers of layers, experts and stages alone."""
     groups: dict[tuple[str, ...], list[TensorCells]] = {}
     for row in rows:
         groups.setdefault((strip_numbers(row[0]), *row[1:4]), []).append(row)
-    out: list[tuple[object, ...]] = []
+    out = []
     for (name, *about), alike in groups.items():
         stages = sorted({row[4] for row in alike})
         stage = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
@@ -124,24 +120,24 @@ def _group_tensor_cells(rows: list[TensorCells]) -> list[tuple[object, ...]]:
     return out
 
 
-def render_array(array: DumpArray) -> Markup:
+def describe_array(array: DumpArray) -> Document:
     """Axes, dtype, bytes and who held which part; reads headers and no data."""
+    title = f"DumpArray · {array.name}"
     try:
         dims, shape, iterations = array.dims, array.shape, array.iterations
         dtype, nbytes = str(array.dtype).removeprefix("torch."), array.nbytes
         layout, sizes = array.stored_layout
     except FlexError as error:
-        return html_fragment(f"DumpArray · {array.name}", html_line(error, BAD_COLOUR))
-    text = f"{format_shape(dims, shape)} · {dtype} · {format_bytes(nbytes)}"
-    return html_fragment(
-        f"DumpArray · {array.name}",
-        html_line(text),
-        html_line(
-            f"{count_words(len(iterations), 'iteration')}{_format_range(iterations)}; read by .torch() or "
-            ".numpy()"
-        ),
-        html_line(f"as ranks held it: {layout.describe(sizes)}"),
-        Markup(draw_shard_layout(layout, sizes)),
+        return Document(title, [Note(str(error), "bad")])
+    number = count_words(len(iterations), "iteration")
+    return Document(
+        title,
+        [
+            Note(f"{format_shape(dims, shape)} · {dtype} · {format_bytes(nbytes)}"),
+            Note(f"{number}{_format_range(iterations)}; read by .torch() or .numpy()"),
+            Note(f"as ranks held it: {layout.describe(sizes)}"),
+            Drawing(draw_shard_layout(layout, sizes)),
+        ],
     )
 
 
