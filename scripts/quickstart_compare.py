@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quickstart_data import load
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 TOLERANCE = 1e-5  # relative to the greatest entry
