@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.page.html_page import fill_template, read_asset, read_styles, write_page_text
+from megatron_flex.page.html_page import fill_template, read_asset, write_page_text
 from megatron_flex.wording import count_words
 
 Json = Mapping[str, Any]
@@ -29,14 +29,13 @@ def alignment_html(found: Json) -> str:
     Args:
         found: an alignment as `Alignment.to_json` returns it, or read from JSON.
     """
-    parts = {
-        "title": escape(str(found["model"])),
-        "about": escape(_describe_extent(found)),
-        "style": f"{read_styles()}\n{read_asset(f'{ASSETS}/page.css')}",
-        "content": "\n".join(_content(found)),
-        "script": read_asset(f"{ASSETS}/page.js"),
-    }
-    return fill_template(read_asset(f"{ASSETS}/page.html"), parts)
+    return fill_template(
+        str(found["model"]),
+        "\n".join(_content(found)),
+        ("theme.js", f"{ASSETS}/page.js"),
+        style=read_asset(f"{ASSETS}/page.css"),
+        attributes=' class="align-page"',
+    )
 
 
 def write_alignment(found: Json, path: str | PathLike[str]) -> Path:
@@ -63,6 +62,11 @@ def _describe_extent(found: Json) -> str:
 
 def _content(found: Json) -> Iterator[str]:
     verdicts = (ACCUMULATED, ISOLATED) if found["isolates"] else (ACCUMULATED,)
+    yield (
+        f'<header id="top"><h1 id="title">{escape(str(found["model"]))}</h1>'
+        f'<p id="about">{escape(_describe_extent(found))}</p><div id="tools"></div></header>'
+        '<main class="align">'
+    )
     yield from _summary(found)
     yield _strip(found, verdicts)
     yield _heads(verdicts)
@@ -76,6 +80,7 @@ def _content(found: Json) -> Iterator[str]:
         yield from _part(GRADIENTS, found["gradients"], found, (ACCUMULATED,), cells)
     if found["uncompared"]:
         yield _uncompared(found["uncompared"])
+    yield "</main>"
 
 
 def _summary(found: Json) -> Iterator[str]:

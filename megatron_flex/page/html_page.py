@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -201,9 +201,12 @@ def _layout_json(layout: Layout | str, sizes: Mapping[str, int]) -> Json:
     return {"words": words, "picture": drawn if len(blocks) <= MAX_PICTURE_BLOCKS else None}
 
 
-FIRST_SCRIPTS, LAST_SCRIPTS = ("core.js", "top.js"), ("go.js",)  # required by others, and run last
+FIRST_SCRIPTS, LAST_SCRIPTS = (
+    ("theme.js", "core.js", "top.js"),
+    ("go.js",),
+)  # required by others, and run last
 BASE_STYLE = "style.css"  # the other styles extend it
-PLACEHOLDER = re.compile(r"@(title|style|page|scripts|about|content|script)@")
+PLACEHOLDER = re.compile(r"@(title|style|attributes|content|scripts)@")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -219,14 +222,30 @@ def html(page: Page) -> str:
     """
     there = sorted(f.name for f in _assets().iterdir() if f.name.endswith(".js"))
     middle = [n for n in there if n not in (*FIRST_SCRIPTS, *LAST_SCRIPTS)]
-    scripts = [f"<script>\n{read_asset(name)}</script>" for name in (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS)]
+    content = read_asset("model.html").replace("@page@", page_json(page))
+    return fill_template(page.title, content, (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS))
+
+
+def fill_template(
+    title: str, content: str, scripts: Iterable[str], *, style: str = "", attributes: str = ""
+) -> str:
+    """The text of a page.
+
+    Args:
+        title: of the page, as text.
+        content: of its body, as HTML.
+        scripts: names of assets, in the order in which they run.
+        style: what it adds to the styles of all pages.
+        attributes: of its body, as HTML.
+    """
     parts = {
-        "title": escape(page.title),
-        "style": read_styles(),
-        "page": page_json(page),
-        "scripts": "\n".join(scripts),
+        "title": escape(title),
+        "style": f"{read_styles()}\n{style}",
+        "attributes": attributes,
+        "content": content,
+        "scripts": "\n".join(f"<script>\n{read_asset(name)}</script>" for name in scripts),
     }
-    return fill_template(read_asset("page.html"), parts)
+    return PLACEHOLDER.sub(lambda found: parts[found[1]], read_asset("page.html"))
 
 
 def _assets() -> Traversable:
@@ -242,11 +261,6 @@ def read_styles() -> str:
     """The styles of all pages, the one that the others extend first."""
     names = (f.name for f in _assets().iterdir() if f.name.endswith(".css"))
     return "\n".join(read_asset(name) for name in sorted(names, key=lambda n: (n != BASE_STYLE, n)))
-
-
-def fill_template(template: str, parts: Mapping[str, str]) -> str:
-    """The template with each `@name@` replaced by its part."""
-    return PLACEHOLDER.sub(lambda found: parts[found[1]], template)
 
 
 def page_json(page: Page) -> str:

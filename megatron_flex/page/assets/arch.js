@@ -310,7 +310,7 @@ flexPage.pane('architecture', {
 
     place();
     fit();
-    flexPage.onTheme(() => { scale.update(); redraw(); });
+    flexTheme.onChange(() => { scale.update(); redraw(); });
     return {
       update(_, changed) {
         if (changed.has('layer') && state.layer !== null) {

@@ -277,7 +277,7 @@ flexPage.pane('mesh', {
       return best;
     }
 
-    flexPage.onTheme(() => { if (laid) { besides(); paint(); } });
+    flexTheme.onChange(() => { if (laid) { besides(); paint(); } });
     let width = 0;
     let height = 0;
     new ResizeObserver(() => {

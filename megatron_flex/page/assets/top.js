@@ -110,28 +110,11 @@
     ].filter(Boolean);
   }
 
-  // -- light, dark, help, keys ---------------------------------------------------------------------------
+  // -- help, keys ----------------------------------------------------------------------------------------
 
-  const root = document.documentElement;
-  const THEMES = { auto: 'as the system', light: 'light', dark: 'dark' };
-  const remembered = () => { try { return localStorage.getItem('flex-theme'); } catch { return null; } };
-  function dress(theme) {
-    root.dataset.theme = theme in THEMES ? theme : 'auto';
-    theming.textContent = { auto: '◐', light: '○', dark: '●' }[root.dataset.theme];
-    theming.setAttribute('aria-label', `Colours: ${THEMES[root.dataset.theme]}; change`);
-    theming.title = `Colours: ${THEMES[root.dataset.theme]} (t)`;
-    try { localStorage.setItem('flex-theme', root.dataset.theme); } catch { /* a page from a file may keep nothing */ }
-    for (const fn of themed) fn();
-  }
-  const themed = [];
-  flexPage.onTheme = (fn) => themed.push(fn); // for what is drawn on a canvas
-  const nextTheme = () => { const all = Object.keys(THEMES); dress(all[(all.indexOf(root.dataset.theme) + 1) % all.length]); };
-  const theming = el('button', { id: 'theme', class: 'plain', onclick: nextTheme });
   const help = byId('help');
   const showHelp = () => (help.open ? help.close() : help.showModal());
-  byId('tools').append(theming, el('button', { id: 'ask', class: 'plain', 'aria-label': 'Help', title: 'Help (?)', text: '?', onclick: showHelp }));
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => themed.forEach((fn) => fn()));
-  dress(remembered() || 'auto');
+  byId('tools').append(el('button', { id: 'ask', class: 'plain', 'aria-label': 'Help', title: 'Help (?)', text: '?', onclick: showHelp }));
 
   const KEYS = [
     ['/', 'find sites'], ['Tab', 'to the next pane or control'], ['arrows', 'walk over dots, layers or ranks'],
@@ -167,7 +150,7 @@
   const DO = {
     '/': () => { input.focus(); input.select(); },
     '?': showHelp,
-    t: nextTheme,
+    t: flexTheme.next,
     Escape: () => select({ site: null, rank: null, part: null }),
     '[': () => flexPage.stepLayer(-1),
     ']': () => flexPage.stepLayer(1),
