@@ -478,11 +478,12 @@ def describe_sites(sites: Sequence[Site], title: str = "", mesh: Mesh | None = N
     """
     hidden = sum(bool(s.hidden) for s in sites)
     sizes = None if mesh is None else mesh.sizes
+    words = {layout: layout.describe(sizes) for layout in {s.layout for s in sites}}  # few, of many sites
     rows = [
         Row(
             (
                 s.name,
-                "known when the model runs" if s.inferred else s.layout.describe(sizes),
+                "known when the model runs" if s.inferred else words[s.layout],
                 " x ".join(map(str, s.shape)),
                 str(s.stage),
                 f"no hook: {s.hidden}"
