@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 
 WIDTH = 110
 TP2PP2 = Case("tp2 sp pp2", tp=2, pp=2, sp=True, layers=4)
-MESH = "pp=2 x tp=2 x edp=2"
+MESH = "pp=2 x tp=2"
 
 
 def shows(case: Case) -> tuple[str, str, list[str], list[str], str]:
