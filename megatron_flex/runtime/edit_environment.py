@@ -96,13 +96,13 @@ class EditEnvironment:
     Attributes:
         save_ctx: the context that editing functions share.
         scopes: where the context's values are stored.
-        passing: sends the context from one pipeline stage to the next.
+        context_relay: sends the context from one pipeline stage to the next.
         modules: the trainable modules, the last argument of an editing function.
         fired: the hooks that have been called.
         failure: the first error of this step.
         complete: whether no edit of the last pass failed, or was left out, on this rank.
         reasons: by site name, why no tensor could reach its hooks.
-        skipping: counts the passes in which edits were skipped.
+        skips: counts the passes in which edits were skipped.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class EditEnvironment:
     ) -> None:
         self.mesh, self.clock, self.trainable = mesh, clock, trainable
         self.scopes = ContextScopes(mesh, clock, gather_data_parallel)
-        self.passing = ContextRelay(mesh, clock, self.scopes, self.record_error, name)
+        self.context_relay = ContextRelay(mesh, clock, self.scopes, self.record_error, name)
         self.save_ctx = Context(self.scopes)
         self.modules = trainable.modules
         self.fired: set[HookFunction] = set()
         self.failure: StepFailure | None = None
         self.complete = True
         self.reasons: dict[str, str] = {}
-        self.skipping = EditSkips(mesh, trainable, self.describe_failure)
+        self.skips = EditSkips(mesh, trainable, self.describe_failure)
 
     def make_seed(self, key: Key, replicas: Axis) -> Key:
         """The key that seeds the edits of a pass: with the number of the microbatch among those of all

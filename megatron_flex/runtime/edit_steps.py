@@ -138,17 +138,17 @@ def _attempt(step: Step, editing: EditEnvironment, holders: Mesh) -> Step:
 
     def attempted(tensor: Tensor, key: Key, replay: bool) -> Tensor:
         call = partial(step, tensor, key, replay)
-        return call() if replay else editing.skipping.attempt(holders, call)
+        return call() if replay else editing.skips.attempt(holders, call)
 
     return attempted
 
 
 def _leave_out(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> Step:
     """Leave the tensor unedited on all holders where the function failed on one, and in recomputation."""
-    hook, index, skipping, in_place = edit.hook, edit.index, editing.skipping, not edit.returns_new_tensor
+    hook, index, skips, in_place = edit.hook, edit.index, editing.skips, not edit.returns_new_tensor
 
     def left_out(tensor: Tensor, key: Key, replay: bool) -> Tensor:
-        if replay and skipping.was_skipped(key, index):
+        if replay and skips.was_skipped(key, index):
             editing.complete = False
             return tensor
         try:  # a failed function must have changed nothing in place
@@ -156,7 +156,7 @@ def _leave_out(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> Step:
         except SkipEdit as skip:
             editing.complete = False
             text = editing.describe_failure(hook, key, skip.error)
-            skipping.count(hook, index, key, text, skip, edit.leads)
+            skips.count(hook, index, key, text, skip, edit.leads)
             return tensor
 
     return left_out
@@ -167,10 +167,10 @@ def _replace_failed(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> 
 
     Whether it failed on another rank is decided where the tensor is.
     """
-    hook, index, skipping, in_place = edit.hook, edit.index, editing.skipping, not edit.returns_new_tensor
+    hook, index, skips, in_place = edit.hook, edit.index, editing.skips, not edit.returns_new_tensor
 
     def replaced(tensor: Tensor, key: Key, replay: bool) -> Tensor:
-        first = skipping.find_attempt(key, index) if replay else None
+        first = skips.find_attempt(key, index) if replay else None
         if first is not None and (first.error is not None or (first.failed.is_cpu and first.failed)):
             editing.complete = False
             return tensor
@@ -185,7 +185,7 @@ def _replace_failed(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> 
         if replay and first is None:
             return edited
         if first is None:
-            failed = skipping.note(hook, index, key, error, tensor, edit.holders, edit.leads)
+            failed = skips.note(hook, index, key, error, tensor, edit.holders, edit.leads)
         else:
             failed = first.failed
         editing.complete &= error is None
@@ -200,12 +200,12 @@ def _replace_failed(step: Step, edit: PlannedEdit, editing: EditEnvironment) -> 
 def _share_values(step: Step, edit: PlannedEdit, editing: EditEnvironment, holders: Mesh) -> Step:
     """Run the function with the values of its microbatch in `save_ctx`; they change if it succeeds."""
     hook, skips = edit.hook, edit.hook.on_error == "skip"
-    attempt_jointly = partial(editing.skipping.attempt, holders)
+    attempt_jointly = partial(editing.skips.attempt, holders)
 
     def with_values(tensor: Tensor, key: Key, replay: bool) -> Tensor:
         call = partial(step, tensor, key, replay)
         attempt = attempt_jointly if skips and not replay else _call_once
-        if hook not in editing.passing.plan.hooks:
+        if hook not in editing.context_relay.plan.hooks:
             return attempt(call)
         return editing.scopes.call(hook, edit.index, key, tensor.device, call, attempt)
 
@@ -220,8 +220,8 @@ def _await_values(step: Step, hook: HookFunction, editing: EditEnvironment) -> S
     """Receive first what functions on earlier pipeline stages have saved. Every rank calls the step."""
 
     def after_arrival(tensor: Tensor, key: Key, replay: bool) -> Tensor:
-        if hook in editing.passing.plan.hooks:
-            editing.passing.arrive()
+        if hook in editing.context_relay.plan.hooks:
+            editing.context_relay.arrive()
         return step(tensor, key, replay)
 
     return after_arrival
@@ -279,7 +279,7 @@ def _run_on_one_rank(step: Step, edit: PlannedEdit, editing: EditEnvironment) ->
             tensor = tensor.detach().requires_grad_()
         entrance = enter(tensor, exchange)
         edited = step(entrance, key, replay) if edit.leads else entrance
-        if hook in editing.passing.plan.hooks:
+        if hook in editing.context_relay.plan.hooks:
             editing.scopes.share(hook, partial(refuse, hook, key), holders, edit.leads)
         return exit(edited, entrance, tensor, exchange)
 

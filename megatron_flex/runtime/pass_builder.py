@@ -195,7 +195,7 @@ class PassBuilder:
         hooks = {edit.hook for edit in edits}
 
         def anchor(edited: Tensor) -> Tensor:
-            saving = any(h.run != "once" for h in editing.passing.plan.hooks & hooks)
+            saving = any(h.run != "once" for h in editing.context_relay.plan.hooks & hooks)
             return editing.scopes.anchor_gradients(edited, holders, leads, saving)
 
         return anchor

@@ -102,7 +102,7 @@ class Session:
         meeting = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
         self.trainable = TrainableModules(adapter, self.clock, meeting, self.over_data, self._await_backward)
         self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, self.over_data)
-        self.context_relay, self._skips = self.editing.passing, self.editing.skipping
+        self.context_relay, self._skips = self.editing.context_relay, self.editing.skips
         common = self.clock, self._recorder, self.editing, self.mesh, self.over_data
         self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward, self._find_peers)
         self.taps = SessionTaps(local_sites, parameters, self.registry, self.dispatcher, self.mesh)

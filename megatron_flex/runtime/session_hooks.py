@@ -63,7 +63,7 @@ class SessionHooks:
         self._check_open()
         with error_attributes(site=hook.where, hook=hook):
             entry = self.registry.add(hook, always)
-            self._editing.skipping.expect(hook)
+            self._editing.skips.expect(hook)
             try:
                 self.trials.consider(entry)
             except Exception:  # raised again, after the hook is removed
@@ -94,7 +94,7 @@ class SessionHooks:
     @property
     def skipped(self) -> dict[HookFunction, SkipCount]:
         """The hooks with `on_error="skip"` that failed, and the number of passes skipped on this rank."""
-        return dict(self._editing.skipping.skipped)
+        return dict(self._editing.skips.skipped)
 
     def add_to_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
         """Add a hook to groups."""

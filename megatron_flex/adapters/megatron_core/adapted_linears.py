@@ -120,7 +120,7 @@ def adapted_sites(
     base_sites: Callable[[str, Any], Iterator[Site]],
     ends: tuple[Layout, Layout],
     widths: tuple[int | None, int | None],
-    no: str,
+    hidden: str,
 ) -> Iterator[Site]:
     """The sites inside a wrapper; none if the module is a linear itself.
 
@@ -131,7 +131,7 @@ def adapted_sites(
         base_sites: the sites of the linear in it, for its path.
         ends: the layouts of the wrapper's input and output.
         widths: the features of these in the full tensor, if they are not the hidden size.
-        no: why all of it is hidden.
+        hidden: why all of it is hidden.
     """
     base = base_linear(wrapper)
     if base is None:
@@ -142,17 +142,17 @@ def adapted_sites(
         at = f"{path}.{name}"
         if any(c.__name__ == BRIDGE_ADAPTER for c in type(module).__mro__) and "." not in name:
             entering = _normed_layout(b, base[1]) if is_megatron(base[1], LINEAR_WITH_NORM) else ends[0]
-            yield b.site(f"{at}:input", entering, Tap(module_input, module, (0, "x")), no, widths[0])
-            yield b.site(f"{at}:output", ends[1], Tap(module_output, module), no, widths[1])
+            yield b.site(f"{at}:input", entering, Tap(module_input, module, (0, "x")), hidden, widths[0])
+            yield b.site(f"{at}:output", ends[1], Tap(module_output, module), hidden, widths[1])
         elif is_megatron(module, *LINEARS) or isinstance(module, nn.Linear):
             holder = wrapper.get_submodule(name.rpartition(".")[0])
             again = b.of.sequence_parallel and getattr(holder, "sequence_parallel_input_regather", False)
-            for site in _linear_sites(b, at, module, ends[1] if id(module) in alike else None, no):
+            for site in _linear_sites(b, at, module, ends[1] if id(module) in alike else None, hidden):
                 gathered = again and site.point in ("input", "gemm_input")
                 yield replace(site, hidden=INPUT_GATHERED_AGAIN) if gathered else site
 
 
-def _linear_sites(b: SiteBuilder, path: str, linear: Any, out: Layout | None, no: str) -> Iterator[Site]:
+def _linear_sites(b: SiteBuilder, path: str, linear: Any, out: Layout | None, hidden: str) -> Iterator[Site]:
     """The sites of one linear of an adapter; `out` is its output's layout, if it is the wrapper's."""
     entering, leaving = features_of(linear, b.of.tp)
     if is_megatron(linear, *COLUMN_LINEARS):
@@ -161,18 +161,18 @@ def _linear_sites(b: SiteBuilder, path: str, linear: Any, out: Layout | None, no
         # Of adapters alone: a linear of the model that leaves the reduction to nobody is a fault.
         reduced_before = bool(getattr(linear, "disable_grad_reduce", False))
         yield from b.column(
-            path, linear, layout, leaving, no=no, within=entering, reduced_before=reduced_before
+            path, linear, layout, leaving, hidden=hidden, input_width=entering, reduced_before=reduced_before
         )
     elif is_megatron(linear, *ROW_LINEARS):
-        yield from b.row(path, linear, "in", entering, no, leaving)
+        yield from b.row(path, linear, "in", entering, hidden, leaving)
     elif not is_megatron(linear, "TEGroupedLinear"):
         duplicated = is_megatron(linear, "TELinear")
         if not duplicated and b.of.tp > 1:
-            no = no or UNSHARDED_ADAPTER.format(kind=type(linear).__name__)
+            hidden = hidden or UNSHARDED_ADAPTER.format(kind=type(linear).__name__)
         keyword = "x" if duplicated else "input"
         layout = _tokens(b, "r", b.of.sequence_parallel)
-        yield b.site(f"{path}:input", layout, Tap(module_input, linear, (0, keyword)), no, entering)
-        yield b.site(f"{path}:output", layout, Tap(module_output, linear), no, leaving)
+        yield b.site(f"{path}:input", layout, Tap(module_input, linear, (0, keyword)), hidden, entering)
+        yield b.site(f"{path}:output", layout, Tap(module_output, linear), hidden, leaving)
 
 
 def _tokens(b: SiteBuilder, features: str, cut: bool) -> Layout:

@@ -86,8 +86,8 @@ def cross_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     yield b.site(f"{path}:output", of.stream(), Tap(module_output, module), beside=(of.bias_beside(),))
     yield from b.column(f"{path}.linear_q", module.linear_q, of.features("nd"), width)
     yield from b.column(f"{path}.linear_kv", module.linear_kv, of.features("kv"), 2 * width)
-    no = b.no_rule(module.linear_kv, COLUMN_LINEARS)
-    yield from heads_of(b, f"{path}.linear_kv", module.linear_kv, ("k", "v"), no)
+    hidden = b.no_rule(module.linear_kv, COLUMN_LINEARS)
+    yield from heads_of(b, f"{path}.linear_kv", module.linear_kv, ("k", "v"), hidden)
     for index, name in enumerate(("q", "k", "v")):
         yield b.site(
             f"{path}:{name}", of.heads(), Tap(method_output, module, ("get_query_key_value_tensors", index))
@@ -159,7 +159,7 @@ def latent_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         if not is_identity(linear):
             out, width = b.of.features("n*d"), heads * each
             yield from map(
-                without_batch_dim, b.column(f"{path}.linear_{name}", linear, out, width, within=rank)
+                without_batch_dim, b.column(f"{path}.linear_{name}", linear, out, width, input_width=rank)
             )
     yield from _latent_core(b, f"{path}.core_attention", module.core_attention, query, value)
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", heads * value)
@@ -182,14 +182,16 @@ def _down_projections(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
 
 
-def _duplicated(b: SiteBuilder, path: str, linear: Any, width: int, fixed: str) -> Iterator[Site]:
+def _duplicated(b: SiteBuilder, path: str, linear: Any, width: int, read_only_reason: str) -> Iterator[Site]:
     """The sites of a linear that every tensor parallel rank has in full, for its own tokens."""
     stream = b.of.stream()
     yield b.site(f"{path}:input", stream, Tap(module_input, linear, (0, "x")))
-    yield b.site(f"{path}:output", stream, Tap(module_output, linear), width=width, fixed=fixed)
+    yield b.site(
+        f"{path}:output", stream, Tap(module_output, linear), width=width, read_only_reason=read_only_reason
+    )
 
     def base(at: str, inner: Any) -> Iterator[Site]:
-        yield from _duplicated(b, at, inner, width, fixed)
+        yield from _duplicated(b, at, inner, width, read_only_reason)
 
     yield from adapted_sites(b, path, linear, base, (stream, stream), (None, width), "")
 

@@ -55,14 +55,14 @@ def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     are the input of their `enorm`. So these sites mean one call, whatever the stages. In T5 they mean two
     calls of each microbatch: the encoder's, then the decoder's.
     """
-    if not b.begins:
+    if not b.is_first_stage:
         return
     later = getattr(b.root, "mtp", None)
     words = getattr(module, "word_embeddings", None)
     if words is not None:
         ids = Tap(module_input, words, (0, "input_"))
         ids = ids if later is None else ids.around(outside, later)
-        yield b.site(f"{path}.word_embeddings:input", b.of.token_ids(), ids, fixed=FIXED_IDS)
+        yield b.site(f"{path}.word_embeddings:input", b.of.token_ids(), ids, read_only_reason=FIXED_IDS)
         # One rank has no reduction: there the partial sum is the output.
         inner = Tap(embedding_partial, words) if b.of.tp > 1 else Tap(module_output, words)
         inner = inner if later is None else inner.around(outside, later)
@@ -82,7 +82,9 @@ def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     Unless multi-token prediction is on an earlier stage than the loss: the stack ends before it. The last
     stage's stack has no layers then, and passes the hidden states of all predictions on, one after the other.
     """
-    ends = b.ends or getattr(module, "post_process", False)  # some wrappers turn off the model's end alone
+    ends = b.is_last_stage or getattr(
+        module, "post_process", False
+    )  # some wrappers turn off the model's end alone
     if getattr(b.config, "mtp_num_layers", None):
         final = next((n for n in FINAL_NORMS if not is_identity(getattr(module, n, None))), None)
         ends = final is not None or (ends and len(module.layers) > 0)
@@ -112,26 +114,28 @@ def norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         yield from b.both(path, module, b.of.stream(), "x")
 
 
-def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
+def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, hidden: str = "") -> Iterator[Site]:
     """A dense MLP, of the model's width unless another is given."""
-    yield from b.both(path, module, b.of.stream(), "hidden_states", no, (b.of.bias_beside(),))
+    yield from b.both(path, module, b.of.stream(), "hidden_states", hidden, (b.of.bias_beside(),))
     fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
-    for site in mlp_linears(b, path, module, width or b.config.ffn_hidden_size, no):
+    for site in mlp_linears(b, path, module, width or b.config.ffn_hidden_size, hidden):
         yield replace(site, hidden=fused or site.hidden)
 
 
 def mlp_linears(
-    b: SiteBuilder, path: str, module: Any, width: int, no: str = "", within: int | None = None
+    b: SiteBuilder, path: str, module: Any, width: int, hidden: str = "", input_width: int | None = None
 ) -> Iterator[Site]:
-    """The two linears of an MLP of `width` features; its input has `within`, or the hidden size if None."""
+    """The two linears of an MLP of `width` features, whose input has `input_width` or the hidden size."""
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
     full = width * (2 if gated else 1)
-    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, full, no=no, within=within)
+    yield from b.column(
+        f"{path}.linear_fc1", module.linear_fc1, layout, full, hidden=hidden, input_width=input_width
+    )
     if gated:
-        hidden = no or b.no_rule(module.linear_fc1, COLUMN_LINEARS)
-        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden, width)
-    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
+        why_no_gate = hidden or b.no_rule(module.linear_fc1, COLUMN_LINEARS)
+        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, why_no_gate, width)
+    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, hidden)
 
 
 def is_output_layer(module: Any) -> bool:
@@ -219,7 +223,7 @@ def mtp_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """Embedding and states concatenated, `[s, b, 2h]`, and the output of one linear on them."""
-    yield from b.column(path, module, b.of.features("h"), None, within=2 * b.config.hidden_size)
+    yield from b.column(path, module, b.of.features("h"), None, input_width=2 * b.config.hidden_size)
 
 
 def _mtp_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:

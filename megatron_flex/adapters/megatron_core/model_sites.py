@@ -74,7 +74,7 @@ def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
         kind = site_kinds.find(role, module) if path.startswith(PARTS_WITH_SITES) else None
         if kind is not None:
             out += kind.sites(encoder if path.partition(".")[0] == ENCODER else main, path, module)
-    if main.ends and is_output_layer(getattr(root, "output_layer", None)):
+    if main.is_last_stage and is_output_layer(getattr(root, "output_layer", None)):
         tap = Tap(method_output, root, ("compute_language_model_loss",))
         out.append(main.site("loss:output", main.of.loss(), tap))
     return out
@@ -260,10 +260,10 @@ def _sites_on_all_ranks(
     """
     each = expert_count // ranks.size
     front, number, end = inside.groups()
-    within = int(number) % each
+    local_expert = int(number) % each
     return [
         form.make(
-            name=f"{front}{rank * each + within}{end}",
+            name=f"{front}{rank * each + local_expert}{end}",
             parameter=parameter if rank == ranks.coord else None,
             owner=(("ep", rank),),
         )

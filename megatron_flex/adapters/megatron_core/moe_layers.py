@@ -233,23 +233,26 @@ def moe_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def _router(b: SiteBuilder, path: str, router: Any) -> Iterator[Site]:
     yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, router, (0, "input")))
     logits = b.of.per_token("e")
-    no = "" if hasattr(router, "gating") else ADAPTED_ROUTER.format(kind=type(router).__name__)
-    yield b.site(f"{path}:logits", logits, Tap(method_output, router, ("gating",)), no)
+    hidden = "" if hasattr(router, "gating") else ADAPTED_ROUTER.format(kind=type(router).__name__)
+    yield b.site(f"{path}:logits", logits, Tap(method_output, router, ("gating",)), hidden)
     yield b.site(f"{path}:probs", logits, Tap(module_output, router, (0,)).around(router_tokens))
     yield b.site(
-        f"{path}:map", logits, Tap(module_output, router, (1,)).around(router_tokens), fixed=FIXED_MAP
+        f"{path}:map",
+        logits,
+        Tap(module_output, router, (1,)).around(router_tokens),
+        read_only_reason=FIXED_MAP,
     )
 
 
 def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The input and output of all experts together, by token and slot."""
-    experts, no, stream = module.experts, _why_hidden(b), b.of.stream()
+    experts, hidden, stream = module.experts, _why_hidden(b), b.of.stream()
     yield b.site(
         f"{path}:indices",
         b.of.per_token("k"),
         Tap(expert_indices, module, (stream, b.mesh)),
-        no,
-        fixed=FIXED_INDICES,
+        hidden,
+        read_only_reason=FIXED_INDICES,
     )
     for point, tap, layout in (
         ("weights", Tap(module_input, experts, (2, "permuted_probs")), ROW_WEIGHTS),
@@ -259,18 +262,18 @@ def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
         home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
         width = None if layout is ROW_WEIGHTS else _entry_width(b)
         rows = tap.around(expert_rows, module, layout, home, stream, b.mesh)
-        yield b.site(f"{path}:{point}", home, rows, no, width)
+        yield b.site(f"{path}:{point}", home, rows, hidden, width)
     if is_megatron(experts, "TEGroupedMLP"):
-        yield from _grouped_linears(b, path, module, no)
-    yield from _expert_sites(b, path, module, no)
+        yield from _grouped_linears(b, path, module, hidden)
+    yield from _expert_sites(b, path, module, hidden)
 
 
-def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
+def _grouped_linears(b: SiteBuilder, path: str, module: Any, hidden: str) -> Iterator[Site]:
     """The two grouped linears of all experts, by token and slot."""
     fc1, fc2, stream = module.experts.linear_fc1, module.experts.linear_fc2, b.of.stream()
     if getattr(module.experts, "_with_fused_impl", False):
-        no = no or OP_FUSER_EXPERTS
-    no = no or _why_padded(b)
+        hidden = hidden or OP_FUSER_EXPERTS
+    hidden = hidden or _why_padded(b)
     width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
     for point, tap, layout, last in (
         ("linear_fc1:input", Tap(module_input, fc1, (0, "x")), FULL_ROWS, entry),
@@ -280,7 +283,7 @@ def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterato
     ):
         home = b.of.per_token("k", layout.dims[-1].name)
         rows = tap.around(expert_rows, module, layout, home, stream, b.mesh)
-        yield b.site(f"{path}.{point}", home, rows, no, last)
+        yield b.site(f"{path}.{point}", home, rows, hidden, last)
 
 
 class _ExpertPoint(NamedTuple):
@@ -328,18 +331,18 @@ def _expert_points(b: SiteBuilder) -> list[_ExpertPoint]:
     return out
 
 
-def _expert_sites(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
+def _expert_sites(b: SiteBuilder, path: str, module: Any, hidden: str) -> Iterator[Site]:
     """Each expert's MLP, with the rows of its tokens in their order; on ranks without the expert too."""
     local = getattr(module.experts, "local_experts", None)
     if local is None:
-        no = no or FUSED_EXPERTS.format(kind=type(module.experts).__name__)
+        hidden = hidden or FUSED_EXPERTS.format(kind=type(module.experts).__name__)
         local = [module.experts]
-    no = no or _why_padded(b)
+    hidden = hidden or _why_padded(b)
     parts = [(m, getattr(m, "linear_fc1", m), getattr(m, "linear_fc2", m)) for m in local]
     each, expert_rank, stream = len(module.local_expert_indices), b.mesh["ep"].coord, b.of.stream()
     points, mesh, stage = _expert_points(b), b.mesh, b.stage
     order = model_order(Site(f"{path}:output", stream, (), stage))
-    common = {"stage": stage, "hidden": no, "order": order}
+    common = {"stage": stage, "hidden": hidden, "order": order}
     forms = [(*point[:6], SiteForm(Site, layout=point.home, shape=point.shape, **common)) for point in points]
     for expert in range(b.config.num_moe_experts):
         expert_parts, owned = parts[expert % len(parts)], expert // each == expert_rank

@@ -178,8 +178,8 @@ class SiteBuilder:
         self.root, self.mesh = root, mesh
         self.config: Any = root.config if config is None else config
         # Vision towers have no such attributes: they are on one stage.
-        self.begins = bool(getattr(root, "pre_process", True))
-        self.ends = bool(getattr(root, "post_process", True))
+        self.is_first_stage = bool(getattr(root, "pre_process", True))
+        self.is_last_stage = bool(getattr(root, "post_process", True))
         self.stage = mesh["pp"].coord
         self.of = ModelLayouts(self.config, mesh, unpadded_vocabulary(root))
         self.sizes: dict[str, Any] = {
@@ -200,12 +200,12 @@ class SiteBuilder:
         tap: Tap,
         hidden: str = "",
         width: int | None = None,
-        fixed: str = "",
+        read_only_reason: str = "",
         beside: tuple[Layout, ...] = (),
     ) -> Site:
         """A site on this stage; `width` is the full tensor's last dim, if its name does not give it."""
         shape = self.shape(layout, width)
-        return Site(name, layout, shape, self.stage, hidden, fixed, tap, further_layouts=beside)
+        return Site(name, layout, shape, self.stage, hidden, read_only_reason, tap, further_layouts=beside)
 
     def shape(self, layout: Layout, width: int | None = None) -> tuple[int | str, ...]:
         """The full tensor's shape; `width` is its last dim, if its name does not give it."""
@@ -237,8 +237,8 @@ class SiteBuilder:
         out: Layout,
         width: int | None,
         resolve: Any = None,
-        no: str = "",
-        within: int | None = None,
+        hidden: str = "",
+        input_width: int | None = None,
         between: tuple[Layout, ...] = (),
         reduced_before: bool = False,
     ) -> Iterator[Site]:
@@ -250,64 +250,68 @@ class SiteBuilder:
             out: the output's layout.
             width: the output's features, in the full tensor.
             resolve: where the output's layout depends on the call's keywords.
-            no: why it is hidden.
-            within: the input's features, if they are not the hidden size.
+            hidden: why it is hidden.
+            input_width: the input's features, if they are not the hidden size.
             between: the layouts of tensors that it returns between its output and its bias.
             reduced_before: whether what gathered its input reduces the gradient of the input.
         """
-        no = no or self.no_rule(module, COLUMN_LINEARS)
+        hidden = hidden or self.no_rule(module, COLUMN_LINEARS)
         base = base_linear(module)  # once: a large model has many linears
         inside = (
-            no or ("" if base is None else adapter_around(path, module, "gemm_input")) or self.inside(module)
+            hidden
+            or ("" if base is None else adapter_around(path, module, "gemm_input"))
+            or self.inside(module)
         )
         entry = Tap(module_input, module, (0, "x" if inside else "input_"))
         entering = self.of.stream(self.sequence_cut(module))
         if reduced_before and not self.sequence_cut(module):
             entering = self.of.gathered()
-        yield self.site(f"{path}:input", entering, entry, no, within)
+        yield self.site(f"{path}:input", entering, entry, hidden, input_width)
         gathered = Tap(gemm, module, (True,))
-        yield self.site(f"{path}:gemm_input", self.of.gathered(), gathered, inside, within)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), gathered, inside, input_width)
         features = out.dims[-1]
         # With something between, output and bias are in nested tuples.
         tap = Tap(any_output, module) if between else Tap(module_output, module, (0, resolve))
         # An output that is gathered has a bias that is not.
         features = features if features.cuts else replace(features, cuts=(Cut("tp"),))
         beside = self.of.bias_beside(features)
-        yield self.site(f"{path}:output", out, tap, no, width, beside=(*between, beside))
+        yield self.site(f"{path}:output", out, tap, hidden, width, beside=(*between, beside))
 
         if base is None:
             return
 
         def column(at: str, linear: Any) -> Iterator[Site]:
-            yield from self.column(at, linear, out, width, resolve, no, within, normed_beside(self, linear))
+            yield from self.column(
+                at, linear, out, width, resolve, hidden, input_width, normed_beside(self, linear)
+            )
 
-        yield from adapted_sites(self, path, module, column, (entering, out), (within, width), no)
+        yield from adapted_sites(self, path, module, column, (entering, out), (input_width, width), hidden)
 
     def row(
-        self, path: str, module: Any, name: str, width: int, no: str = "", out: int | None = None
+        self, path: str, module: Any, name: str, width: int, hidden: str = "", out: int | None = None
     ) -> Iterator[Site]:
         """The sites of a row-parallel linear, whose input has the features called `name`.
 
         Its output has `out` features in the full tensor, or the hidden size if None.
         """
-        no = no or self.no_rule(module, ROW_LINEARS)
+        hidden = hidden or self.no_rule(module, ROW_LINEARS)
         base = base_linear(module)  # once: a large model has many linears
         inside = (
-            no or ("" if base is None else adapter_around(path, module, "partial")) or self.inside(module)
+            hidden or ("" if base is None else adapter_around(path, module, "partial")) or self.inside(module)
         )
         entry, entering = Tap(module_input, module, (0, "x" if inside else "input_")), self.of.features(name)
-        yield self.site(f"{path}:input", entering, entry, no, width)
+        yield self.site(f"{path}:input", entering, entry, hidden, width)
         yield self.site(f"{path}:partial", self.of.partial(), Tap(gemm, module, (False,)), inside, out)
         stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
-        yield self.site(f"{path}:output", stream, Tap(module_output, module), no, out, beside=beside)
+        yield self.site(f"{path}:output", stream, Tap(module_output, module), hidden, out, beside=beside)
 
         if base is None:
             return
 
         def row(at: str, linear: Any) -> Iterator[Site]:
-            yield from self.row(at, linear, name, width, no, out)
+            yield from self.row(at, linear, name, width, hidden, out)
 
-        yield from adapted_sites(self, path, module, row, (entering, stream), (width, out), no)
+        yield from adapted_sites(self, path, module, row, (entering, stream), (width, out), hidden)
 
     def sequence_cut(self, module: Any) -> bool:
         """Whether the tensor on a parallel linear's unsharded side is sharded over the sequence."""

@@ -46,10 +46,10 @@ def embedder(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """
     pixels = replace(replicated("b", "s", "pixels"), shared=("tp",))
     linear = unadapted(module)
-    no, width = b.no_rule(linear, COLUMN_LINEARS), linear.input_size
-    yield b.site(f"{path}:input", pixels, Tap(module_input, module, (0, "input_")), no, width)
-    yield b.site(f"{path}:gemm_input", pixels, Tap(gemm, linear, (True,)), no, width)
-    yield b.site(f"{path}:output", replicated("b", "s", "h"), Tap(module_output, module), no)
+    hidden, width = b.no_rule(linear, COLUMN_LINEARS), linear.input_size
+    yield b.site(f"{path}:input", pixels, Tap(module_input, module, (0, "input_")), hidden, width)
+    yield b.site(f"{path}:gemm_input", pixels, Tap(gemm, linear, (True,)), hidden, width)
+    yield b.site(f"{path}:output", replicated("b", "s", "h"), Tap(module_output, module), hidden)
 
 
 def image_norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -72,11 +72,11 @@ def _mlp_sites(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     width = unadapted(module.linear_fc1).input_size
     yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, module, (0, "hidden_states")), width=width)
     yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, module), beside=(b.of.bias_beside(),))
-    yield from mlp_linears(b, path, module, b.config.ffn_hidden_size, within=width)
+    yield from mlp_linears(b, path, module, b.config.ffn_hidden_size, input_width=width)
 
 
 def _affine_sites(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    yield from b.column(path, module, b.of.stream(), b.config.hidden_size, within=module.input_size)
+    yield from b.column(path, module, b.of.stream(), b.config.hidden_size, input_width=module.input_size)
 
 
 VISION_KINDS = (
