@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ class _RaisingParser(argparse.ArgumentParser):
     """Raises where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise FlexError(f"flags: {message}; `pretrain_gpt.py --help` lists what Megatron takes")
+        raise FlexError(f"{message}; `pretrain_gpt.py --help` lists what Megatron takes")
 
 
 MAX_COUNT = 1 << 24  # ranks or tokens; an estimate holds numbers for each of them
@@ -58,14 +57,16 @@ def parse_arguments(config: RunConfig, changes: Mapping[str, Any]) -> argparse.N
         if count is not None and check_count(name, count) > MAX_COUNT:
             raise FlexError(f"{name}={count}: at most {MAX_COUNT:,}")
     parser = _build_parser()
-    args, world = (
-        _parse_flags(parser, config) if _is_flags(config) else _parse_mapping(parser, _read_config(config))
-    )
-    more = {AXIS_ARGUMENTS.get(n, n): v for n, v in changes.items() if v is not None}
-    for name in LAUNCHER_ARGUMENTS:
-        world[name] = more.pop(name, world.get(name))
-    _set_arguments(parser, args, more)
-    _complete_arguments(args, world)
+    if isinstance(config, Sequence) and not isinstance(config, str):
+        words = [str(word) for word in config]
+    else:
+        words = _to_flags(parser, _read_config(config))
+    words += _to_flags(parser, {AXIS_ARGUMENTS.get(name, name): value for name, value in changes.items()})
+    args, unknown = parser.parse_known_args(words)  # of a flag that is given twice the last one counts
+    if unknown:
+        known = list(parser._option_string_actions)
+        raise FlexError(f"Megatron has no flag {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
+    _complete_arguments(args)
     with translate_megatron_errors():
         from megatron.training.arguments import validate_args
 
@@ -101,109 +102,88 @@ def _build_parser() -> argparse.ArgumentParser:
         ) from error
     parser = _RaisingParser(allow_abbrev=False)
     add_megatron_arguments(parser)
+    for name in LAUNCHER_ARGUMENTS:
+        parser.add_argument(_flag_of(name), type=int)
     return parser
 
 
-def _is_flags(config: RunConfig) -> bool:
-    return isinstance(config, Sequence) and not isinstance(config, str)
-
-
-def _parse_flags(parser: argparse.ArgumentParser, config: Any) -> tuple[argparse.Namespace, dict[str, Any]]:
-    own = _RaisingParser(add_help=False, allow_abbrev=False)
-    for name in LAUNCHER_ARGUMENTS:
-        own.add_argument("--" + name.replace("_", "-"), type=int)
-    found, rest = own.parse_known_args([str(word) for word in config])
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        known = [o for a in parser._actions for o in a.option_strings]
-        raise FlexError(f"Megatron has no flag {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
-    return args, vars(found)
-
-
 def _read_config(config: Any) -> Mapping[str, Any]:
+    import yaml
+
     if isinstance(config, Mapping):
         return config
     path = Path(config)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FlexError(f"{path}: {error.strerror}; give a YAML or JSON file of arguments") from error
-    try:
-        found = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
-    except ValueError as error:
-        raise FlexError(f"{path}: no JSON or YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, Mapping):
-        raise FlexError(f"{path} holds a {type(found).__name__}; it must map argument names to values")
-    return found
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlexError(f"{path}: not JSON or YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, Mapping):
+        raise FlexError(f"{path} holds a {type(values).__name__}; it must map argument names to values")
+    return values
 
 
-def _load_yaml(text: str) -> Any:
-    import yaml
+def _to_flags(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> list[str]:
+    """The flags that set these arguments: Megatron's own parser then converts and checks the values.
 
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _parse_mapping(
-    parser: argparse.ArgumentParser, config: Mapping[str, Any]
-) -> tuple[argparse.Namespace, dict[str, Any]]:
-    args = parser.parse_args([])
-    named = {str(n).replace("-", "_"): v for n, v in config.items()}
-    world = {name: named.pop(name, None) for name in LAUNCHER_ARGUMENTS}
-    _set_arguments(parser, args, named)
-    return args, world
-
-
-def _set_arguments(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, values: Mapping[str, Any]
-) -> None:
-    actions: dict[str, list[argparse.Action]] = {}
+    Args:
+        parser: of the flags.
+        values: by the name of an argument or of a flag; None leaves the default.
+    """
+    by_name: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
-        actions.setdefault(action.dest, []).append(action)
+        by_name.setdefault(action.dest, []).append(action)
+    words: list[str] = []
     for given, value in values.items():
-        name = ARGUMENT_ALIASES.get(given, given)
-        negating = _find_negating_flag(parser, name)
-        if name not in actions and negating is None:
-            known = [*actions, *ARGUMENT_ALIASES, *LAUNCHER_ARGUMENTS]
-            raise FlexError(f"Megatron has no argument {given!r}{suggest_nearest(given, known)}")
-        if negating is not None:
-            setattr(args, negating.dest, negating.const if value else args.__dict__[negating.dest])
+        name = str(given).replace("-", "_")
+        name = ARGUMENT_ALIASES.get(name, name)
+        flag, flags = _flag_of(name), parser._option_string_actions
+        if flag not in flags and name not in by_name:
+            known = [*by_name, *ARGUMENT_ALIASES]
+            raise FlexError(f"Megatron has no argument {given!r}{suggest_nearest(name, known)}")
+        if value is None:
+            continue
+        action = flags[flag] if flag in flags else by_name[name][0]
+        if action.nargs == 0:
+            words += _to_switch(parser, action, given, value, flag in action.option_strings)
+        elif isinstance(value, (list, tuple)) and action.nargs not in (None, "?"):
+            words += [action.option_strings[0], *map(str, value)]
         else:
-            setattr(args, name, _convert_value(actions[name], given, value))
+            words.append(f"{action.option_strings[0]}={value}")
+    return words
 
 
-def _find_negating_flag(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
-    """The flag of that name that sets another argument: `no_rope_fusion`, `disable_bias_linear`."""
-    flag = parser._option_string_actions.get("--" + name.replace("_", "-"))
-    return flag if flag is not None and flag.dest != name and flag.nargs == 0 else None
+def _to_switch(
+    parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any, is_flag: bool
+) -> list[str]:
+    """The flag that turns a switch on or off.
 
-
-def _convert_value(actions: list[argparse.Action], name: str, value: Any) -> Any:
-    if value is None or isinstance(value, bool):
-        wants = all(a.nargs == 0 for a in actions)
-        if value is None or wants or any(a.type in (bool, None) for a in actions):
-            return value
-    action = next((a for a in actions if a.nargs != 0), actions[0])
-    if action.nargs == 0:
+    Args:
+        parser: of the flags.
+        action: a switch that sets the argument.
+        name: of the argument, for messages.
+        value: for the argument, or for the flag if the name is that of a flag.
+        is_flag: whether it is; that of `no_rope_fusion` is the opposite of the argument's.
+    """
+    if not isinstance(value, bool):
         raise FlexError(f"{name}={value!r}: it is a switch; give true or false")
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
-    try:
-        made = [action.type(str(v)) if callable(action.type) else v for v in items]
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise FlexError(f"{name}={value!r}: {error}") from error
-    wrong = [v for v in made if action.choices is not None and v not in action.choices]
-    if wrong:
-        raise FlexError(f"{name}={wrong[0]!r} is not one of {', '.join(map(str, action.choices or ()))}")
-    return made if action.nargs not in (None, "?") else made[0]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [action.option_strings[0 if value else -1]]
+    wanted = (action.const if value else not action.const) if is_flag else value
+    switches = [a for a in parser._actions if a.dest == action.dest and a.nargs == 0 and a.const == wanted]
+    return [a.option_strings[0] for a in switches[:1]]  # without one the default is the other value
 
 
-def _complete_arguments(args: argparse.Namespace, world: Mapping[str, Any]) -> None:
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _complete_arguments(args: argparse.Namespace) -> None:
     """Set the arguments of a launcher and a run: the number of ranks, and switches that require a GPU."""
     _check_sizes(args)
     inner = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    replicas, ranks = world["data_parallel_size"], world["world_size"]
+    replicas, ranks = args.data_parallel_size, args.world_size
     if ranks is None:
         ranks = inner * (replicas or _smallest_data_parallel_size(args))
     if ranks % inner or (replicas is not None and replicas * inner != ranks):
@@ -249,7 +229,7 @@ def _smallest_data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Validate the rules that are violated most often; Megatron validates the others.
+    """Validate what Megatron does not, or without the value; Megatron validates the rest.
 
     Raises:
         FlexError: a rule is violated.
