@@ -268,9 +268,7 @@ def estimate_run(
             passes[key] = estimate_pass(hook, held, site, mesh, placement, heads)
         if held.layout not in layouts:
             layouts[held.layout] = held.layout.describe(mesh.sizes)
-        rows.append(
-            _hook_estimate(hook.describe(), held, layouts[held.layout], passes[key], hook.asked),
-        )
+        rows.append(_hook_estimate(hook.describe(), held, layouts[held.layout], passes[key], hook.asked))
     rows += sinks
     if not rows:
         raise FlexError("nothing to estimate: name hooks, such as --read 'decoder.layers.*'")

@@ -187,7 +187,8 @@ def _tensor(
         return sizes.activation(site, "gradient" if backward else "value")
     except UnknownSizeError as error:
         if error.dims:
-            raise FlexError(f"{error}; give estimate() sequence_length= and micro_batch_size=") from error
+            text = f"{site.name}: {error.reason}; give estimate() sequence_length= and micro_batch_size="
+            raise FlexError(text) from error
         uncounted[site.name] = error.reason
         return None
 

@@ -61,6 +61,8 @@ def _estimate_json(
 ) -> Json:
     try:
         each = estimate_pass(hook, tensor, site, mesh, placement)
+    except UnknownSizeError as error:
+        return {"why": error.reason}
     except FlexError as error:
         return {"why": str(error).removeprefix(f"{site.name} ").removeprefix(f"{site.name}: ")}
     return {

@@ -38,7 +38,7 @@ class UnknownSizeError(FlexError):
     """
 
     def __init__(self, site: str, reason: str, dims: Sequence[str] = ()) -> None:
-        super().__init__(f"{site}: {reason}")
+        super().__init__(f"{site}: {reason}; leave it out")
         self.reason, self.dims = reason, tuple(dims)
 
 
