@@ -18,7 +18,8 @@ estimate = estimate_hooks(
 estimate.rows(); estimate.slowest.seconds; estimate.to_json()
 """
 
-from megatron_flex.estimate.configuration import ConfiguredRun, estimate_dump, estimate_hooks
+from typing import TYPE_CHECKING, Any
+
 from megatron_flex.estimate.dump_estimate import DumpEstimate, RankDumpEstimate, SiteDumpEstimate
 from megatron_flex.estimate.hook_estimate import (
     AddedCollective,
@@ -29,9 +30,12 @@ from megatron_flex.estimate.hook_estimate import (
     estimate_pass,
 )
 from megatron_flex.estimate.hook_notation import HookSpec, parse_edit_hook, parse_read_hook
-from megatron_flex.estimate.megatron_arguments import RunConfig
 from megatron_flex.estimate.run_estimate import HookEstimate, RankEstimate, RunEstimate, estimate_run
 from megatron_flex.estimate.tensor_sizes import EstimatedTensor, TensorSizes
+
+if TYPE_CHECKING:
+    from megatron_flex.estimate.configuration import ConfiguredRun, estimate_dump, estimate_hooks
+    from megatron_flex.estimate.megatron_arguments import RunConfig
 
 __all__ = [
     "AddedCollective",
@@ -57,3 +61,12 @@ __all__ = [
     "parse_edit_hook",
     "parse_read_hook",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what builds models on first use: the command line also reads hooks as text, for dumps."""
+    if name in ("ConfiguredRun", "RunConfig", "estimate_dump", "estimate_hooks"):
+        from megatron_flex.estimate import configuration
+
+        return getattr(configuration, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_flex.dump.reader import OpenDump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, FlexError, LayoutError
-from megatron_flex.estimate import ConfiguredRun, Links, RunConfig, TensorSizes
+from megatron_flex.estimate import Links, TensorSizes
 from megatron_flex.estimate.site_estimates import estimate_sites
 from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
 from megatron_flex.page.dump_damage import open_readable
@@ -20,6 +20,9 @@ from megatron_flex.page.html_page import Page
 from megatron_flex.page.rank_grid import RankGrid, grid_of_ranks, grid_of_sizes
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site, SiteTable
 from megatron_flex.statistics.statistics_reader import OpenStatistics
+
+if TYPE_CHECKING:
+    from megatron_flex.estimate import RunConfig
 
 EXPERT_AXES = ("edp", "ep", "etp")
 MAX_SOURCES = 2
@@ -202,6 +205,8 @@ def make_configuration_page(
     Raises:
         FlexError: the configuration is invalid; the process has groups already; the pattern matches nothing.
     """
+    from megatron_flex.estimate import ConfiguredRun  # most pages are of dumps, and build no model
+
     run = ConfiguredRun(config, mesh=mesh, world_size=world_size)
     model = run.model
     sites = SiteTable(model.sites).match(match)
