@@ -164,15 +164,12 @@ class StageParameters:
         return {name: shard for storage in self._storages for name, shard in storage.shards().items()}
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter."""
         return self._owners[id(parameter)].value(parameter)
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it."""
         self._owners[id(parameter)].set_value(parameter, value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Its gradient."""
         return self._owners[id(parameter)].gradient(parameter, reduced)
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:

@@ -194,11 +194,9 @@ class Identity:
         return edited
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient."""
         return grad
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient."""
         return grad, None
 
 

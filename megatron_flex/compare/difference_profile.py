@@ -43,12 +43,10 @@ class DimSums:
 
     @property
     def squares_a(self) -> Tensor:
-        """The squares of A."""
         return self.sums[1]
 
     @property
     def squares_b(self) -> Tensor:
-        """The squares of B."""
         return self.sums[2]
 
     @property

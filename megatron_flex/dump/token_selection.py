@@ -285,7 +285,7 @@ def _build_selection(
     local: int,
     device: torch.device | None,
 ) -> EntrySelection:
-    """The kept entries of the local samples `taken`, by sample and then by position."""
+    """The kept entries of the local samples `kept_samples`, by sample and then by position."""
     rows = None if kept_samples is None else torch.tensor(kept_samples, dtype=torch.int64)
     if dim is None:
         return EntrySelection(rows if rows is None else rows.to(device), None, None)

@@ -127,7 +127,6 @@ class DumpSource:
             yield from read_blocks(piece.array)
 
     def samples(self, name: str, iteration: int) -> int:
-        """The samples in the dump."""
         return self._array(name, iteration).shape[0]
 
     def rows(self, name: str, iteration: int, sample: int) -> SampleRows:

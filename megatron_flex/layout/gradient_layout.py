@@ -14,7 +14,7 @@ result is the conjugate. What decides is the tensor, and how its framework gets 
   (`find_parameter_gradient`);
 - parameter, after the step (`find_stored_gradient`): the parameter's own layout once the framework has
   reduced the gradient, and the conjugate before that; in both cases summed over the axes that nothing has
-  added up (`find_unsummed_axes`, `Adapter.shares`);
+  added up (`find_unsummed_axes`, `Adapter.gradient_partial_axes`);
 - activation before a run, in plans, estimates and figures: the conjugate of its declared layout
   (`layout_in_pass`).
 
@@ -114,7 +114,7 @@ def find_stored_gradient(layout: Layout, reduced: bool, unsummed: tuple[str, ...
     Args:
         layout: the parameter's.
         reduced: whether the framework has summed over the axes that the layout shares.
-        unsummed: the axes over which no code sums it, `Adapter.shares`.
+        unsummed: the axes over which no code sums it, `Adapter.gradient_partial_axes`.
     """
     stored = layout if reduced else conjugate_layout(layout)
     summed_axes = {*stored.axes, *stored.shared}

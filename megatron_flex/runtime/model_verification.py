@@ -357,7 +357,6 @@ class VerificationRequest:
         ]
 
     def stop(self) -> None:
-        """Stop the verification."""
         if self._norms is not None:
             self._norms.stop()
             self._norms = None

@@ -131,7 +131,6 @@ class SessionTaps:
         return remove
 
     def remove_all(self) -> None:
-        """Remove all taps."""
         for undo in (*self._taps.values(), *self._named.values()):
             undo()
         self._taps.clear()

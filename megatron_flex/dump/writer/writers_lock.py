@@ -37,7 +37,6 @@ class WritersLock:
                 time.sleep(PAUSE)
 
     def release(self) -> None:
-        """Release the lock."""
         if self._end is not None:
             self._end()
 
