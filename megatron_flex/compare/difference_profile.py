@@ -167,10 +167,6 @@ class DifferenceProfile:
         scale = max(self.total("squares_a"), self.total("squares_b"))
         return math.sqrt(self.total("squares") / scale) if scale > 0 else 0.0
 
-    def of(self, dim: str) -> DimSums | None:
-        """The sums of a dim, by name."""
-        return next((s for s in self.by_dim if s.dim == dim), None)
-
 
 def _compute_energy_along(squares: Tensor, dots: Tensor) -> Tensor:
     """The part of each row's difference that is a factor of the row: the square of its projection."""

@@ -203,7 +203,7 @@ class StatisticsTester:
             steps: earlier optimizer steps, in which parameters may have come apart.
         """
         site = a.site.removesuffix(GRADIENT_SUFFIX)
-        depth = self.depths.of(ComparedTensor(site, a.kind))
+        depth = self.depths.depth_of(ComparedTensor(site, a.kind))
         derived = min(DERIVED_MARGIN * self.unit * math.sqrt(depth) * (1 + steps), MOST_TOLERANCE)
         pooled = derived * min(1.0, POOLED_LEAST * max(a.count, 1) ** -POOLED_POWER)
         bound = max(min(GROWTH * self.noise, derived), pooled)

@@ -188,7 +188,7 @@ class TensorTester:
             Two bounds of one token's difference, the lesser first: with that one, as many tokens as may be
             tied and one more would exceed the bound of the norm. And the number of tokens that may be tied.
         """
-        fresh = self.tolerances.unit * math.sqrt(self.tolerances.depths.of(item))
+        fresh = self.tolerances.unit * math.sqrt(self.tolerances.depths.depth_of(item))
         noise = max(fresh, 2 * self.noise.read_by(item).relative)
         allowed = count_ties(tokens, noise, self.a.manifest.model)
         norm, peak = self._bounds(item, sums, None)
@@ -221,7 +221,7 @@ class TensorTester:
         if self.unseen_steps and self.learning_rate is None:
             late = self._bound_late(derived, self.unseen_steps)
             return late, late
-        noise_bounds = self.noise.bounds(item, self.tolerances.depths.of(item))
+        noise_bounds = self.noise.bounds(item, self.tolerances.depths.depth_of(item))
         if not self.noise.same_weights or self.noise.softmax or self.unseen_steps:
             return noise_bounds[0] + cast, noise_bounds[1] + cast
         most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)

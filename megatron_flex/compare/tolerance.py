@@ -156,7 +156,7 @@ class ReductionDepths:
             )
         return self.full_depth if name in self._after_layers else 1
 
-    def of(self, item: ComparedTensor) -> int:
+    def depth_of(self, item: ComparedTensor) -> int:
         """The depth of a site's value or gradient, a parameter's gradient, or a parameter."""
         if item.kind == GRADIENT:
             return 2 * self.full_depth - self.forward(item.site) + 1
@@ -257,7 +257,7 @@ class Tolerances:
             depth: reductions before it; None for those of its site.
             most: its upper bound.
         """
-        depth = self.depths.of(item) if depth is None else depth
+        depth = self.depths.depth_of(item) if depth is None else depth
         return derive_tolerance(item, depth, self.precisions, dtypes, most)
 
     def bound(
@@ -274,7 +274,7 @@ class Tolerances:
         given = self.given(item)
         if given is not None:
             return given
-        depth = min(self.depths.of(item), self.depths.layer) if isolated else None
+        depth = min(self.depths.depth_of(item), self.depths.layer) if isolated else None
         return min(self.derived(item, dtypes, depth) + more, MOST_TOLERANCE)
 
     def cast(self, dtypes: Sequence[torch.dtype]) -> float:

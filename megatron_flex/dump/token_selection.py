@@ -187,7 +187,7 @@ class EntrySelection(NamedTuple):
     token: Tensor | None
     position: Tensor | None
 
-    def of(self, local: Tensor, layout: Layout) -> Tensor:
+    def select(self, local: Tensor, layout: Layout) -> Tensor:
         """Return the kept entries, `[kept, ...]`; other dims keep their order."""
         at = [(find_dim(layout, SAMPLE_DIM), self.sample), (find_dim(layout, TOKEN_DIM), self.token)]
         selected_dims = [(d, i) for d, i in at if d is not None and i is not None]
@@ -373,7 +373,7 @@ class SelectionSettings:
     dtype: torch.dtype = torch.float32
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> SelectionSettings:
+    def from_settings(settings: Mapping[str, Any]) -> SelectionSettings:
         """That of the settings of a dump.
 
         Raises:

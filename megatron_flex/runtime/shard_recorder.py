@@ -119,7 +119,7 @@ class ShardRecorder:
         local, layout, picked = selection
         shape = tuple(local.shape) if shape is None else shape
         owned = picked is not None or factor != 1.0
-        local = local if picked is None else picked.of(local, layout)
+        local = local if picked is None else picked.select(local, layout)
         if factor != 1.0:
             local = (local.float() if local.dtype in HALF_DTYPES else local) / factor
         if self.dump.dtype is not None and local.is_floating_point():

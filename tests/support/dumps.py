@@ -216,7 +216,7 @@ class _Rank:
         picked = select_entries(tokens, kept, layout, local.shape, self.sizes, self.coords, number, numbers)
         shape = tuple(local.shape)
         if picked is not None:
-            local = picked.of(local, layout)
+            local = picked.select(local, layout)
         if dump.dtype is not None and local.is_floating_point():
             local = local.to(dump.dtype)
         entry = ShardEntry(name, kind, microbatch, call, 0, shape, "", picked is not None, turn=turn)

@@ -118,7 +118,7 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
         if rule is None:
             continue
         inside = EXPERT_PARAMETER.fullmatch(full_name := f"{path}.{name}" if path else name)
-        form = forms.of(rule, parameter, inside is not None)
+        form = forms.form_of(rule, parameter, inside is not None)
         if inside:
             out += _sites_on_all_ranks(inside, form, parameter, experts, root.config.num_moe_experts)
             continue
@@ -140,7 +140,7 @@ class _ParameterForms:
         # By the id of the dense layout, which the value holds: to hash a layout takes longer than the rest.
         self._found: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, SiteForm[ParameterSite]]] = {}
 
-    def of(self, rule: Layout, parameter: nn.Parameter, of_expert: bool) -> SiteForm[ParameterSite]:
+    def form_of(self, rule: Layout, parameter: nn.Parameter, of_expert: bool) -> SiteForm[ParameterSite]:
         """What parameters of that dense layout and that shape have in common."""
         local = tuple(parameter.shape)
         key = id(rule), local, of_expert

@@ -134,14 +134,14 @@ class HookGroups:
         self._waiting.pop(hook, None)
         self.registered.append(hook)
 
-    def of(self, hook: HookFunction) -> set[str]:
+    def groups_of(self, hook: HookFunction) -> set[str]:
         """The groups of a hook."""
         return set(hook._groups) if hook._native is None else {ALL_GROUPS, *hook._native.groups}
 
     @property
     def hook_fn_to_groups_map(self) -> dict[HookFunction, set[str]]:
         """The groups of each hook, in the order of registration."""
-        return {hook: self.of(hook) for hook in (*self.registered, *self._waiting)}
+        return {hook: self.groups_of(hook) for hook in (*self.registered, *self._waiting)}
 
     @property
     def groups(self) -> set[str]:
@@ -167,7 +167,7 @@ class HookGroups:
         """Remove hooks from a group; errors as in `remove_hook_groups`."""
         hooks = self._select(which)
         check_groups([group])
-        outside = [h for h in hooks if group not in self.of(h)]
+        outside = [h for h in hooks if group not in self.groups_of(h)]
         if isinstance(which, str) and len(outside) < len(hooks):
             hooks, outside = [h for h in hooks if h not in outside], []
         if outside:

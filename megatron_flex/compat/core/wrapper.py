@@ -389,7 +389,7 @@ class FlexModel(nn.Module):
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:
         """The groups of a hook; every registered one is in `all`."""
-        return self._hook_fn_group_manager.of(hook_function)
+        return self._hook_fn_group_manager.groups_of(hook_function)
 
     def get_group_hook_functions(self, group_name: str) -> list[HookFunction]:
         """The hooks of a group, in the order of registration."""

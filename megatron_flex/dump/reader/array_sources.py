@@ -170,7 +170,7 @@ class ActivationSource:
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """The request that a microbatch of a replica answered, if it did."""
-        shards = self._shards.of(self.dump.stored_iteration(which), replica).get(microbatch, [])
+        shards = self._shards.by_microbatch(self.dump.stored_iteration(which), replica).get(microbatch, [])
         return next((entry.request for _, entry, _, _ in shards if entry.request is not None), None)
 
     def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
@@ -178,7 +178,7 @@ class ActivationSource:
         for which in self.iteration_keys:
             written = self.dump.stored_iteration(which)
             for replica in written.run.replicas:
-                for microbatch in sorted(self._shards.of(written, replica)):
+                for microbatch in sorted(self._shards.by_microbatch(written, replica)):
                     yield which, microbatch, replica, self._only(which, microbatch, replica)
                 if self.plan(which).joined:
                     break

@@ -200,7 +200,7 @@ class StoredTensorShards:
             MOST_KNOWN_SHARDS
         )
 
-    def of(self, written: StoredIteration, replica: int) -> Mapping[int, list[LocatedShard]]:
+    def by_microbatch(self, written: StoredIteration, replica: int) -> Mapping[int, list[LocatedShard]]:
         """The shards that the ranks of a replica wrote, by microbatch; of experts, those of all replicas."""
         return self._known.get(
             ((written.iteration, written.run_of), replica),
@@ -240,7 +240,7 @@ class SamplePlanner:
     def __init__(self, dump: OpenDump, which: StoredTensorKey, shards: StoredTensorShards) -> None:
         self.dump, self.which, self._shards = dump, which, shards
         try:
-            self.selection = SelectionSettings.of(dump.manifest.settings)
+            self.selection = SelectionSettings.from_settings(dump.manifest.settings)
         except DumpError as error:
             raise DumpError(f"{dump.path}: {error}", path=dump.path) from error
 
@@ -252,7 +252,7 @@ class SamplePlanner:
         """
         run, only = written.run, self.which.only
         replica = run.replicas[0] if only is None else only[1]
-        shards = self._shards.of(written, replica)
+        shards = self._shards.by_microbatch(written, replica)
         if only is not None:
             shards = {m: several for m, several in shards.items() if m == only[0]}
         if not shards:
@@ -350,7 +350,7 @@ class SamplePlanner:
         )
         if number is not None:
             return number
-        many = max(self._shards.of(written, numbering_replica)) + 1
+        many = max(self._shards.by_microbatch(written, numbering_replica)) + 1
         return (replica * many + microbatch) * count
 
     def _microbatches(self, written: StoredIteration, replica: int) -> int:
@@ -367,10 +367,12 @@ class SamplePlanner:
 
     def _assemble(self, written: StoredIteration, microbatch: int, replica: int) -> StoredTensor:
         """Put together the tensor of a block."""
-        run, located = written.run, self._shards.of(written, replica).get(microbatch, [])
+        run, located = written.run, self._shards.by_microbatch(written, replica).get(microbatch, [])
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
         if located and REPLICA_AXIS in located[0][2].axes:
-            located = [f for r in run.replicas for f in self._shards.of(written, r).get(microbatch, [])]
+            located = [
+                f for r in run.replicas for f in self._shards.by_microbatch(written, r).get(microbatch, [])
+            ]
         if not located:
             raise DumpError(f"{where}: nothing was recorded there, unlike on other ranks")
         if located[0][1].route is not None:

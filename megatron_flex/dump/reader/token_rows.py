@@ -69,7 +69,7 @@ class TokenRows(Dataset[Any]):
             read = [a[(*where, tokens) if a.dims[2:3] == ("token",) else where] for a in self.arrays]
             blocks = [r.torch(row_dtype(r, self.dtype)) for r in read]
             if self.places is not None:
-                blocks.append(self.places.of(where[0], [where[1]], tokens)[0])
+                blocks.append(self.places.locate(where[0], [where[1]], tokens)[0])
             if len(self.axes) == 2:
                 blocks = [f[None] for f in blocks]
             place = {token: n for n, token in enumerate(tokens)}
@@ -157,7 +157,7 @@ class ShuffledRows(IterableDataset[Any]):
             tensors = [read_region(a[where], row_dtype(a, self.dtype)) for a in self.arrays]
             if self.places is not None:
                 chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
-                tensors.append(self.places.of(where[0], chosen_rows[0], chosen_rows[-1]))
+                tensors.append(self.places.locate(where[0], chosen_rows[0], chosen_rows[-1]))
             if chosen is not None:
                 tensors = [f.flatten(0, 1)[chosen] for f in tensors]
                 rows = len(tensors[0])
@@ -192,7 +192,7 @@ class RowPlaces:
         self._iterations, self._samples, self._positions = array.iterations, array.samples, array.tokens
         self._tokenless = array.dims[2:3] != ("token",)
 
-    def of(self, iteration: int, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    def locate(self, iteration: int, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """`[sample, token, 3]`, without tokens `[sample, 2]`: the places of rows, by number in the array."""
         assert self._samples is not None
         numbers = self._samples[list(samples)]
