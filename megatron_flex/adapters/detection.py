@@ -350,9 +350,8 @@ def _winning_claims(claims: list[FinderClaim]) -> list[FinderClaim]:
         f"{c.found.name} ({c.known.origin or 'built in'}), because {c.found.why}" for c in inside
     )
     raise FlexError(
-        f"several frameworks claim this model: {claimants}; give FlexModel the part of one of them, or "
-        "let one "
-        "adapter come `before` the other"
+        f"several frameworks claim this model: {claimants}; give FlexModel the part of one of them, or let "
+        "one adapter come `before` the other"
     )
 
 

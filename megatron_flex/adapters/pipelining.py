@@ -301,8 +301,7 @@ def make_pipeline_adapter(
     if axis_sizes.get("pp") not in (None, size):
         raise FlexError(
             f"pipeline_parallel_size={axis_sizes['pp']}, but the schedule's stages are on {size} ranks; "
-            "leave it "
-            "out"
+            "leave it out"
         )
     parts: list[ModuleAdapter] = []
     for stage, chunk in zip(chunks.stages, chunks, strict=True):

@@ -65,9 +65,8 @@ def rotary_row_order(e: Evidence) -> str:
     for order, name in ((pairs, "interleaved pairs"), (halves, "two halves")):
         if e.equal(megatron, order):
             return (
-                f"the features of each head are in the order of {name}: the rows of q and k are "
-                "permuted for the "
-                "other rotary form (rotary interleaving)"
+                f"the features of each head are in the order of {name}: the rows of q and k are permuted for "
+                "the other rotary form (rotary interleaving)"
             )
     return ""
 

@@ -73,9 +73,8 @@ class Routing:
             _, tied = find_ties(megatron, hf, logits.float(), bound * float(logits.abs().amax()))
             if bool((tied & batch.real).any()) and carried:
                 self.notes.append(
-                    f"{int((tied & batch.real).sum())} tokens choose other experts in layer "
-                    f"{match.layer}, where two "
-                    "are equal up to round-off; they, and the tokens that see them, are not "
+                    f"{int((tied & batch.real).sum())} tokens choose other experts in layer {match.layer}, "
+                    "where two are equal up to round-off; they, and the tokens that see them, are not "
                     "compared from there on"
                 )
             self._maps[match.layer], self._tied[match.layer] = (megatron, hf), tied

@@ -53,9 +53,8 @@ def prepare_batch(batch: Any, divisor: int) -> TokenBatch:
     real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
     if real.shape != tokens.shape:
         raise FlexError(
-            f"attention_mask has shape {tuple(real.shape)} and input_ids {tuple(tokens.shape)}; "
-            "give one mask "
-            "entry for each token"
+            f"attention_mask has shape {tuple(real.shape)} and input_ids {tuple(tokens.shape)}; give one "
+            "mask entry for each token"
         )
     tokens, real = tokens.cpu().long(), real.cpu()
     tokens, real, notes = _pad_at_the_end(tokens, real)

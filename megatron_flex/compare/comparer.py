@@ -358,8 +358,7 @@ class _Comparer:
             close = suggest_nearest(items_a[0].name, names) if items_a and names else ""
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no site in common: "
-                f"{list_some([i.name for i in items_a])} "
-                f"and {list_some(names)}{close}"
+                f"{list_some([i.name for i in items_a])} and {list_some(names)}{close}"
             )
         return common
 
@@ -369,8 +368,7 @@ class _Comparer:
         if not iterations_a & iterations_b:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have no iteration in common: "
-                f"{list_some(sorted(iterations_a))} and "
-                f"{list_some(sorted(iterations_b))}"
+                f"{list_some(sorted(iterations_a))} and {list_some(sorted(iterations_b))}"
             )
         if self.only is not None:
             both = f"both {self.a.path} and {self.b.path}"

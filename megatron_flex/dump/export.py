@@ -94,8 +94,7 @@ class ExportColumn:
             examples = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
             raise DumpError(
                 f"{self.name}: iterations have different shapes, such as {examples}; choose iterations of "
-                "one "
-                "shape, or a tensor for each (--per-iteration)"
+                "one shape, or a tensor for each (--per-iteration)"
             )
 
     def by_iteration(self) -> list[ExportColumn]:

@@ -217,8 +217,7 @@ class LocalEdit(Preset):
         if self.on_part and isinstance(edited, Tensor) and _depends_on_parameter(edited, inputs):
             raise HookError(
                 f"{describe_edit(self.function)} runs on each rank's local shard, and depends on a parameter "
-                "that requires "
-                "a gradient, of which each rank would have a partial sum; remove @mf.local"
+                "that requires a gradient, of which each rank would have a partial sum; remove @mf.local"
             )
         return edited
 

@@ -244,8 +244,7 @@ def _read_unembedding(source: TensorSource, iteration: int, tied: bool | None) -
         raise FigureError(
             f"{source.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
             f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings "
-            f"{EMBEDDING_WEIGHT!r}, and pass "
-            "tied=True here"
+            f"{EMBEDDING_WEIGHT!r}, and pass tied=True here"
         )
 
     def read(name: str) -> Tensor:

@@ -363,9 +363,8 @@ def _pattern_names(source: TensorSource) -> dict[int, str]:
     out = {int(match[1]): match[0] for match in matches if match is not None}
     if not out:
         raise FigureError(
-            f"{source.where} has no attention patterns: {source.record.format(repr(ATTENTION_SITES))}, "
-            "which layers of "
-            "the local spec have (--transformer-impl local)"
+            f"{source.where} has no attention patterns: {source.record.format(repr(ATTENTION_SITES))}, which "
+            "layers of the local spec have (--transformer-impl local)"
         )
     return dict(sorted(out.items()))
 

@@ -137,8 +137,7 @@ class StatisticsHeader:
         if version != STATISTICS_VERSION or bins != (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             raise ValueError(
                 f"version {str(version)[:20]}; this megatron_flex reads version {STATISTICS_VERSION}: use "
-                "the one that "
-                "wrote it, or a newer one"
+                "the one that wrote it, or a newer one"
             )
         sites = tuple(
             MeasuredSite(

@@ -289,8 +289,7 @@ def group_shards(
         if entry_layout != layout or entry.dtype != dtype:
             raise DumpError(
                 f"{where}: {part.path.name} has {entry.dtype} in layout {entry_layout.describe()}, and "
-                "another rank "
-                f"{dtype} in {layout.describe()}"
+                f"another rank {dtype} in {layout.describe()}"
             )
         place = first_copy(layout, coords, sizes)
         shard = shards.setdefault(tuple(place.values()), StoredShard(place))
