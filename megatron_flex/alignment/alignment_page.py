@@ -23,88 +23,88 @@ ISOLATED = ("isolated", "With equal layer input", "each layer gets the input tha
 GRADIENTS = "gradients"
 
 
-def alignment_html(found: Json) -> str:
+def alignment_html(alignment: Json) -> str:
     """The page.
 
     Args:
-        found: an alignment as `Alignment.to_json` returns it, or read from JSON.
+        alignment: an alignment as `Alignment.to_json` returns it, or read from JSON.
     """
     return fill_template(
-        str(found["model"]),
-        "\n".join(_content(found)),
+        str(alignment["model"]),
+        "\n".join(_content(alignment)),
         ("theme.js", f"{ASSETS}/page.js"),
         style=read_asset(f"{ASSETS}/page.css"),
         attributes=' class="align-page"',
     )
 
 
-def write_alignment(found: Json, path: str | PathLike[str]) -> Path:
+def write_alignment(alignment: Json, path: str | PathLike[str]) -> Path:
     """Write the page atomically.
 
     Args:
-        found: as for `alignment_html`.
+        alignment: as for `alignment_html`.
         path: the file; an existing one is replaced.
 
     Raises:
         FlexError: it cannot be written.
     """
-    return write_page_text(alignment_html(found), path)
+    return write_page_text(alignment_html(alignment), path)
 
 
-def _describe_extent(found: Json) -> str:
-    words = [count_words(len(found["sites"]), "hook point")]
-    if found["gradients"]:
-        words.append(count_words(len(found["gradients"]), "gradient"))
-    runs = count_words(int(found["runs"]), "run")
-    words.append(f"{runs} of the Megatron model" if found["isolates"] else "from two dumps")
+def _describe_extent(alignment: Json) -> str:
+    words = [count_words(len(alignment["sites"]), "hook point")]
+    if alignment["gradients"]:
+        words.append(count_words(len(alignment["gradients"]), "gradient"))
+    runs = count_words(int(alignment["runs"]), "run")
+    words.append(f"{runs} of the Megatron model" if alignment["isolates"] else "from two dumps")
     return "  ·  ".join(words)
 
 
-def _content(found: Json) -> Iterator[str]:
-    verdicts = (ACCUMULATED, ISOLATED) if found["isolates"] else (ACCUMULATED,)
+def _content(alignment: Json) -> Iterator[str]:
+    verdicts = (ACCUMULATED, ISOLATED) if alignment["isolates"] else (ACCUMULATED,)
     yield (
-        f'<header id="top"><h1 id="title">{escape(str(found["model"]))}</h1>'
-        f'<p id="about">{escape(_describe_extent(found))}</p><div id="tools"></div></header>'
+        f'<header id="top"><h1 id="title">{escape(str(alignment["model"]))}</h1>'
+        f'<p id="about">{escape(_describe_extent(alignment))}</p><div id="tools"></div></header>'
         '<main class="align">'
     )
-    yield from _summary(found)
-    yield _strip(found, verdicts)
+    yield from _summary(alignment)
+    yield _strip(alignment, verdicts)
     yield _heads(verdicts)
-    layers = {layer["part"]: layer for layer in found["layers"]}
+    layers = {layer["part"]: layer for layer in alignment["layers"]}
     for part, layer in layers.items():
-        sites = [site for site in found["sites"] if site["part"] == part]
-        yield from _part(part, sites, found, verdicts, _layer_cells(layer, verdicts))
-    if found["gradients"]:
-        wrong = sum(_differs(site, "accumulated") for site in found["gradients"])
+        sites = [site for site in alignment["sites"] if site["part"] == part]
+        yield from _part(part, sites, alignment, verdicts, _layer_cells(layer, verdicts))
+    if alignment["gradients"]:
+        wrong = sum(_differs(site, "accumulated") for site in alignment["gradients"])
         cells = [_cell(bool(wrong), f"{count_words(wrong, 'differs', 'differ')}" if wrong else "agree")]
-        yield from _part(GRADIENTS, found["gradients"], found, (ACCUMULATED,), cells)
-    if found["uncompared"]:
-        yield _uncompared(found["uncompared"])
+        yield from _part(GRADIENTS, alignment["gradients"], alignment, (ACCUMULATED,), cells)
+    if alignment["uncompared"]:
+        yield _uncompared(alignment["uncompared"])
     yield "</main>"
 
 
-def _summary(found: Json) -> Iterator[str]:
+def _summary(alignment: Json) -> Iterator[str]:
     """The finding in words, with the likely causes."""
-    first = _first(found)
+    first = _first(alignment)
     bad = "" if first is None else " align-bad"
     yield f'<section class="align-verdict{bad}" aria-label="Result">'
     if first is None:
-        yield f"<h2>The models agree</h2><p>{escape(found['summary'][0])}</p>"
+        yield f"<h2>The models agree</h2><p>{escape(alignment['summary'][0])}</p>"
     else:
         yield (
             f'<h2>The models differ first at <a href="#first"><code>{escape(first["site"])}</code></a></h2>'
-            f"<p>{escape(found['summary'][0].removeprefix('differs: '))}</p>"
+            f"<p>{escape(alignment['summary'][0].removeprefix('differs: '))}</p>"
         )
-        causes = [f"<li>Likely cause: {escape(cause)}</li>" for cause in found["causes"]]
+        causes = [f"<li>Likely cause: {escape(cause)}</li>" for cause in alignment["causes"]]
         yield f'<ul class="align-cause">{"".join(causes or [f"<li>{NO_CAUSE}</li>"])}</ul>'
-    yield from (f"<p>{escape(note)}</p>" for note in found["notes"])
+    yield from (f"<p>{escape(note)}</p>" for note in alignment["notes"])
     yield "</section>"
 
 
-def _strip(found: Json, verdicts: Sequence[tuple[str, str, str]]) -> str:
+def _strip(alignment: Json, verdicts: Sequence[tuple[str, str, str]]) -> str:
     """A link to each part, with a bar for each verdict."""
     links = []
-    for layer in found["layers"]:
+    for layer in alignment["layers"]:
         bars, words = [], []
         for kind, name, _ in verdicts:
             bars.append('<i class="align-bad"></i>' if layer[kind] else "<i></i>")
@@ -139,32 +139,32 @@ def _layer_cells(layer: Json, verdicts: Sequence[tuple[str, str, str]]) -> list[
 def _part(
     part: str,
     sites: Sequence[Json],
-    found: Json,
+    alignment: Json,
     verdicts: Sequence[tuple[str, str, str]],
     cells: Sequence[str],
 ) -> Iterator[str]:
     """A part of the models that can be opened, and its hook points."""
-    first = _first(found)
-    here = _common_path([site["site"] for site in sites])
-    there = _common_path([point for site in sites for point in site["other"].split(" + ")])
+    first = _first(alignment)
+    megatron_path = _common_path([site["site"] for site in sites])
+    hf_path = _common_path([point for site in sites for point in site["other"].split(" + ")])
     opened = " open" if first is not None and any(site is first for site in sites) else ""
-    title = part if part == GRADIENTS else here or part
+    title = part if part == GRADIENTS else megatron_path or part
     yield (
         f'<details class="align-part" id="part-{escape(part)}"{opened}>'
         f'<summary class="{_row_class(verdicts)}">'
-        f"<code>{escape(there or part)}</code>{''.join(cells)}"
+        f"<code>{escape(hf_path or part)}</code>{''.join(cells)}"
         f'<code class="align-here">{escape(title)}</code></summary><div class="align-sites">'
     )
     for site in sites:
-        yield _site(site, here, there, found, verdicts, site is first)
+        yield _site(site, megatron_path, hf_path, alignment, verdicts, site is first)
     yield "</div></details>"
 
 
 def _site(
     site: Json,
-    here: str,
-    there: str,
-    found: Json,
+    megatron_path: str,
+    hf_path: str,
+    alignment: Json,
     verdicts: Sequence[tuple[str, str, str]],
     is_first: bool,
 ) -> str:
@@ -172,14 +172,14 @@ def _site(
     for kind, _, _ in verdicts:
         error, bound, wrong = site[kind]["error"], site[kind]["tolerance"], _differs(site, kind)
         cells.append(_cell(wrong, f"{float(error):.1e} {'&gt;' if wrong else '≤'} {float(bound):.1e}"))
-    points = " + ".join(_shortened(point, there) for point in site["other"].split(" + "))
+    points = " + ".join(_shortened(point, hf_path) for point in site["other"].split(" + "))
     details = f'<span class="align-details">{_describe_first(site)}</span>' if is_first else ""
     mark = ' align-first" id="first' if is_first else ""
     return (
         f'<div class="{_row_class(verdicts)}{mark}">'
         f'<code title="{escape(site["other"])}">{escape(points)}</code>'
         f'{"".join(cells)}<code class="align-here" title="{escape(site["site"])}">'
-        f"{escape(_shortened(site['site'], here))}</code>{details}</div>"
+        f"{escape(_shortened(site['site'], megatron_path))}</code>{details}</div>"
     )
 
 
@@ -188,10 +188,10 @@ def _describe_first(site: Json) -> str:
     worst, shape = site[kind]["worst"], " × ".join(map(str, site["shape"]))
     if worst is None:
         return "The first difference."
-    place, ours, theirs = ", ".join(map(str, worst["index"])), float(worst["a"]), float(worst["b"])
+    place, megatron, hf = ", ".join(map(str, worst["index"])), float(worst["a"]), float(worst["b"])
     return escape(
-        f"The first difference. Hugging Face has {theirs:.6g} ({site['dtypes'][1]}) at [{place}] of {shape}, "
-        f"and Megatron {ours:.6g} ({site['dtypes'][0]})."
+        f"The first difference. Hugging Face has {hf:.6g} ({site['dtypes'][1]}) at [{place}] of {shape}, "
+        f"and Megatron {megatron:.6g} ({site['dtypes'][0]})."
     )
 
 
@@ -208,9 +208,11 @@ def _uncompared(uncompared: Mapping[str, str]) -> str:
     )
 
 
-def _first(found: Json) -> Json | None:
+def _first(alignment: Json) -> Json | None:
     """The verdict of the first site that differs."""
-    return next((s for s in (*found["sites"], *found["gradients"]) if s["site"] == found["first"]), None)
+    return next(
+        (s for s in (*alignment["sites"], *alignment["gradients"]) if s["site"] == alignment["first"]), None
+    )
 
 
 def _differs(site: Json, kind: str) -> bool:

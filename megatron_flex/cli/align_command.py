@@ -75,15 +75,15 @@ def align(
             raise FlexError(
                 f"the run ended with status {done.returncode} before it was compared; its messages are above"
             )
-        found: dict[str, Any] = json.loads(report.read_text())
-    show_alignment(found, as_json, html)
+        alignment: dict[str, Any] = json.loads(report.read_text())
+    show_alignment(alignment, as_json, html)
 
 
-def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> None:
+def show_alignment(alignment: dict[str, Any], as_json: bool, html: Path | None) -> None:
     """Print an alignment, and write its page.
 
     Args:
-        found: as `Alignment.to_json` returns it.
+        alignment: as `Alignment.to_json` returns it.
         as_json: print JSON instead of text.
         html: the file of the page; None for no page.
 
@@ -91,18 +91,18 @@ def show_alignment(found: dict[str, Any], as_json: bool, html: Path | None) -> N
         Exit: with status 1, if the models differ.
     """
     if html is not None:
-        write_alignment(found, html)
+        write_alignment(alignment, html)
     if as_json:
-        print_json(found)
+        print_json(alignment)
     else:
-        print_alignment(found)
+        print_alignment(alignment)
         if html is not None:
             make_console().print(f"{html}: open it in a browser", soft_wrap=True)
-    if not found["agrees"]:
+    if not alignment["agrees"]:
         raise typer.Exit(1)
 
 
-def print_alignment(found: dict[str, Any]) -> None:
+def print_alignment(alignment: dict[str, Any]) -> None:
     """The summary, and below it the two verdicts of each layer where the models differ."""
-    rows = [] if found["agrees"] else [TableRow(**row) for row in found["table"]]
-    describe_result("", found["summary"], Alignment.HEADS, rows).print()
+    rows = [] if alignment["agrees"] else [TableRow(**row) for row in alignment["table"]]
+    describe_result("", alignment["summary"], Alignment.HEADS, rows).print()

@@ -32,17 +32,17 @@ IterationsOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an earlier export, and nothing else.")]
 
 
-def select_iterations(text: str | None, there: list[int], where: str = "the dump") -> list[int]:
+def select_iterations(text: str | None, available: list[int], where: str = "the dump") -> list[int]:
     """The iterations that are meant, of those that are there.
 
     Raises:
         FlexError: it says no numbers, or one that is not there, or nothing is left.
     """
-    return there if text is None else select_present(parse_spans(text, "--iterations"), there, where)
+    return available if text is None else select_present(parse_spans(text, "--iterations"), available, where)
 
 
 def select_names(
-    patterns: list[str] | None, there: list[str], where: str = "the dump", layers: str = ""
+    patterns: list[str] | None, available: list[str], where: str = "the dump", layers: str = ""
 ) -> list[str]:
     """The names that some pattern matches, in their order; all without one.
 
@@ -53,12 +53,12 @@ def select_names(
         FlexError: a pattern matches nothing.
     """
     if not patterns:
-        return there
+        return available
     chosen: set[str] = set()
     for word in (word for pattern in patterns for word in pattern.split(",") if word):
-        found = [name for name in there if fnmatchcase(name, word)]
-        found = found or find_recorded_names(word, there, where, layers)
-        if not found:
-            raise FlexError(f"nothing in {where} is named {word!r}{suggest_nearest(word, there)}")
-        chosen.update(found)
-    return [name for name in there if name in chosen]
+        matched = [name for name in available if fnmatchcase(name, word)]
+        matched = matched or find_recorded_names(word, available, where, layers)
+        if not matched:
+            raise FlexError(f"nothing in {where} is named {word!r}{suggest_nearest(word, available)}")
+        chosen.update(matched)
+    return [name for name in available if name in chosen]

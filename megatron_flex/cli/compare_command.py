@@ -104,7 +104,7 @@ def compare(
             f"--html {html} is for a dump of a Hugging Face model and one of Megatron; "
             f"megatron-flex view {a} {b} --out {html} writes the page of other dumps"
         )
-    found = run(
+    comparison = run(
         a,
         b,
         _parse_tolerance(tolerance),
@@ -113,17 +113,17 @@ def compare(
         iterations=None if iterations is None else parse_spans(iterations, "--iterations"),
         learning_rate=learning_rate,
     )
-    _print_and_exit(found, most, as_json)
+    _print_and_exit(comparison, most, as_json)
 
 
-def _print_and_exit(found: Comparison, rows: int | None, as_json: bool) -> None:
+def _print_and_exit(comparison: Comparison, rows: int | None, as_json: bool) -> None:
     """Print a comparison; its status is that of the command."""
     if as_json:
-        print_json(found.to_json())
+        print_json(comparison.to_json())
     else:
-        print_comparison(found, rows)
-    if found.exit_status:
-        raise typer.Exit(found.exit_status)
+        print_comparison(comparison, rows)
+    if comparison.exit_status:
+        raise typer.Exit(comparison.exit_status)
 
 
 def _compare_frameworks(
@@ -149,17 +149,21 @@ def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None
     return out["*"] if list(out) == ["*"] else out
 
 
-def print_comparison(found: Comparison, most: int | None = None) -> None:
+def print_comparison(comparison: Comparison, most: int | None = None) -> None:
     """Print the verdict, and below it the table, in which the first divergence is marked.
 
     Args:
-        found: the comparison.
+        comparison: the comparison.
         most: so many rows; by default there is a table only where something diverges.
     """
-    rows = [] if most is None and found.first is None else found.table_rows(*([] if most is None else [most]))
+    rows = (
+        []
+        if most is None and comparison.first is None
+        else comparison.table_rows(*([] if most is None else [most]))
+    )
     narrow = None if make_console().width >= MIN_WIDTH_FOR_WORST else -WORST_COLUMNS
-    shown = describe_result("", found.summary(), found.HEADS[:narrow], rows)
-    if rows and (hidden := len(found.rows) - len(rows)):
+    shown = describe_result("", comparison.summary(), comparison.HEADS[:narrow], rows)
+    if rows and (hidden := len(comparison.rows) - len(rows)):
         more = Note(f"and {hidden:,} more; --rows N shows them, --json has all")
         shown = replace(shown, parts=[*shown.parts, more])
     shown.print()

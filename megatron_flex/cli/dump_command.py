@@ -70,11 +70,11 @@ def ls(
 
     The list has full shapes, dtypes, iterations and bytes on disk.
     """
-    found = list_dump_contents(path)
+    contents = list_dump_contents(path)
     if as_json:
-        print_json(found.to_json())
+        print_json(contents.to_json())
     else:
-        found.to_document(str(path), every).print()
+        contents.to_document(str(path), every).print()
 
 
 @dump_app.command()
@@ -101,18 +101,20 @@ def show(
     read in blocks, in bounded memory. pN is the N-th percentile.
     """
     with open_dump(path) as dump:
-        wanted = parse_read_hook(site, "SITE")
-        titles = _find_shown_names(dump, wanted, gradients)
+        request = parse_read_hook(site, "SITE")
+        titles = _find_shown_names(dump, request, gradients)
         arrays = {name: _select_array_iterations(get_named_array(dump, name), iterations) for name in titles}
-        if wanted.wanted is not None:
-            arrays = {name: select_entries(array, wanted.wanted) for name, array in arrays.items()}
-        found = _compute_statistics(arrays)
+        if request.wanted is not None:
+            arrays = {name: select_entries(array, request.wanted) for name, array in arrays.items()}
+        summaries = _compute_statistics(arrays)
         if as_json:
-            print_json({name: {**_describe_array(arrays[name]), **found[name].to_json()} for name in arrays})
+            print_json(
+                {name: {**_describe_array(arrays[name]), **summaries[name].to_json()} for name in arrays}
+            )
             return
         first = next(iter(arrays))
         if len(arrays) > 1 + gradients:
-            list_values(found).print()
+            list_values(summaries).print()
             return
         shape, kind = format_shape(arrays[first].dims, arrays[first].shape), arrays[first].dtype
         numbers = arrays[first].iterations
@@ -125,29 +127,29 @@ def show(
                 f"each rank held {_describe_layouts(dump, arrays[first])}"
             ),
         ]
-        columns = dict(zip(titles.values(), found.values(), strict=True))
+        columns = dict(zip(titles.values(), summaries.values(), strict=True))
         describe_values(first + part, notes, columns).print()
 
 
-def _find_shown_names(dump: OpenDump, wanted: HookSpec, gradients: bool) -> dict[str, str]:
+def _find_shown_names(dump: OpenDump, request: HookSpec, gradients: bool) -> dict[str, str]:
     """The names to show, each with its title: `values`, or `grad` for a gradient beside them.
 
     Raises:
         DumpError: the dump has no such name, or no gradient of it.
         FlexError: a reduction is wanted.
     """
-    if wanted.wanted is not None and wanted.wanted.reduce is not None:
-        raise FlexError(f"SITE {wanted.asked}: statistics are over all entries; leave out the reduction")
+    if request.wanted is not None and request.wanted.reduce is not None:
+        raise FlexError(f"SITE {request.asked}: statistics are over all entries; leave out the reduction")
     names = list_site_names(dump) + list_parameter_names(dump)
-    text = str(wanted.pattern) + (GRADIENT_SUFFIX if wanted.gradient else "")
+    text = str(request.pattern) + (GRADIENT_SUFFIX if request.gradient else "")
     out: dict[str, str] = {}
     for name in find_recorded_names(text, names, str(dump.path), dump.gpt_names.pattern) or [text]:
         base, call, number = name.partition("#")
         beside = [base + GRADIENT_SUFFIX + call + number] if gradients else []
-        for one in (name, *beside):
-            if one not in names:
+        for full in (name, *beside):
+            if full not in names:
                 raise DumpError(
-                    f"{dump.path} has no {one!r}{suggest_nearest(one, names)}; `dump ls` lists what it has",
+                    f"{dump.path} has no {full!r}{suggest_nearest(full, names)}; `dump ls` lists what it has",
                     path=dump.path,
                 )
         out |= {name: "values", **dict.fromkeys(beside, "grad")}
@@ -159,12 +161,12 @@ def _describe_layouts(dump: OpenDump, array: DumpArray) -> str:
     firsts: dict[int, int] = {}
     for which in array.iteration_keys:
         firsts.setdefault(id(dump.stored_iteration(which).run), which[0])
-    found: dict[str, int] = {}
+    firsts_by_layout: dict[str, int] = {}
     for number in firsts.values():
-        found.setdefault(array.at(number).layout, number)
-    if len(found) < 2:
+        firsts_by_layout.setdefault(array.at(number).layout, number)
+    if len(firsts_by_layout) < 2:
         return array.layout
-    return "; ".join(f"from iteration {number} on {layout}" for layout, number in found.items())
+    return "; ".join(f"from iteration {number} on {layout}" for layout, number in firsts_by_layout.items())
 
 
 def _describe_array(array: DumpArray) -> dict[str, object]:
@@ -172,7 +174,7 @@ def _describe_array(array: DumpArray) -> dict[str, object]:
     return {"dims": array.dims, "shape": array.shape, "dtype": dtype, "iterations": array.iterations}
 
 
-def select_entries(array: DumpArray, wanted: CaptureSelection) -> DumpArray:
+def select_entries(array: DumpArray, selection: CaptureSelection) -> DumpArray:
     """The entries of an array that a selection names.
 
     Raises:
@@ -181,7 +183,7 @@ def select_entries(array: DumpArray, wanted: CaptureSelection) -> DumpArray:
     key: list[Any] = [slice(None)] * len(array.dims)
     dims = list(array.dims)
     for what, axes in {**ENTRY_AXES, "neurons": dims[-1:]}.items():
-        entries = getattr(wanted.select, what)
+        entries = getattr(selection.select, what)
         if entries is None:
             continue
         at = next((dims.index(axis) for axis in axes if axis in dims), None)
@@ -195,8 +197,8 @@ def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]
     nbytes = sum(a.nbytes * count_passes(a.dtype) for a in arrays.values())
 
     def read(bar: ProgressBar, array: DumpArray) -> Iterator[Tensor]:
-        for one in ExportColumn(array.name, array).by_iteration():
-            for block in read_blocks(one.array):
+        for column in ExportColumn(array.name, array).by_iteration():
+            for block in read_blocks(column.array):
                 yield block
                 bar.advance(block.nbytes)
 
@@ -293,12 +295,12 @@ def verify(
     The command reads all files and compares checksums. Missing and damaged parts are listed by rank and hook
     point. The exit status is 1 if there are any.
     """
-    found = check(path, live)
+    verification = check(path, live)
     if as_json:
-        print_json(found.to_json())
+        print_json(verification.to_json())
     else:
-        found.to_document().print()
-    if not found.good:
+        verification.to_document().print()
+    if not verification.good:
         raise typer.Exit(1)
 
 
@@ -336,15 +338,15 @@ def prune(
 
     The newest run is not pruned, because a process may still write to it, unless --force is given.
     """
-    found = list_removals(path, keep_every, before, force)
-    freed = sum(r.nbytes for r in found)
+    removals = list_removals(path, keep_every, before, force)
+    freed = sum(r.nbytes for r in removals)
     if not dry_run:
-        freed = remove(path, found)
+        freed = remove(path, removals)
     if as_json:
         items = [
             {"path": str(r.path), "bytes": r.nbytes, "why": r.why, "run": r.run, "iteration": r.iteration}
-            for r in found
+            for r in removals
         ]
         print_json({"removed": not dry_run, "bytes": freed, "items": items})
     else:
-        describe_removals(path, found, freed, dry_run).print()
+        describe_removals(path, removals, freed, dry_run).print()

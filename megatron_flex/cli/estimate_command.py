@@ -168,10 +168,10 @@ def estimate(
         raise FlexError("give the configuration of the run once: --config FILE, or its flags after --")
     links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
     rate = None if disk is None else check_positive("--disk", disk) * 1e9
-    kept = parse_token_setting(tokens)
-    share = kept if isinstance(kept, float) else None
+    token_setting = parse_token_setting(tokens)
+    share = token_setting if isinstance(token_setting, float) else None
     how: dict[str, Any] = {"gradients": gradients, "every": every, **settings}
-    how["tokens"] = kept if share is None else None
+    how["tokens"] = token_setting if share is None else None
     hooks = bool(read or edit)
     dump = Dump("the folder", sites or (), **how) if sites or settings["parameters"] or not hooks else None
     with spinner("building the model's shapes"):
@@ -188,24 +188,28 @@ def estimate(
             spread = slice(None, None, max(1, round(1 / share)))
             beside = Dump("the folder", sites or (), **{**how, "tokens": spread})
         estimated = run.estimate_hooks(read or (), edit or (), links=links, dump=beside)
-    found = None
+    dump_estimate = None
     if dump is not None:
-        found = run.estimate_dump(dump, share=share, iterations=iterations, disk_bytes_per_second=rate)
-    _print_estimates(found, estimated, as_json)
+        dump_estimate = run.estimate_dump(
+            dump, share=share, iterations=iterations, disk_bytes_per_second=rate
+        )
+    _print_estimates(dump_estimate, estimated, as_json)
 
 
-def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, as_json: bool) -> None:
+def _print_estimates(
+    dump_estimate: DumpEstimate | None, estimated: RunEstimate | None, as_json: bool
+) -> None:
     """The estimate that was requested: of a dump, of hooks, or of both."""
     if as_json:
         hooks = {"hook_estimate": estimated.to_json()} if estimated else {}
-        print_json({**(found.to_json() if found else {}), **hooks})
+        print_json({**(dump_estimate.to_json() if dump_estimate else {}), **hooks})
         return
     if estimated is not None:
         estimated.to_document().print()
-        if found is not None:
+        if dump_estimate is not None:
             make_console().print()
-    if found is not None:
-        found.to_document().print()
+    if dump_estimate is not None:
+        dump_estimate.to_document().print()
 
 
 def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:

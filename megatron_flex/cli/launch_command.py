@@ -23,15 +23,15 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
     if not words or words[0].startswith((FLAG_PREFIX, LONG_PREFIX)):
         what = f"{words[0]} comes before it" if words else "none is named"
         raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
-    found = get_args_parser().parse_args(list(words))
+    parsed = get_args_parser().parse_args(list(words))
     for name in ("no_python", "run_path"):
-        if getattr(found, name, False):
+        if getattr(parsed, name, False):
             option = f"--{name.replace('_', '-')}"
             raise FlexError(f"{option}: torchrun would start the script without hooks; leave it out")
-    at = len(words) - len(found.training_script_args) - 1
-    at -= words[at] != found.training_script  # argparse removes a `--` after it
+    at = len(words) - len(parsed.training_script_args) - 1
+    at -= words[at] != parsed.training_script  # argparse removes a `--` after it
     options = [o for o in words[:at] if o not in ("-m", "--module", "--")]
-    module = ["-m"] if found.module else []
+    module = ["-m"] if parsed.module else []
     return [
         sys.executable,
         "-m",

@@ -75,20 +75,20 @@ def sites(
     if dump is not None:
         if mesh or world_size:
             raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
-        found, sizes, layers = _read_dump_sites(dump)
+        all_sites, sizes, layers = _read_dump_sites(dump)
     else:
         run = str(config) if config is not None else cast(list[str], flags)
         with spinner("building the model's shapes"):
             model = ConfiguredRun(run, mesh=parse_mesh_sizes(mesh), world_size=world_size).model
-        found, sizes, layers = model.sites, dict(model.mesh.sizes), ""
-    shown = sites_of_stage(SiteTable(found, layers).match(match), stage)
+        all_sites, sizes, layers = model.sites, dict(model.mesh.sizes), ""
+    shown = sites_of_stage(SiteTable(all_sites, layers).match(match), stage)
     if as_json:
         print_json([_site_to_json(site, sizes) for site in shown])
         return
     root = build_tree(shown, sizes)
     axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
-    hidden = sum(bool(s.hidden) for s in found)
-    head = f"{axes}: {count_words(len(found), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
+    hidden = sum(bool(s.hidden) for s in all_sites)
+    head = f"{axes}: {count_words(len(all_sites), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
     describe_tree(root if every else fold_layers(root), "", head).print()
 
 
@@ -97,7 +97,7 @@ def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int], str]:
     with open_dump(path) as opened:
         if not opened.manifests:
             raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` gives the reason")
-        found = {
+        sites = {
             p.name: Site(
                 p.name,
                 layout_from_json(p.layout),
@@ -109,7 +109,7 @@ def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int], str]:
             for manifest in opened.manifests
             for p in manifest.sites
         }
-        return list(found.values()), dict(opened.manifests[-1].sizes), opened.gpt_names.pattern
+        return list(sites.values()), dict(opened.manifests[-1].sizes), opened.gpt_names.pattern
 
 
 def _site_to_json(site: Site, sizes: dict[str, int]) -> dict[str, object]:

@@ -42,39 +42,39 @@ StatisticsArgument = Annotated[
 @stats_app.command()
 def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     """List the starts of the run, and the measured tensors."""
-    found = open_statistics(path)
+    opened = open_statistics(path)
     if as_json:
-        content = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
+        content = {"starts": [h.to_json() for h in opened.headers], "tensors": opened.sites}
         print_json(
             {
                 **content,
-                "iterations": found.iterations,
-                "incomplete": found.incomplete,
-                "replaced": found.replaced,
-                "damaged": found.damaged,
+                "iterations": opened.iterations,
+                "incomplete": opened.incomplete,
+                "replaced": opened.replaced,
+                "damaged": opened.damaged,
             }
         )
         return
     starts = []
-    for n, header in enumerate(found.headers):
+    for n, header in enumerate(opened.headers):
         mesh = describe_sizes(header.axes)
         every = str(header.settings.get("every", "–"))
         starts.append(Row((str(n), header.created, header.framework, mesh, every)))
-    records = {p.name: p for header in found.headers for p in header.sites}
+    records = {p.name: p for header in opened.headers for p in header.sites}
     tensors = []
-    for name in found.sites:
+    for name in opened.sites:
         record = records.get(name.removesuffix(GRADIENT_SUFFIX))
         dims = list_dim_names(record.layout) if record is not None else []
         shape = format_shape(dims, record.shape) if record is not None else "–"
-        tensors.append(Row((name, shape, format_series(found[name].iterations))))
+        tensors.append(Row((name, shape, format_series(opened[name].iterations))))
     head = (
-        f"{path}: {count_words(len(found.headers), 'start')}, {count_words(len(found.sites), 'tensor')}, "
-        f"iterations {format_series(found.iterations)}"
+        f"{path}: {count_words(len(opened.headers), 'start')}, {count_words(len(opened.sites), 'tensor')}, "
+        f"iterations {format_series(opened.iterations)}"
     )
     Document(
         "",
         [
-            *_list_incomplete(found),
+            *_list_incomplete(opened),
             Note(head),
             Table((">start", "created", "framework", "mesh", ">every"), starts),
             Table(("tensor", "shape", "iterations"), tensors),
@@ -110,22 +110,22 @@ def show(
             f"--of {of}: no statistic{suggest_nearest(of, FLOAT_COLUMNS)}; they are "
             f"{', '.join(FLOAT_COLUMNS)}"
         )
-    found = open_statistics(path)
-    numbers = set(select_iterations(iterations, found.iterations, str(path)))
-    names = select_names(sites, found.sites, str(path), found.gpt_names.pattern)
-    content = {name: StatisticSummary(found[name], of, numbers) for name in names}
+    statistics = open_statistics(path)
+    numbers = set(select_iterations(iterations, statistics.iterations, str(path)))
+    names = select_names(sites, statistics.sites, str(path), statistics.gpt_names.pattern)
+    content = {name: StatisticSummary(statistics[name], of, numbers) for name in names}
     if as_json:
-        print_json({name: one.to_json(of) for name, one in content.items()})
+        print_json({name: summary.to_json(of) for name, summary in content.items()})
         return
-    odd = any(one.odd for one in content.values())
+    odd = any(summary.odd for summary in content.values())
     columns = [f"{of} of", ">first", ">last", ">min", ">max", "curve", *([">nan", ">inf"] if odd else [])]
     rows = []
-    for name, one in content.items():
-        ends = map(format_number, (one.first, one.last, one.least, one.most))
-        bad = [(Span(f"{count:,}", "bad"),) for count in (one.nans, one.infinities) if one.odd]
-        rows.append(Row((name, *ends, one.curve(CURVE_LENGTH), *bad)))
+    for name, summary in content.items():
+        ends = map(format_number, (summary.first, summary.last, summary.least, summary.most))
+        bad = [(Span(f"{count:,}", "bad"),) for count in (summary.nans, summary.infinities) if summary.odd]
+        rows.append(Row((name, *ends, summary.curve(CURVE_LENGTH), *bad)))
     last = f"iterations {format_series(sorted(numbers))}"
-    Document("", [*_list_incomplete(found), Table(columns, rows), Note(""), Note(last)]).print()
+    Document("", [*_list_incomplete(statistics), Table(columns, rows), Note(""), Note(last)]).print()
 
 
 class StatisticSummary:
@@ -137,17 +137,17 @@ class StatisticSummary:
         odd: whether there were any.
     """
 
-    def __init__(self, found: StatisticsSeries, of: str, wanted: set[int]) -> None:
-        at = [n for n, i in enumerate(found.iterations) if i in wanted]
-        column: list[float] = getattr(found, of)
-        self.iterations = [found.iterations[n] for n in at]
+    def __init__(self, series: StatisticsSeries, of: str, iterations: set[int]) -> None:
+        at = [n for n, i in enumerate(series.iterations) if i in iterations]
+        column: list[float] = getattr(series, of)
+        self.iterations = [series.iterations[n] for n in at]
         self.values = [None if math.isnan(column[n]) else column[n] for n in at]
-        self._marks = [found.nans[n] + found.infinities[n] > 0 for n in at]
-        self.nans, self.infinities = (sum(c[n] for n in at) for c in (found.nans, found.infinities))
+        self._marks = [series.nans[n] + series.infinities[n] > 0 for n in at]
+        self.nans, self.infinities = (sum(c[n] for n in at) for c in (series.nans, series.infinities))
         self.odd = any(self._marks)
-        there = [v for v in self.values if v is not None]
+        numbers = [v for v in self.values if v is not None]
         self.first, self.last = (self.values[0], self.values[-1]) if self.values else (None, None)
-        self.least, self.most = min(there, default=None), max(there, default=None)
+        self.least, self.most = min(numbers, default=None), max(numbers, default=None)
 
     def to_json(self, of: str) -> dict[str, Any]:
         """In plain values."""
@@ -177,9 +177,9 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
     return [slice(n * count // parts, (n + 1) * count // parts) for n in range(parts)]
 
 
-def _list_incomplete(found: OpenStatistics) -> list[Note]:
-    notes = [Note(f"note: {line}", "note") for line in found.replaced]
-    if found.incomplete:
-        lines = count_words(found.incomplete, "incomplete line")
+def _list_incomplete(statistics: OpenStatistics) -> list[Note]:
+    notes = [Note(f"note: {line}", "note") for line in statistics.replaced]
+    if statistics.incomplete:
+        lines = count_words(statistics.incomplete, "incomplete line")
         notes.append(Note(f"note: {lines} left out, of a run that was killed or a full disk", "note"))
     return notes

@@ -128,8 +128,8 @@ def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _train(run: LayoutRun, log: Path) -> None:
     """Run one training; what it prints goes to a file, of which the end is shown if it fails."""
     options = ["--standalone", "--nproc-per-node", str(run.processes), "-m", "megatron_flex.launch"]
-    own = os.environ.get(FLAGS_VARIABLE, "")
-    environment: dict[str, Any] = {**os.environ, FLAGS_VARIABLE: f"{own} {run.variable}".strip()}
+    inherited = os.environ.get(FLAGS_VARIABLE, "")
+    environment: dict[str, Any] = {**os.environ, FLAGS_VARIABLE: f"{inherited} {run.variable}".strip()}
     with log.open("wb") as file:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *options, *run.words],
@@ -157,7 +157,7 @@ def find_failure(log: str) -> str:
         lines before torchrun's own.
     """
     lines = log.splitlines()
-    marked = [(found[1], line) for line in lines if (found := RANK_MARK.match(line))]
+    marked = [(marked_rank[1], line) for line in lines if (marked_rank := RANK_MARK.match(line))]
     if marked:
         lines = [line for rank, line in marked if rank == marked[0][0]]
     else:

@@ -81,14 +81,16 @@ def view(
         raise FlexError("--match is for a configuration; a page of a dump shows what the dump has")
     statistics: list[OpenStatistics] = [open_statistics(path) for path in measured]
     sources = [path for path in paths if path not in configs]
-    found = None
+    comparison = None
     if compared and len(sources) == 2 and len(dumps) + len(measured) == 2:
-        found = compare(sources[0], sources[1])
+        comparison = compare(sources[0], sources[1])
     full = [p.resolve() for p in paths]
     same = len({p.name for p in full}) < len(full)  # out-1/dump and out-2/dump
     title = " and ".join(f"{p.parent.name}/{p.name}" if same else p.name for p in full)
-    made = write(fill_page(page, dumps, statistics, found, title), out, most_bytes=most_bytes)
-    make_console().print(f"{made}: {made.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
+    page_file = write(fill_page(page, dumps, statistics, comparison, title), out, most_bytes=most_bytes)
+    make_console().print(
+        f"{page_file}: {page_file.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True
+    )
 
 
 def _split_flags(what: list[str]) -> tuple[list[Path], list[str]]:
@@ -108,9 +110,9 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
         if path.is_file() and path.suffix.lower() in CONFIG_SUFFIXES:
             configs.append(path)
         elif path.is_dir():
-            there = list_files(path)
-            measured += [path] if there else []
-            if not there or any(path.glob("run-[0-9]*")):
+            files = list_files(path)
+            measured += [path] if files else []
+            if not files or any(path.glob("run-[0-9]*")):
                 list_run_folders(path)  # raises where no run is
                 dumps.append(path)
         elif path.is_file() and path.name.startswith("statistics-"):

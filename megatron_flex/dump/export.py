@@ -247,15 +247,15 @@ def write_datasets(
         (path / one["filename"]).unlink()
     names: list[str] = []
     batches = _make_record_batches(columns, rows, several, features.arrow_schema, bar)
-    held = next(batches, None)
-    while held is not None or not names:
+    batch = next(batches, None)
+    while batch is not None or not names:
         names.append(f"data-{len(names):05d}.arrow")
         size = 0
         with (path / names[-1]).open("wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as stream:
-            while held is not None and size < ARROW_FILE_BYTES:
-                stream.write_batch(held)
-                size += held.nbytes
-                held = next(batches, None)
+            while batch is not None and size < ARROW_FILE_BYTES:
+                stream.write_batch(batch)
+                size += batch.nbytes
+                batch = next(batches, None)
     state["_data_files"] = [{"filename": name} for name in names]
     (path / "state.json").write_text(json.dumps(state, indent=2, allow_nan=False), encoding="utf-8")
 
@@ -317,12 +317,12 @@ def _make_record_batches(
             lengths = tuple(w.stop - w.start for w in where)
             count = int(torch.tensor(lengths).prod())
             labels = {"iteration": torch.full((count,), number), "run": torch.full((count,), run_of)}
-            own = torch.arange(grid[0]) if samples is None else samples
-            labels["sample"] = own[where[0]].repeat_interleave(lengths[1] if depth == 2 else 1)
+            sample_numbers = torch.arange(grid[0]) if samples is None else samples
+            labels["sample"] = sample_numbers[where[0]].repeat_interleave(lengths[1] if depth == 2 else 1)
             if depth == 2:
                 labels["token"] = _list_row_tokens(tokens, grid, where)
-            found = [labels[n] for n in schema.names if n in labels and (several or n != "run")]
-            arrays = [pa.array(t.numpy()) for t in found]
+            label_columns = [labels[n] for n in schema.names if n in labels and (several or n != "run")]
+            arrays = [pa.array(t.numpy()) for t in label_columns]
             for column in current:
                 block = column.array[where].torch(column.dtype)
                 arrays.append(_nest_rows(pa, block.reshape(count, *block.shape[depth:])))

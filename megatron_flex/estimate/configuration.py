@@ -159,7 +159,7 @@ class ConfiguredRun:
         links, mesh = links or Links(), self.model.mesh
         specs = [*_parse_hooks(read, parse_read_hook), *_parse_hooks(edit, parse_edit_hook)]
         uncounted: dict[str, str] = {}
-        hooks = [found for spec in specs for found in self._at_tensors(spec, uncounted)]
+        hooks = [estimate for spec in specs for estimate in self._at_tensors(spec, uncounted)]
         sinks: list[HookEstimate] = []
         if dump is not None:
             sites = select_estimated_sites(self.model.sites, dump.sites)

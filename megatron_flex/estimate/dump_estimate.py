@@ -250,10 +250,10 @@ class DumpEstimate(Renderable):
         for site in self.sites:
             key = (strip_numbers(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
             groups.setdefault(key, []).append(site)
-        found = list(groups.values())
+        alike = list(groups.values())
         if most is not None:
-            found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
-        return [_format_site_row(group) for group in found]
+            alike = sorted(alike, key=lambda g: -sum(s.bytes for s in g))[:most]
+        return [_format_site_row(group) for group in alike]
 
     def to_document(self) -> Document:
         """Return tensors, stages and the sums as tables."""
@@ -328,8 +328,10 @@ def estimate_dump_size(
         )
         if tensor.layout not in layouts:
             layouts[tensor.layout] = tensor.layout.describe(stage.sizes)
-        kept = {name: getattr(tensor, name) for name in KEPT_FIELDS}
-        sites.append(SiteDumpEstimate(**kept, layout=layouts[tensor.layout], rank_bytes=most, bytes=total))
+        fields_of_tensor = {name: getattr(tensor, name) for name in KEPT_FIELDS}
+        sites.append(
+            SiteDumpEstimate(**fields_of_tensor, layout=layouts[tensor.layout], rank_bytes=most, bytes=total)
+        )
     if not sites:
         raise FlexError("nothing to estimate: name sites, such as 'decoder.layers.*', or parameters")
     for stage in track(stages, "dealing out", unit="stages"):
@@ -386,8 +388,8 @@ def _count_kept_positions(dim: Dim, local: int, stage: StageLoad, tokens: TokenS
     counts = []
     for place in product(*(range(size) for _, size in axes)):
         coords = {axis: coord for (axis, _), coord in zip(axes, place, strict=True)}
-        held = spans(dim, length, coords, stage.sizes)
-        counts.append(sum(before[stop] - before[start] for start, stop in held))
+        on_rank = spans(dim, length, coords, stage.sizes)
+        counts.append(sum(before[stop] - before[start] for start, stop in on_rank))
     return torch.tensor(counts, dtype=torch.float64)[stage.number_along(axes)]
 
 

@@ -200,13 +200,13 @@ class PassEstimate:
 
 
 def estimate_pass(
-    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
+    hook: HookSpec, tensor: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
 ) -> PassEstimate:
     """The estimate of a hook at one tensor.
 
     Args:
         hook: the hook.
-        held: the tensor, or its gradient.
+        tensor: the tensor, or its gradient.
         site: its site.
         mesh: the run's mesh, as its first rank has it.
         placement: the placement of its ranks.
@@ -216,35 +216,43 @@ def estimate_pass(
         HookError: the hook cannot be registered there, or the site lacks a dim that it selects.
         UnknownSizeError: the tensor has rows of experts, which the router decides.
     """
-    if held.expected:
-        raise UnknownSizeError(held.name, ROUTED_ROWS)
+    if tensor.expected:
+        raise UnknownSizeError(tensor.name, ROUTED_ROWS)
     if hook.kind == "read":
-        return _estimate_read(hook, held, site, mesh, placement, heads)
-    return _estimate_edit(hook, held, site, mesh, placement)
+        return _estimate_read(hook, tensor, site, mesh, placement, heads)
+    return _estimate_edit(hook, tensor, site, mesh, placement)
 
 
 # -- reading -------------------------------------------------------------------------------------------
 
 
 def _estimate_read(
-    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int
+    hook: HookSpec, tensor: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int
 ) -> PassEstimate:
     """Every rank with a shard writes it to shared memory of its node; other nodes send theirs once."""
-    layout, part, size = held.layout, held.shard_bytes, held.full_bytes
+    layout, part, size = tensor.layout, tensor.shard_bytes, tensor.full_bytes
     if hook.wanted is not None:
-        layout, part, size = _estimate_selection(hook.wanted, held, site, mesh, heads)
-    up = size if held.stage else 0
+        layout, part, size = _estimate_selection(hook.wanted, tensor, site, mesh, heads)
+    up = size if tensor.stage else 0
     if hook.gathered:  # every rank has it, and the leader keeps it
-        kept = Traffic(pcie=size)
+        on_leader = Traffic(pcie=size)
         return PassEstimate(
-            "read of a gathered tensor", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
+            "read of a gathered tensor",
+            (),
+            size,
+            part,
+            NO_TRAFFIC,
+            on_leader,
+            up,
+            device=size,
+            leader_host=size,
         )
     axes = layout.active_axes(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
     moved = TRANSPORTS[0].estimate(part, tuple(nodes.values()))
-    mine = Traffic(pcie=moved.host, shared=moved.host)
-    rank = (mine if plan_read(layout, mesh) else NO_TRAFFIC) + Traffic(network=moved.sent)
-    leader = mine + Traffic(network=moved.received)
+    to_host = Traffic(pcie=moved.host, shared=moved.host)
+    rank = (to_host if plan_read(layout, mesh) else NO_TRAFFIC) + Traffic(network=moved.sent)
+    leader = to_host + Traffic(network=moved.received)
     landed = size if not layout.partial else part * sum(nodes.values())
     return PassEstimate(
         "read",
@@ -261,45 +269,53 @@ def _estimate_read(
 
 
 def _estimate_selection(
-    wanted: CaptureSelection, held: EstimatedTensor, site: Site, mesh: Mesh, heads: int
+    selection: CaptureSelection, tensor: EstimatedTensor, site: Site, mesh: Mesh, heads: int
 ) -> tuple[Layout, int, int]:
     """A rank's reduced shard: its layout, its bytes, and those of the result on the leader.
 
     Of each packed sequence if the selection asks for that; the bytes are those of all.
     """
-    wanted.check(site)
-    if wanted.each_sequence and (count := max(len(d.sequences) for d in held.layout.dims)):
-        apart = [_estimate_selection(wanted.in_sequence(n), held, site, mesh, heads) for n in range(count)]
-        return apart[0][0], sum(part for _, part, _ in apart), sum(kept for _, _, kept in apart)
-    shape, dtype = held.local_shape, held.dtype
+    selection.check(site)
+    if selection.each_sequence and (count := max(len(d.sequences) for d in tensor.layout.dims)):
+        apart = [
+            _estimate_selection(selection.in_sequence(n), tensor, site, mesh, heads) for n in range(count)
+        ]
+        return (
+            apart[0][0],
+            sum(part for _, part, _ in apart),
+            sum(size for _, _, size in apart),
+        )
+    shape, dtype = tensor.local_shape, tensor.dtype
     none, sizes = torch.device("meta"), mesh.sizes
-    plan = plan_selection(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
-    one = tuple((d, t.to(none)) for d, t in plan.picks)
-    made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
-    lengths = list(full_shape(plan.layout, made.shape, sizes))
+    plan = plan_selection(
+        selection, tensor.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads
+    )
+    picks = tuple((d, t.to(none)) for d, t in plan.picks)
+    reduced = replace(plan, picks=picks).local(torch.empty(shape, dtype=dtype, device=none))
+    lengths = list(full_shape(plan.layout, reduced.shape, sizes))
     for dim, entries in plan.arrange:  # ranks that hold fewer of them send padding
         lengths[dim] = len(entries)
-    return plan.layout, made.nbytes, prod(lengths) * made.element_size()
+    return plan.layout, reduced.nbytes, prod(lengths) * reduced.element_size()
 
 
 # -- editing -------------------------------------------------------------------------------------------
 
 
 def _estimate_edit(
-    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement
+    hook: HookSpec, tensor: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement
 ) -> PassEstimate:
     if site.read_only_reason:
         raise HookError(f"{site.name} can be read and not edited: {site.read_only_reason}")
     # Of the full tensor with its padding, which is gathered too; copies of key and value heads once.
-    cuts = [c for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1]
-    part = held.shard_bytes
+    cuts = [c for d in tensor.layout.dims for c in d.cuts if mesh[c.axis].size > 1]
+    part = tensor.shard_bytes
     full = part * prod(mesh[c.axis].size for c in cuts) // prod(c.copies for c in cuts)
-    sums = _requested_sums(hook, held, site, mesh)
+    sums = _requested_sums(hook, tensor, site, mesh)
     if sums is None:
-        sent = [] if hook.gathered else _gather_collectives(hook, held, mesh)
-        way = "gathered edit" if sent else "edit of a replicated tensor"
-        way = "edit of a gathered tensor" if hook.gathered else way
-        sent += _broadcast_collectives(hook, held, mesh) if hook.once else []
+        sent = [] if hook.gathered else _gather_collectives(hook, tensor, mesh)
+        action = "gathered edit" if sent else "edit of a replicated tensor"
+        action = "edit of a gathered tensor" if hook.gathered else action
+        sent += _broadcast_collectives(hook, tensor, mesh) if hook.once else []
         device = (2 * full if sent or hook.gathered else full) + part
     else:
         both = (False,) if hook.gradient else (False, True)
@@ -309,29 +325,29 @@ def _estimate_edit(
             for axes, n in sums
             for a in axes
         ]
-        way, device = "edit with a reduction" if sent else "local edit", part + sum(n for _, n in sums)
+        action, device = "edit with a reduction" if sent else "local edit", part + sum(n for _, n in sums)
     moved = sum((_ring_traffic(s, placement) for s in sent), NO_TRAFFIC)
-    return PassEstimate(way, tuple(sent), full, part, moved, moved, device=device)
+    return PassEstimate(action, tuple(sent), full, part, moved, moved, device=device)
 
 
-def _gather_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
+def _gather_collectives(hook: HookSpec, tensor: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
     """Those that gather the full tensor, and its gradient."""
-    layouts = [(held.layout, hook.gradient)]
+    layouts = [(tensor.layout, hook.gradient)]
     if not hook.gradient:
-        layouts.append((conjugate_layout(held.layout), True))
+        layouts.append((conjugate_layout(tensor.layout), True))
     return [
         _added(planned, mesh, backward)
         for layout, backward in layouts
-        for planned in plan_full_gather(layout, held.shape, held.dtype.itemsize, mesh)
+        for planned in plan_full_gather(layout, tensor.shape, tensor.dtype.itemsize, mesh)
     ]
 
 
-def _broadcast_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
+def _broadcast_collectives(hook: HookSpec, tensor: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
     """Those that broadcast the result of the rank that ran the edit, and return its gradient."""
     return [
         _added(planned, mesh, backward)
         for backward in ((True,) if hook.gradient else (False, True))
-        for planned in plan_result_broadcast(held.layout, held.shape, held.dtype.itemsize, mesh)
+        for planned in plan_result_broadcast(tensor.layout, tensor.shape, tensor.dtype.itemsize, mesh)
     ]
 
 
@@ -363,27 +379,27 @@ class _SumRecorder(Shard):
 
 
 def _requested_sums(
-    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh
+    hook: HookSpec, tensor: EstimatedTensor, site: Site, mesh: Mesh
 ) -> list[tuple[list[Axis], int]] | None:
     """The sums over ranks that an edit requests on its shard, with their bytes; None: the full tensor."""
     if hook.edit == "general":
         return None
     if hook.edit == "local":
         return []
-    shape = held.local_shape
+    shape = tensor.local_shape
     if hook.edit == "linear":
-        cuts = held.layout.dims[-1].cuts
+        cuts = tensor.layout.dims[-1].cuts
         axes = [mesh[c.axis] for c in cuts if mesh[c.axis].size > 1]
-        return [(axes, prod(shape[:-1]) * hook.entries * held.dtype.itemsize)] if axes else []
+        return [(axes, prod(shape[:-1]) * hook.entries * tensor.dtype.itemsize)] if axes else []
     # Those of a preset are found by running it once on a meta tensor.
-    local = torch.empty(shape, dtype=held.dtype, device="meta")
-    plain = Shard.from_local(local, held.layout, mesh)
+    local = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    plain = Shard.from_local(local, tensor.layout, mesh)
     shard = _SumRecorder(**{name: getattr(plain, name) for name in SHARD_FIELDS})
     object.__setattr__(shard, "requested", [])
     edit: Any = on_shard(for_site(hook.edit, site), shard)
     if edit is None:
         return None
-    order = held.layout.permute or tuple(range(len(shape)))
+    order = tensor.layout.permute or tuple(range(len(shape)))
     edit(None, local.permute(order), None, None)
     return list(shard.requested)
 

@@ -91,8 +91,8 @@ def parse_read_hook(text: str, option: str = "--read") -> HookSpec:
             )
     if not pattern:
         raise FlexError(f"{option} {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
-    wanted = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
-    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {text}", asked=text)
+    selection = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
+    return HookSpec(pattern, gradient=gradient, wanted=selection, text=f"read {text}", asked=text)
 
 
 def parse_edit_hook(text: str) -> HookSpec:

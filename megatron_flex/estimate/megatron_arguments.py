@@ -170,8 +170,8 @@ def _to_switch(
         raise FlexError(f"{name}={value!r}: it is a switch; give true or false")
     if isinstance(action, argparse.BooleanOptionalAction):
         return [action.option_strings[0 if value else -1]]
-    wanted = (action.const if value else not action.const) if is_flag else value
-    switches = [a for a in parser._actions if a.dest == action.dest and a.nargs == 0 and a.const == wanted]
+    const = (action.const if value else not action.const) if is_flag else value
+    switches = [a for a in parser._actions if a.dest == action.dest and a.nargs == 0 and a.const == const]
     return [a.option_strings[0] for a in switches[:1]]  # without one the default is the other value
 
 

@@ -213,11 +213,11 @@ def _use_local_attention(settings: Any, args: argparse.Namespace) -> None:
     from megatron.training.models.gpt import default_layer_spec
 
     def spec(config: Any, vp_stage: int | None) -> Any:
-        made = default_layer_spec(config, vp_stage)
-        for layer in getattr(made, "layer_specs", None) or [made]:
+        layer_spec = default_layer_spec(config, vp_stage)
+        for layer in getattr(layer_spec, "layer_specs", None) or [layer_spec]:
             parts = layer.submodules.self_attention.submodules
             parts.core_attention = partial(_build_local_attention, parts.core_attention)
-        return made
+        return layer_spec
 
     if args.spec is None:
         settings.transformer_layer_spec = spec
@@ -247,8 +247,8 @@ class _SiteCollector:
     def add(self, root: Any, stage: int, chunk: int) -> None:
         """Add the sites and parameters of a chunk, which loses layers by it."""
         layers = list(root.decoder.layers)
-        here = self.model.layers
-        here[stage] = here.get(stage, 0) + len(layers)
+        layers_by_stage = self.model.layers
+        layers_by_stage[stage] = layers_by_stage.get(stage, 0) + len(layers)
         vocabulary = getattr(root, "vocab_size", 0)
         self.model.padded_vocabulary = max(self.model.padded_vocabulary, vocabulary)
         kinds = [(layer.layer_number - 1, _layer_signature(layer)) for layer in layers]

@@ -158,13 +158,13 @@ class RunEstimate(Renderable):
         out = []
         rows = Counter(alike[0].hook for alike in groups.values())
         for alike in groups.values():
-            one, each = alike[0], alike[0].each
+            first, each = alike[0], alike[0].each
             busy = max((each.rank, each.leader), key=lambda t: t.seconds(self.links))
             out.append(
                 (
-                    _name_row(alike, rows[one.hook] == 1),
+                    _name_row(alike, rows[first.hook] == 1),
                     each.action,
-                    one.layout,
+                    first.layout,
                     format_bytes(each.full),
                     format_bytes(each.shard),
                     ", ".join(c.describe() for c in each.collectives) or "none",
@@ -227,10 +227,10 @@ def _name_row(alike: Sequence[HookEstimate], alone: bool) -> str:
         alike: the hook at the tensors of the row.
         alone: whether the hook has no other row.
     """
-    one = alike[0]
-    pattern, at, part = one.asked.partition("@")
+    first = alike[0]
+    pattern, at, part = first.asked.partition("@")
     name = (pattern if alone and pattern else fold_numbers([hook.name for hook in alike])) + at + part
-    if one.kind == "gradient" and "gradient" not in part.split("@"):
+    if first.kind == "gradient" and "gradient" not in part.split("@"):
         name += " gradient"
     return name + (f" ({len(alike)})" if len(alike) > 1 else "")
 
@@ -260,15 +260,22 @@ def estimate_run(
     layouts: dict[Layout, str] = {}
     passes: dict[Any, PassEstimate] = {}
     rows = []
-    for hook, site, held in hooks:
+    for hook, site, tensor in hooks:
         # Layers differ only in their names, and in whether captures travel to the first stage.
-        same = (held.layout, held.shape, held.local, held.dtype, held.stage > 0, site.read_only_reason)
+        same = (
+            tensor.layout,
+            tensor.shape,
+            tensor.local,
+            tensor.dtype,
+            tensor.stage > 0,
+            site.read_only_reason,
+        )
         key = (id(hook), *same)
         if key not in passes:
-            passes[key] = estimate_pass(hook, held, site, mesh, placement, heads)
-        if held.layout not in layouts:
-            layouts[held.layout] = held.layout.describe(mesh.sizes)
-        rows.append(_hook_estimate(hook.describe(), held, layouts[held.layout], passes[key], hook.asked))
+            passes[key] = estimate_pass(hook, tensor, site, mesh, placement, heads)
+        if tensor.layout not in layouts:
+            layouts[tensor.layout] = tensor.layout.describe(mesh.sizes)
+        rows.append(_hook_estimate(hook.describe(), tensor, layouts[tensor.layout], passes[key], hook.asked))
     rows += sinks
     if not rows:
         raise FlexError("nothing to estimate: name hooks, such as --read 'decoder.layers.*'")
@@ -285,9 +292,11 @@ def estimate_run(
 
 
 def _hook_estimate(
-    hook: str, held: EstimatedTensor, layout: str, each: PassEstimate, asked: str = ""
+    hook: str, tensor: EstimatedTensor, layout: str, each: PassEstimate, asked: str = ""
 ) -> HookEstimate:
-    return HookEstimate(hook, held.name, held.kind, layout, held.shape, held.stage, held.times, each, asked)
+    return HookEstimate(
+        hook, tensor.name, tensor.kind, layout, tensor.shape, tensor.stage, tensor.times, each, asked
+    )
 
 
 def estimate_dump_rows(dump: Dump, tensors: Sequence[EstimatedTensor], mesh: Mesh) -> list[HookEstimate]:
@@ -301,13 +310,13 @@ def estimate_dump_rows(dump: Dump, tensors: Sequence[EstimatedTensor], mesh: Mes
     estimate = estimate_dump_size(mesh, tensors, dump)
     ranks = estimate.ranks // mesh["pp"].size
     rows = []
-    for site, held in zip(estimate.sites, tensors, strict=True):
-        share, part = round(site.bytes / (ranks * held.times)), held.shard_bytes
+    for site, tensor in zip(estimate.sites, tensors, strict=True):
+        share, part = round(site.bytes / (ranks * tensor.times)), tensor.shard_bytes
         moved = Traffic(pcie=share, disk=share)
         each = PassEstimate(
-            "dump", (), held.full_bytes, part, moved, moved, device=part, host=share, leader_host=share
+            "dump", (), tensor.full_bytes, part, moved, moved, device=part, host=share, leader_host=share
         )
-        rows.append(_hook_estimate(f"dump to {dump.path}", held, site.layout, each))
+        rows.append(_hook_estimate(f"dump to {dump.path}", tensor, site.layout, each))
     return rows
 
 

@@ -200,11 +200,11 @@ def _hook_specs(
     edits = {h: e for h in hooks if (e := h.editing_of(site.name)) is not None}
     trains = bool(session.editing.modules)
     why = explain_gather(edits, tensor.layout, tensor.shape, mesh, trains) if edits else ""
-    kept, gathered = set(), False
+    capture_names, gathered = set(), False
     for hook in hooks:
         spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
-        if hook.save and hook.keep_as not in kept:
-            kept.add(hook.keep_as)
+        if hook.save and hook.keep_as not in capture_names:
+            capture_names.add(hook.keep_as)
             part = f"@{hook.wanted.describe()}" if hook.wanted else ""
             yield replace(spec, wanted=hook.wanted, gathered=bool(why), asked=part)
         if hook in edits and not why:
@@ -251,7 +251,7 @@ def estimate_live_dump(session: Session, chunks: nn.ModuleList, args: Namespace,
     chosen = select_estimated_sites(session.sites, dump.sites)
     parameters = [*session.parameters.index.all_copies(), *session.parameters.buffers.all_copies()]
     names = {p.name for p in select_estimated_parameters(parameters, dump.parameters)}
-    here = [*session.adapter.parameters(), *session.adapter.buffers()]
+    local_parameters = [*session.adapter.parameters(), *session.adapter.buffers()]
     written = sum(dump.wants_microbatch(n) for n in range(count_microbatches(args, None)))
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
     sizes = replace(
@@ -263,7 +263,7 @@ def estimate_live_dump(session: Session, chunks: nn.ModuleList, args: Namespace,
     def list_tensors() -> list[EstimatedTensor]:
         # Taps, which say what rows of experts are, stay on the rank that has the module.
         sites = [local_sites[s.name] for s in chosen if s.name in local_sites]
-        return list(sizes.of_dump(sites, (p for p in here if p.name in names), dump.gradients))
+        return list(sizes.of_dump(sites, (p for p in local_parameters if p.name in names), dump.gradients))
 
     tensors: dict[tuple[str, str], EstimatedTensor] = {}
     for listed in gather_distinct(run_or_raise_on_all(mesh, list_tensors), mesh):

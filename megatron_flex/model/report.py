@@ -192,11 +192,11 @@ class Report:
         session = self._session
         head = format_headline(session)
         if not session.is_leader:
-            here = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
+            coords = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
             first = "of all" if session.over_data else "of its model replica"
             notice = (
-                f"This rank ({here}) is not a leader: what hooks read arrives on the first rank {first}, so "
-                "look at the model there; flex.report.show(file=sys.stdout) prints the tree on any rank"
+                f"This rank ({coords}) is not a leader: what hooks read arrives on the first rank {first}, "
+                "so look at the model there; flex.report.show(file=sys.stdout) prints the tree on any rank"
             )
             return Document(f"FlexModel · {head}", [Note(notice, "note")])._repr_html_()
         root = build_tree(session.sites, session.mesh.sizes, collect_site_hooks(session))

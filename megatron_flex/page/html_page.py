@@ -132,16 +132,16 @@ class Page:
         """The site to open with: the first divergence, or the first sharded tensor that most layers have."""
         if self.divergence is not None and self.divergence["first"] is not None:
             return self.sites[self.divergence["first"]].name
-        there = {number for source in self.data for number in source["sites"]}
-        found = [s for n, s in enumerate(self.sites) if n in there]
-        layers = Counter(_without_layer(s.name) for s in found)
+        numbers = {number for source in self.data for number in source["sites"]}
+        recorded = [s for n, s in enumerate(self.sites) if n in numbers]
+        layers = Counter(_without_layer(s.name) for s in recorded)
         sizes = self.mesh.sizes
 
         def rank(site: Site) -> tuple[int, bool]:
             cuts = [c for d in site.layout.dims for c in d.cuts]
             return layers[_without_layer(site.name)], any(sizes.get(c.axis, 1) > 1 for c in cuts)
 
-        return max(found, key=rank).name if found else ""  # the first of equals
+        return max(recorded, key=rank).name if recorded else ""  # the first of equals
 
     def _state(self, site: Site) -> int:
         if site.hidden:
@@ -220,8 +220,8 @@ def html(page: Page) -> str:
         >>> html(Page("A model", grid_of_mesh(flex.session.mesh), flex.sites()))[:15]
         '<!doctype html>'
     """
-    there = sorted(f.name for f in _assets().iterdir() if f.name.endswith(".js"))
-    middle = [n for n in there if n not in (*FIRST_SCRIPTS, *LAST_SCRIPTS)]
+    script_names = sorted(f.name for f in _assets().iterdir() if f.name.endswith(".js"))
+    middle = [n for n in script_names if n not in (*FIRST_SCRIPTS, *LAST_SCRIPTS)]
     content = read_asset("model.html").replace("@page@", page_json(page))
     return fill_template(page.title, content, (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS))
 
@@ -245,7 +245,7 @@ def fill_template(
         "content": content,
         "scripts": "\n".join(f"<script>\n{read_asset(name)}</script>" for name in scripts),
     }
-    return PLACEHOLDER.sub(lambda found: parts[found[1]], read_asset("page.html"))
+    return PLACEHOLDER.sub(lambda matched: parts[matched[1]], read_asset("page.html"))
 
 
 def _assets() -> Traversable:
@@ -266,7 +266,7 @@ def read_styles() -> str:
 def page_json(page: Page) -> str:
     """The content of the page, as JSON that is safe in a script element."""
     encoded = json.dumps(page.to_json(), separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&]", lambda found: ESCAPES[found[0]], encoded)
+    return re.sub("[<>&]", lambda matched: ESCAPES[matched[0]], encoded)
 
 
 def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = PAGE_BYTES) -> Path:

@@ -324,11 +324,11 @@ class TensorTables:
 
 def _zero_bins(counts: Sequence[int]) -> tuple[int, int]:
     """The bins around zero, as a half-open range: together at most one in FEW of the nonzero values."""
-    low, high, held = BINS_PER_SIGN, BINS_PER_SIGN + 1, 0
+    low, high, inside = BINS_PER_SIGN, BINS_PER_SIGN + 1, 0
     most = (sum(counts) - counts[BINS_PER_SIGN]) // ZERO_BIN_SHARE
-    while low > 0 and high < len(counts) and held + counts[low - 1] + counts[high] <= most:
+    while low > 0 and high < len(counts) and inside + counts[low - 1] + counts[high] <= most:
         low, high = low - 1, high + 1
-        held += counts[low] + counts[high - 1]
+        inside += counts[low] + counts[high - 1]
     return low, high
 
 

@@ -20,35 +20,37 @@ if TYPE_CHECKING:
 NAME_NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
 
 
-def describe_contents(found: DumpContents, path: str, every: bool) -> Document:
+def describe_contents(contents: DumpContents, path: str, every: bool) -> Document:
     """Runs, then sites and parameters.
 
     Args:
-        found: what the dump has.
+        contents: what the dump has.
         path: of the dump; empty if it is not known.
         every: a row for each layer, even if layers are alike.
     """
-    iterations = count_words(len(found.iterations), "complete iteration")
-    head = f"{count_words(len(found.runs), 'run')}, {iterations}, {format_bytes(found.nbytes)}"
+    iterations = count_words(len(contents.iterations), "complete iteration")
+    head = f"{count_words(len(contents.runs), 'run')}, {iterations}, {format_bytes(contents.nbytes)}"
     tables = []
     for kind in ("site", "parameter"):
-        groups = _pair_gradients([t for t in found.tensors if t.kind == kind])
+        groups = _pair_gradients([t for t in contents.tensors if t.kind == kind])
         if groups:
-            tables.append(_tensor_table(groups if every else _fold_numbers(groups), kind, found.iterations))
-    megatron = any(run.framework == MEGATRON for run in found.runs)
+            tables.append(
+                _tensor_table(groups if every else _fold_numbers(groups), kind, contents.iterations)
+            )
+    megatron = any(run.framework == MEGATRON for run in contents.runs)
     return Document(
         "DumpContents",
         [
             Note(f"{path}: {head}" if path else head),
             Table(
                 (">run", "framework", "mesh", ">ranks", "complete", "incomplete", ">size"),
-                [Row(_run_cells(run)) for run in found.runs],
+                [Row(_run_cells(run)) for run in contents.runs],
             ),
-            *(Note(f"run {run.number}: {run.damage}", "bad") for run in found.runs if run.damage),
-            *(Note(f"note: {note}", "note") for note in found.notes),
+            *(Note(f"run {run.number}: {run.damage}", "bad") for run in contents.runs if run.damage),
+            *(Note(f"note: {note}", "note") for note in contents.notes),
             *([Note(ITERATION_NUMBERS, "dim")] if megatron else []),
             *tables,
-            *(Note(tensor.problem, "bad") for tensor in found.tensors if tensor.problem),
+            *(Note(tensor.problem, "bad") for tensor in contents.tensors if tensor.problem),
         ],
     )
 
