@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from megatron_flex.document import Document, Note, Renderable, Row, Table
 from megatron_flex.errors import SiteError, error_attributes, suggest_nearest
@@ -22,6 +20,7 @@ from megatron_flex.wording import count_words
 
 if TYPE_CHECKING:
     from megatron_flex.adapters import ParameterSite
+    from megatron_flex.adapters.propagation.layout_propagation import PropagatedNames
 
 GRADIENT_SUFFIX = ".grad"  # suffix of a gradient's name, after the name of its site
 EDITED_SUFFIX = ".edited"  # suffix of the tensor after all edits at a site
@@ -108,22 +107,6 @@ class DimNames(NamedTuple):
     heads: int = 0
 
 
-class DimNameSource(Protocol):
-    """Knows the names of the dims of a site's tensors while the model is called."""
-
-    def want(self) -> Callable[[], None]:
-        """Find them out in calls, until the returned function is called."""
-        ...
-
-    def find(self, local: Tensor) -> DimNames:
-        """Those of the tensor that is at the hook point now."""
-        ...
-
-    def leaf(self, index: int) -> DimNameSource:
-        """The source for another tensor of the same call."""
-        ...
-
-
 @dataclass(frozen=True)  # without slots, for the `SiteForm` of experts
 class Site:
     """A hook point: a named tensor of the forward pass.
@@ -174,7 +157,7 @@ class Site:
     order: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
     names_dims: bool = False
-    dim_names: DimNameSource | None = field(default=None, compare=False, repr=False)
+    dim_names: PropagatedNames | None = field(default=None, compare=False, repr=False)
     known: DimNames | None = None
 
     def __repr__(self) -> str:

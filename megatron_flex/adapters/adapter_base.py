@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.layout import Layout, PackedSequences, replicated
-from megatron_flex.layout.gradient_layout import ParameterUses
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.model_calls import ModelRunner
     from megatron_flex.adapters.parameter_storage import ParameterStorage
+    from megatron_flex.adapters.propagation.layout_propagation import PropagatedParameter
 
 Undo = Callable[[], None]
 AxisSizes = Mapping[str, int | None]  # axis name to the size given by the user
@@ -134,13 +134,6 @@ class Part(NamedTuple):
     why: str
 
 
-class GradientLayoutSource(ParameterUses, Protocol):
-    """Determines how the model uses a parameter, which decides the layout of its gradient."""
-
-    def want(self) -> Undo:
-        """Trace calls of the model until the returned function is called."""
-
-
 @dataclass(frozen=True)  # without slots, for the `SiteForm` of experts' parameters
 class ParameterSite:
     """A parameter, whose gradient can be hooked.
@@ -179,7 +172,7 @@ class ParameterSite:
     chunk: int = 0
     local: tuple[int, ...] = ()
     sharded: bool = False
-    gradient_layout_source: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
+    gradient_layout_source: PropagatedParameter | None = field(default=None, compare=False, repr=False)
     order: tuple[int, int] | None = None
 
     @property

@@ -41,10 +41,11 @@ from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, full_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import DimNameSource, Site, Tap
+from megatron_flex.sites import Site, Tap
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.propagation import LayoutPropagator, PropagatedParameter
+    from megatron_flex.adapters.propagation.layout_propagation import PropagatedNames
 
 
 class ModuleAdapter(Adapter):
@@ -280,7 +281,7 @@ def _make_propagator(
     return LayoutPropagator(root, known, mesh, regions)
 
 
-def make_name_source(propagator: LayoutPropagator, site: str) -> DimNameSource:
+def make_name_source(propagator: LayoutPropagator, site: str) -> PropagatedNames:
     """The source of the names of the dims at a site."""
     from megatron_flex.adapters.propagation.layout_propagation import PropagatedNames
 

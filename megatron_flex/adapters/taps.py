@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from importlib import import_module
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,6 +23,9 @@ from megatron_flex.adapters.layout_rules import SpreadFunction, SpreadOrUnknown,
 from megatron_flex.adapters.tensor_trees import resolve_index, tensors, with_tensor
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire, Tap
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters.propagation.layout_propagation import LayoutPropagator
 
 Passed = Callable[[Tensor, Tensor, SpreadOrUnknown], None]
 
@@ -122,14 +125,7 @@ def with_layouts(
     return tap.leaf(leaf).install(Fire(run_with_layout, fire.absent))
 
 
-class HookTracer(Protocol):
-    """Traces a model's calls, but not its hooks."""
-
-    def outside(self, local: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        """The result of `run`, hooks on a tensor, which is sharded as the tensor is."""
-
-
-def untraced(_: Any, fire: Fire, tap: Tap, tracer: HookTracer, leaf: int = 0) -> Undo:
+def untraced(_: Any, fire: Fire, tap: Tap, tracer: LayoutPropagator, leaf: int = 0) -> Undo:
     """The tap of a declared layout in a model whose other layouts are propagated."""
 
     def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:

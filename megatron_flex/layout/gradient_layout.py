@@ -28,11 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_flex.layout.algebra import Layout
 
 if TYPE_CHECKING:
+    from megatron_flex.adapters.propagation.layout_propagation import PropagatedParameter
     from megatron_flex.sites import Tap
 
 Axes = frozenset[str]
@@ -60,13 +61,6 @@ class GradientLayout:
 
     layout: Layout | None
     reason: str = ""
-
-
-class ParameterUses(Protocol):
-    """What knows how a model uses a parameter."""
-
-    def gradient_uses(self) -> GradientUses:
-        """What the calls of the model so far make of its gradient."""
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)
@@ -98,7 +92,7 @@ def find_activation_gradient(tap: Tap | None, layout: Layout) -> Callable[[], Gr
     return partial(_find_by_uses, uses, layout)
 
 
-def find_parameter_gradient(uses: ParameterUses | None, layout: Layout) -> GradientLayout:
+def find_parameter_gradient(uses: PropagatedParameter | None, layout: Layout) -> GradientLayout:
     """The layout in which the gradient of one backward pass comes to a parameter.
 
     Args:

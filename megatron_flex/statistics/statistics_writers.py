@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexWarning
@@ -26,28 +26,14 @@ from megatron_flex.statistics.statistics_records import (
 )
 from megatron_flex.statistics.statistics_settings import Statistics
 
+if TYPE_CHECKING:
+    from megatron_flex.adapters.adapter_base import TrainingWriters
+
 LOGGED_STATISTICS = ("mean", "std", "rms", "absmax", "zeros", "kurtosis")
 LOGGED_COUNTS = ("nans", "infinities")  # logged where there are any
 LARGEST_FLOAT = sys.float_info.max  # where the outermost bins end, for writers that want numbers
 
-
-class FrameworkWriters(Protocol):
-    """The framework's writers on this rank."""
-
-    @property
-    def tensorboard(self) -> Any:
-        """A SummaryWriter, or None."""
-
-    @property
-    def wandb(self) -> Any:
-        """An object with W&B's `log`, or None."""
-
-    @property
-    def every(self) -> int:
-        """The interval, in iterations, at which the writers receive statistics."""
-
-
-FindWriters = Callable[[], FrameworkWriters | None]  # finds the writers of this rank; None if it has none
+FindWriters = Callable[[], "TrainingWriters | None"]  # finds the writers of this rank; None if it has none
 
 
 def find_no_writers() -> None:
