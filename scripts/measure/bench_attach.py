@@ -62,9 +62,9 @@ def build(shape: Shape, rank: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.tp * shape.pp)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=shape.tp * shape.pp)
     parallel_state.initialize_model_parallel(shape.tp, shape.pp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     several = {"num_moe_experts": shape.experts, "moe_router_topk": 8} if shape.experts else {}
