@@ -62,7 +62,7 @@ def build(shape: Shape, rank: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=shape.tp * shape.pp)
     parallel_state.initialize_model_parallel(shape.tp, shape.pp, create_gloo_process_groups=False)

@@ -103,7 +103,6 @@ def test_the_site_is_whole(site: Path) -> None:
     assert "megatron-flex dump ls" in (site / "commands.html").read_text("utf-8")
     assert "--flex-sites" in (site / "flags.html").read_text("utf-8")
     assert "--tensor-model-parallel-size" in (site / "arguments.html").read_text("utf-8")
-    assert "_GLOBAL_ARGS" in (site / "contributing" / "upstream-names.html").read_text("utf-8")
     assert "index.html" not in re.findall(
         r'href="[^"]*README[^"]*"', (site / "compat.html").read_text("utf-8")
     )
