@@ -126,7 +126,8 @@ def helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
     context = command.make_context(name, [], parent=parent, resilient_parsing=True, **size)
     yield context.command_path, command.get_help(context)
     for each in sorted(getattr(command, "commands", {})):
-        yield from helps(command.commands[each], each, context)
+        # A group of ours imports a command when it is asked for it.
+        yield from helps(command.get_command(context, each), each, context)
 
 
 def flags() -> str:
