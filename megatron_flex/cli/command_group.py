@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,6 +53,48 @@ SOURCES = {
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
     "stats": CommandSource("stats_command", "stats_app", "List and show the statistics that a run wrote."),
 }
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Maps the names of commands to commands, and imports the module of a command when it is looked up.
+
+    Args:
+        made: commands that exist already.
+    """
+
+    def __init__(self, made: MutableMapping[str, Any]) -> None:
+        self._made = dict(made)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made and name in SOURCES:
+            source = SOURCES[name]
+            with spinner("loading"):  # torch, for most commands
+                found = getattr(import_module(f"megatron_flex.cli.{source.module}"), source.name)
+            if isinstance(found, typer.Typer):
+                command: Any = typer.main.get_group(found)
+            else:
+                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+                alone.command(name)(found)
+                command = typer.main.get_command(alone)
+            command.name = name
+            self._made[name] = keep_names_whole(command)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in SOURCES or name in self._made
+
+    def __iter__(self) -> Iterator[str]:
+        yield from SOURCES
+        yield from (name for name in self._made if name not in SOURCES)
+
+    def __len__(self) -> int:
+        return len(SOURCES.keys() | self._made.keys())
 
 
 CONTEXT: Any = typer.core.TyperCommand.context_class
@@ -110,31 +153,19 @@ class CommandGroup(typer.core.TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # Until a command is looked up, its name and its summary stand for it.
-        listed = {name: typer.core.TyperCommand(name, help=s.summary) for name, s in SOURCES.items()}
-        self.commands = {**listed, **self.commands}
-        self._unread = set(SOURCES)
+        self.commands = LazyCommands({name: keep_names_whole(c) for name, c in self.commands.items()})
         keep_names_whole(self)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name, whose module is imported now; None if there is none."""
-        if cmd_name in self._unread:
-            source = SOURCES[cmd_name]
-            with spinner("loading"):  # torch, for most commands
-                definition = getattr(import_module(f"megatron_flex.cli.{source.module}"), source.name)
-            if isinstance(definition, typer.Typer):
-                command: Any = typer.main.get_group(definition)
-            else:
-                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-                alone.command(cmd_name)(definition)
-                command = typer.main.get_command(alone)
-            command.name = cmd_name
-            self.commands[cmd_name] = keep_names_whole(command)
-            self._unread.remove(cmd_name)
-        return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the names and summaries of all commands."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
+        limit = formatter.width - 6 - max(len(name) for name in self.commands)
+        rows = []
+        for name in self.commands:
+            listed = (
+                typer.core.TyperCommand(name, help=SOURCES[name].summary)
+                if name in SOURCES
+                else self.commands[name]
+            )
+            rows.append((name, listed.get_short_help_str(limit)))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, c.get_short_help_str(limit)) for name, c in self.commands.items()])
+            formatter.write_dl(rows)
