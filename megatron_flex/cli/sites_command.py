@@ -21,6 +21,7 @@ from megatron_flex.dump.reader import open_dump
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate import ConfiguredRun
+from megatron_flex.mesh import describe_sizes
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_of_stage
 from megatron_flex.view.tree_document import describe_tree
@@ -86,9 +87,10 @@ def sites(
         print_json([_site_to_json(site, sizes) for site in shown])
         return
     root = build_tree(shown, sizes)
-    axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
     hidden = sum(bool(s.hidden) for s in all_sites)
-    head = f"{axes}: {count_words(len(all_sites), 'site')}" + (f", {hidden} of them hidden" if hidden else "")
+    head = f"{describe_sizes(sizes)}: {count_words(len(all_sites), 'site')}" + (
+        f", {hidden} of them hidden" if hidden else ""
+    )
     describe_tree(root if every else fold_layers(root), "", head).print()
 
 

@@ -26,7 +26,7 @@ from megatron_flex.dump.writer.ownership import ReplicaTurns
 from megatron_flex.errors import FlexError
 from megatron_flex.estimate.tensor_sizes import EstimatedTensor
 from megatron_flex.layout import Dim, Layout, count_parts, spans
-from megatron_flex.mesh import Mesh
+from megatron_flex.mesh import Mesh, describe_sizes
 from megatron_flex.progress import format_bytes, track
 from megatron_flex.sites import fold_numbers, strip_numbers
 
@@ -272,9 +272,8 @@ class DumpEstimate(Renderable):
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the last lines of the table: names and values, as strings."""
-        mesh = " x ".join(f"{a}={n}" for a, n in self.mesh.items() if n > 1)
         out = [
-            ("ranks", f"{self.ranks} ({mesh})" if mesh else str(self.ranks)),
+            ("ranks", f"{self.ranks} ({describe_sizes(self.mesh)})" if self.ranks > 1 else "1"),
             ("tensors", str(len(self.sites))),
             ("bytes in an iteration", format_bytes(self.bytes)),
             ("mean of a rank", format_bytes(self.mean)),
