@@ -237,12 +237,12 @@ class SearchResult:
     """The answers of all finders about a model.
 
     Attributes:
-        found: the detected framework.
+        framework: the detected framework.
         versions: versions of the model's frameworks that have a tested range.
         others: the other finders, and their answers.
     """
 
-    found: FrameworkMatch
+    framework: FrameworkMatch
     versions: tuple[Version, ...]
     others: tuple[Part, ...]
 
@@ -251,12 +251,12 @@ class FinderClaim(NamedTuple):
     """The answer of a finder about a model of its framework, and its priority."""
 
     known: FinderEntry
-    found: FrameworkMatch
+    framework: FrameworkMatch
     before: tuple[str, ...]
 
     def beats(self, other: FinderClaim) -> bool:
         """Whether this claim has priority over the other."""
-        return other is not self and not {other.known.name, other.found.name}.isdisjoint(self.before)
+        return other is not self and not {other.known.name, other.framework.name}.isdisjoint(self.before)
 
 
 def search_frameworks(
@@ -303,10 +303,12 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
             claims.append(claim)
     winning = _winning_claims(claims)
     others += [
-        Part(c.found.name, f"it gives way to {winning[0].found.name}") for c in claims if c not in winning
+        Part(c.framework.name, f"it gives way to {winning[0].framework.name}")
+        for c in claims
+        if c not in winning
     ]
     several = _has_several_ranks(process_group)
-    if failed and several and all(c.found.around for c in winning):
+    if failed and several and all(c.framework.around for c in winning):
         raise FlexError(
             f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; repair or "
             "uninstall it, or set FLEX_ADAPTERS_OFF to its name, so that no shard is used as full tensor"
@@ -316,7 +318,7 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
         pytorch.why_plain(chunks),
         lambda: pytorch.make_plain_adapter(chunks, axis_sizes, process_group),
     )
-    framework = winning[0].found if winning else none
+    framework = winning[0].framework if winning else none
     framework = framework if several else replace(framework, alone=True)
     for text in failed:
         warnings.warn(f"{text}; repair or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
@@ -342,12 +344,12 @@ def _winning_claims(claims: list[FinderClaim]) -> list[FinderClaim]:
     Raises:
         FlexError: there are several.
     """
-    inside = [c for c in claims if not c.found.around]
+    inside = [c for c in claims if not c.framework.around]
     winning = [c for c in inside if not any(other.beats(c) for other in inside)]
     if len(winning) == 1 or not inside:
         return winning or claims[:1]
     claimants = "; ".join(
-        f"{c.found.name} ({c.known.origin or 'built in'}), because {c.found.why}" for c in inside
+        f"{c.framework.name} ({c.known.origin or 'built in'}), because {c.framework.why}" for c in inside
     )
     raise FlexError(
         f"several frameworks claim this model: {claimants}; give FlexModel the part of one of them, or let "
@@ -388,7 +390,7 @@ def find_framework(
     """
     done = search_frameworks(chunks, axis_sizes, process_group)
     check_versions(done.versions)
-    return done.found
+    return done.framework
 
 
 def _search_stages(
@@ -400,12 +402,14 @@ def _search_stages(
         return find_framework(modules, sizes, process_group).make()
 
     inner = search_frameworks(list(chunks[:1]), axis_sizes, process_group)
-    name = "pytorch" if inner.found.name == "plain" else inner.found.name
+    name = "pytorch" if inner.framework.name == "plain" else inner.framework.name
     why = (
         f"a {type(chunks.schedule).__name__} of torch.distributed.pipelining runs its stages, and of these: "
     )
     pipeline = FrameworkMatch(
-        name, why + inner.found.why, lambda: pipelining.make_pipeline_adapter(chunks, axis_sizes, adapter_of)
+        name,
+        why + inner.framework.why,
+        lambda: pipelining.make_pipeline_adapter(chunks, axis_sizes, adapter_of),
     )
     return SearchResult(pipeline, inner.versions, inner.others)
 
@@ -484,7 +488,7 @@ def detect(
     axis_sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
     done = search_frameworks(chunks, axis_sizes, process_group)
     parts, mesh = None, None
-    if everywhere or done.found.alone:
-        adapter = done.found.make()
+    if everywhere or done.framework.alone:
+        adapter = done.framework.make()
         parts, mesh = tuple(adapter.parts()), adapter.mesh.describe()
-    return Detection(done.found.name, done.found.why, parts, mesh, done.versions, done.others)
+    return Detection(done.framework.name, done.framework.why, parts, mesh, done.versions, done.others)

@@ -65,7 +65,7 @@ class DifferenceSums:
     worst: tuple[int, ...] = ()
     values: tuple[float, float] = (0.0, 0.0)
     discrete: bool = False
-    _found: bool = field(default=False, repr=False)
+    _has_worst: bool = field(default=False, repr=False)
 
     def add(
         self,
@@ -111,7 +111,7 @@ class DifferenceSums:
         self.squares += squares
         self.peak = max(self.peak, block_sums.peak)
         self.finite_gap = max(self.finite_gap, block_sums.greatest)
-        if not self.broken and (block_sums.greatest > self.greatest or not self._found):
+        if not self.broken and (block_sums.greatest > self.greatest or not self._has_worst):
             a, b = a[block_sums.worst], b[block_sums.worst]
             distance = (a.double() - b.double()).abs()
             self._note_worst(
@@ -169,11 +169,11 @@ class DifferenceSums:
         has_broken = bool(broken.any())
         flat = int((broken.int() if has_broken else distance).argmax())
         greatest = float(distance.reshape(-1)[flat])
-        if has_broken or greatest > self.greatest or not self._found:
+        if has_broken or greatest > self.greatest or not self._has_worst:
             at = locate_entry(flat, distance.shape)
             self.worst = tuple(i + s for i, s in zip(at, start, strict=True))
             self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
-            self._found = True
+            self._has_worst = True
         self.greatest = math.inf if has_broken else max(self.greatest, greatest)
 
     @property

@@ -80,7 +80,7 @@ class Control:
     @property
     def pending(self) -> bool:
         """On the first rank: whether the file has changed, so that the next step will apply it."""
-        return self._watcher is not None and self._watcher.found is not None
+        return self._watcher is not None and self._watcher.change is not None
 
     def step_begins(self, iteration: int | None = None) -> None:
         """Apply changes between two steps. Collective over the job, with three flags; raises nothing.
@@ -193,13 +193,13 @@ class _FileWatcher:
     """Reads a file periodically.
 
     Attributes:
-        found: the new content, once two successive reads agree, until `take` returns it.
+        change: the new content, once two successive reads agree, until `take` returns it.
     """
 
     def __init__(self, path: Path, known: bytes | str | None, seconds: float) -> None:
         self._path, self._seconds = path, seconds
         self._known = self._last = known
-        self.found: tuple[bytes | str | None] | None = None
+        self.change: tuple[bytes | str | None] | None = None
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron-flex control", daemon=True)
         self._thread.start()
@@ -209,13 +209,13 @@ class _FileWatcher:
             content = read_control_file(self._path)
             with self._lock:
                 if content == self._last and content != self._known:
-                    self._known, self.found = content, (content,)
+                    self._known, self.change = content, (content,)
                 self._last = content
 
     def take(self) -> tuple[bytes | str | None] | None:
         """The new content if there is any; each change is returned once."""
         with self._lock:
-            out, self.found = self.found, None
+            out, self.change = self.change, None
             return out
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ class TrainingRun:
     Attributes:
         settings: the settings.
         flex: the model with its hooks; None before `attach` and after `finish` or `abort`.
-        found: the resolved settings; None until they are resolved.
+        resolved: the resolved settings; None until they are resolved.
         report: what the run reports.
 
     Examples:
@@ -57,7 +57,7 @@ class TrainingRun:
         self.settings = settings
         self.report = RunReport(settings.report or report)
         self.flex: FlexModel | None = None
-        self.found: ResolvedSettings | None = None
+        self.resolved: ResolvedSettings | None = None
         self._control: Control | None = None
         self._norms: NormFile | None = None
         self._trained = False
@@ -81,8 +81,8 @@ class TrainingRun:
             >>> running.prepare().dumps
             (<Dump of decoder.layers.* to dumps/new>,)
         """
-        self.found = run_or_raise_on_all(job_mesh(), lambda: resolve_settings(self.settings))
-        return self.found
+        self.resolved = run_or_raise_on_all(job_mesh(), lambda: resolve_settings(self.settings))
+        return self.resolved
 
     def attach(self, chunks: Any, write: bool = True) -> FlexModel:
         """Register the hooks on a model that has its weights. Collective over the job.
@@ -104,8 +104,8 @@ class TrainingRun:
             >>> running.finish()
         """
         self.abort()
-        resolved = self.found or self.prepare()
-        self.found = None  # edits may have state: a rebuilt model gets new edits
+        resolved = self.resolved or self.prepare()
+        self.resolved = None  # edits may have state: a rebuilt model gets new edits
         flex = FlexModel(chunks)
         try:
             run_or_raise_on_all(flex.session.mesh, lambda: _add_edit_hooks(flex, resolved))

@@ -132,13 +132,13 @@ class TensorCell:
 
     Attributes:
         state: THERE, ABSENT or DAMAGED, plus flags.
-        found: its numbers; None if there are none.
+        statistics: its numbers; None if there are none.
         text: the damage; empty if there is none.
         cut: whether only some of its values were read, because of the limit.
     """
 
     state: int
-    found: TensorStatistics | None = None
+    statistics: TensorStatistics | None = None
     text: str = ""
     cut: bool = False
 
@@ -266,11 +266,11 @@ class TensorTables:
             if cell.text not in self._texts and len(self._texts) < MAX_TEXTS:
                 self._texts[cell.text] = len(self._texts)
             self._troubles.append((tensor, at, self._texts.get(cell.text, -1)))
-        if cell.found is not None:
+        if cell.statistics is not None:
             for name, table in self._measures.items():
-                table[at][tensor] = getattr(cell.found, name)
-            if cell.found.histogram:
-                self._counts[tensor, at] = cell.found.histogram
+                table[at][tensor] = getattr(cell.statistics, name)
+            if cell.statistics.histogram:
+                self._counts[tensor, at] = cell.statistics.histogram
 
     def histogram(self, tensor: int, most: int) -> None:
         """Pack the histograms of a tensor, without the empty bins at either end."""

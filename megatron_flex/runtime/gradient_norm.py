@@ -136,7 +136,7 @@ class GradientNorms:
         """By name: the square of the entries that this rank measures, the same if the rank is the first along
         each axis, whether it holds the gradient, and whether the framework counts what it holds."""
         coords = self._index.mesh.coords
-        for gradient in self._selection.found():
+        for gradient in self._selection.local_gradients():
             parameter = gradient.site.parameter
             if parameter is None or id(parameter) in skipped:
                 continue

@@ -210,7 +210,7 @@ class LocalEditCheck:
 
     def __init__(self, firing: HookDispatcher) -> None:
         self._firing = firing
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         firing.passes.compared = self.compare
         firing.registry.note_change()
 
@@ -251,7 +251,7 @@ class LocalEditCheck:
             )
 
     def _note(self, key: Key, text: str) -> None:
-        self.found.append(Finding(f"{key.site}, microbatch {key.microbatch}: {text}", key.site))
+        self.findings.append(Finding(f"{key.site}, microbatch {key.microbatch}: {text}", key.site))
 
 
 def measure_difference(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -406,7 +406,7 @@ class SiteVerifier:
 
         Collective over `mesh`.
         """
-        observations, edits = self._seen, self._comparing.found
+        observations, edits = self._seen, self._comparing.findings
         before, self._before = self._before, []
         self._forget()
         self.left -= 1
@@ -441,7 +441,7 @@ class SiteVerifier:
         return ["cp", "tp"] if most == -least and not across else ["dp", "cp", "tp"]
 
     def _forget(self) -> None:
-        self._seen, self._comparing.found = [], []
+        self._seen, self._comparing.findings = [], []
         self._calls.clear()
         self._last.clear()
 

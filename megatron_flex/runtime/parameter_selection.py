@@ -86,11 +86,11 @@ class ParameterSelection:
         Raises:
             FlexError: on all ranks: the gradients are not reduced, or that is not known.
         """
-        for site, name, local, part, layout in self.found():
+        for site, name, local, part, layout in self.local_gradients():
             entry = ShardEntry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
             self._write(taking, entry, site, local, layout, iteration)
 
-    def found(self) -> Iterator[LocalParameterGradient]:
+    def local_gradients(self) -> Iterator[LocalParameterGradient]:
         """The gradients of which this rank holds a part, in model order.
 
         Raises:

@@ -307,7 +307,7 @@ class StatisticsSink:
         return self._adding.post(vector, maxima)
 
     def _measure(self, parameters: ParameterSelection) -> None:
-        for parameter in parameters.found():
+        for parameter in parameters.local_gradients():
             if parameter.site.stage != parameters.parameter_index.stages(parameter.name)[0]:
                 continue  # a copy that the first stage counts
             over = parameters.over(parameter.site)

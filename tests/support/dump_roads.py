@@ -189,9 +189,9 @@ def _statistics(path: Path, _: Path) -> Outcome:
 def _page(path: Path, _: Path) -> Outcome:
     def shown(array: DumpArray) -> Tensor:
         found = read_cell(array, array.iterations[0], 1 << 22)
-        if found.text or found.found is None:
+        if found.text or found.statistics is None:
             raise DumpError(found.text)
-        return torch.tensor([found.found.mean, found.found.absmax], dtype=torch.float64)
+        return torch.tensor([found.statistics.mean, found.statistics.absmax], dtype=torch.float64)
 
     return _each(path, shown)
 

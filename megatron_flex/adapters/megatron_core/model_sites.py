@@ -138,13 +138,13 @@ class _ParameterForms:
     def __init__(self, mesh: Mesh) -> None:
         self._sizes, self._stage = mesh.sizes, mesh["pp"].coord
         # By the id of the dense layout, which the value holds: to hash a layout takes longer than the rest.
-        self._found: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, SiteForm[ParameterSite]]] = {}
+        self._cache: dict[tuple[int, tuple[int, ...], bool], tuple[Layout, SiteForm[ParameterSite]]] = {}
 
     def form_of(self, rule: Layout, parameter: nn.Parameter, of_expert: bool) -> SiteForm[ParameterSite]:
         """What parameters of that dense layout and that shape have in common."""
         local = tuple(parameter.shape)
         key = id(rule), local, of_expert
-        rule_and_form = self._found.get(key)
+        rule_and_form = self._cache.get(key)
         if rule_and_form is None:
             layout = expert_layout(rule) if of_expert else _shared_over_context(rule)
             form = SiteForm(
@@ -155,7 +155,7 @@ class _ParameterForms:
                 hidden=ON_EXPERT_RANKS if of_expert else "",
                 local=local,
             )
-            rule_and_form = self._found[key] = rule, form
+            rule_and_form = self._cache[key] = rule, form
         return rule_and_form[1]
 
 

@@ -128,15 +128,15 @@ class KindTable(Generic[KindT]):
     def __init__(self, kinds: Sequence[KindT]) -> None:
         self.kinds = tuple(kinds)
         self._roles = {role for kind in self.kinds for role in kind.roles}
-        self._found: dict[tuple[str, type, type], KindT | None] = {}
+        self._cache: dict[tuple[str, type, type], KindT | None] = {}
 
     def find(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> KindT | None:
         """The kind of a module in that role, in that parent; classes and roles alone determine it."""
         key = role if role in self._roles else "", type(module), type(parent)
-        if key not in self._found:
+        if key not in self._cache:
             fitting = (kind for kind in self.kinds if kind.fits(role, module, parent))
-            self._found[key] = next(fitting, None)
-        return self._found[key]
+            self._cache[key] = next(fitting, None)
+        return self._cache[key]
 
 
 class SiteForm(Generic[SiteT]):

@@ -364,7 +364,7 @@ class LayoutPropagator:
         for place in self._names_wanted:  # those that the call did not reach are not traced for again
             self._names_now.setdefault(place, set())
         for name, tensor in named_parameters(self.root):
-            ends = trace.mark(tensor).node.found()
+            ends = trace.mark(tensor).node.find_ends()
             if (name, PARAMETER_INDEX) in self.wanted:
                 self._now[name, PARAMETER_INDEX] = [ObservedSpread(FULL, tensor.ndim, ends)]
             axes = find_unsummed_axes(ends)
@@ -373,7 +373,7 @@ class LayoutPropagator:
         for answers in self._now.values():
             for answer in answers:
                 if answer.window is not None:
-                    answer.ends, answer.window = answer.window.found(), None
+                    answer.ends, answer.window = answer.window.find_ends(), None
         return output
 
 

@@ -70,7 +70,7 @@ class UseWindow:
         if all(id(t) != self._tensor for t in outputs):
             self.last = len(self.node.uses), len(self.node.ends)
 
-    def found(self) -> GradientEnds:
+    def find_ends(self) -> GradientEnds:
         """The effect of those uses on its gradient."""
         uses, ends = self.last or (None, None)
         return self.node.among(slice(self.first[0], uses), slice(self.first[1], ends))

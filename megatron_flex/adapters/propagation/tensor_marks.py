@@ -33,36 +33,36 @@ class GradientNode:
     sharded tensor, a gradient that is partial over the axes of the sharding.
     """
 
-    __slots__ = ("_found", "ends", "uses")
+    __slots__ = ("_all_ends", "ends", "uses")
 
     def __init__(self) -> None:
         self.uses: list[tuple[GradientNode, Axes]] = []
         self.ends: list[Axes | str] = []
-        self._found: GradientEnds | None = None
+        self._all_ends: GradientEnds | None = None
 
     def among(self, uses: slice, ends: slice) -> GradientEnds:
         """The combined effect of some uses: sets of axes over which to sum, and reasons why it is unknown."""
         out = set(self.ends[ends])
         for child, axes in self.uses[uses]:
-            out |= {end if isinstance(end, str) else end | axes for end in child.found()}
+            out |= {end if isinstance(end, str) else end | axes for end in child.find_ends()}
         return frozenset(out)
 
-    def found(self) -> GradientEnds:
+    def find_ends(self) -> GradientEnds:
         """The combined effect of all uses. Called when there are no more."""
         waiting = [self]
         while waiting:  # children first, without recursion, since chains of uses are long
             node = waiting[-1]
-            more = [] if node._found is not None else [c for c, _ in node.uses if c._found is None]
+            more = [] if node._all_ends is not None else [c for c, _ in node.uses if c._all_ends is None]
             if more:
                 waiting += more
                 continue
             waiting.pop()
-            if node._found is None:
+            if node._all_ends is None:
                 out = set(node.ends)
                 for child, axes in node.uses:
-                    out |= {e if isinstance(e, str) else e | axes for e in child._found or ()}
-                node._found = frozenset(out)
-        return self._found or frozenset()
+                    out |= {e if isinstance(e, str) else e | axes for e in child._all_ends or ()}
+                node._all_ends = frozenset(out)
+        return self._all_ends or frozenset()
 
 
 @dataclass(eq=False)
