@@ -10,8 +10,8 @@ A source, `dump_source(...)` or `statistics_source(...)`:
     names       of tensors, in model order: sites, each followed by its gradient (`.grad`), then parameters
     kinds       of each: 0 value, 1 gradient, 2 parameter, 3 gradient of a parameter
     sites       of each: the page's number of its site, -1 of none
-    measures    {"rms" | "absmax" | "mean" | "std" | "zeros": [at][tensor] in base64 of 4-byte floats}
-    state       [at][tensor] in base64 of bytes: `tensor_tables`' THERE, ABSENT, DAMAGED + NANS, ...
+    measures    {"rms" | "absmax" | "mean" | "std" | "zeros": [at * tensors + tensor], null for none}
+    state       [at * tensors + tensor]: `tensor_tables`' THERE, ABSENT, DAMAGED + NANS, ...
     troubles    [[tensor, at, number in texts]]; texts: what is wrong there
     histograms  {tensor: {"at": [...], "edges": [...], "counts": [[...]], "uneven": bins are powers of two}}
     heats       {tensor: [{"at", "sample", "shape", "of", "rows", "columns", "mean", "caption", **quantised}]}

@@ -1,14 +1,13 @@
 """The numbers of all tensors over iterations for the page: measured in one pass over each tensor, and packed.
 
-Pictures are quantised, floats packed, and of too many some are chosen evenly.
+Pictures are quantised, and of too many some are chosen evenly.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
@@ -32,6 +31,7 @@ NAN_CODE, POSITIVE_CODE, NEGATIVE_CODE, STEPS = (
     253,
     252,
 )  # codes of non-finite values, and the highest code
+MEASURE_DIGITS = 8  # of a number in the tables: those of fp32
 T = TypeVar("T")
 
 
@@ -54,19 +54,11 @@ def quantise(values: NDArray[Any] | Tensor) -> dict[str, Any]:
     codes[table.isnan()] = NAN_CODE
     codes[table == math.inf] = POSITIVE_CODE
     codes[table == -math.inf] = NEGATIVE_CODE
-    return {"lo": lo, "hi": hi, "q": encode_bytes(codes.to(torch.uint8).flatten().tolist())}
-
-
-def encode_bytes(codes: Iterable[int]) -> str:
-    """Bytes as text."""
-    return b64encode(bytes(codes)).decode("ascii")
-
-
-def encode_floats(values: Sequence[float | None]) -> str:
-    """Integers in 4 bytes each, little endian, in base64; 0 where a value is missing or not finite."""
-    most = torch.finfo(torch.float32).max
-    plain = [0.0 if v is None or not math.isfinite(v) else max(-most, min(most, v)) for v in values]
-    return b64encode(struct.pack(f"<{len(plain)}f", *plain)).decode("ascii")
+    return {
+        "lo": lo,
+        "hi": hi,
+        "q": b64encode(bytes(codes.to(torch.uint8).flatten().tolist())).decode("ascii"),
+    }
 
 
 def json_number(value: float | None, digits: int = 5) -> float | None:
@@ -311,11 +303,13 @@ class TensorTables:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        flat = {m: [v for row in table for v in row] for m, table in self._measures.items()}
         return {
             "iterations": self.iterations,
-            "measures": {m: encode_floats(values) for m, values in flat.items()},
-            "state": encode_bytes(s for row in self._state for s in row),
+            "measures": {
+                m: [json_number(v, MEASURE_DIGITS) for row in table for v in row]
+                for m, table in self._measures.items()
+            },
+            "state": [state for row in self._state for state in row],
             "troubles": [list(t) for t in self._troubles],
             "texts": list(self._texts),
             "histograms": {str(t): histogram for t, histogram in self._histograms.items()},

@@ -145,7 +145,7 @@ def empty(page: Path) -> Path:
         "names": [],
         "kinds": [],
     }
-    tables: dict[str, object] = {"sites": [], "measures": {}, "state": "", "troubles": [], "texts": []}
+    tables: dict[str, object] = {"sites": [], "measures": {}, "state": [], "troubles": [], "texts": []}
     drawn: dict[str, object] = {"histograms": {}, "heats": {}, "attention": [], "lens": None, "lacks": {}}
     return write(Page("nothing", grid_of_sizes({}), (), data=[{**source, **tables, **drawn}]), page)
 

@@ -7,12 +7,6 @@
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 
-  /** Numbers of 4 bytes each, little endian, whatever the machine is. */
-  function floats(text) {
-    const raw = bytes(text), view = new DataView(raw.buffer);
-    return Float32Array.from({ length: raw.length / 4 }, (_, i) => view.getFloat32(4 * i, true));
-  }
-
   const NAN = 255, POSITIVE = 254, NEGATIVE = 253, STEPS = 252;
 
   /** The values of a packed picture: finite ones within half a step, NaN and infinities as they are. */
@@ -308,6 +302,6 @@
   const head = (text, ...more) => el('h4', { class: 'data-head' }, text, ...more);
 
   flexPage.dataTools = { choice, menu, sentence, head, isDark,
-    bytes, floats, unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart, room, measure,
+    unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart, room, measure,
     least, most, sum };
 })();

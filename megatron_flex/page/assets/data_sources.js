@@ -5,20 +5,19 @@ const flexSources = (() => {
 
   /** A source with its packed numbers at hand. */
   function opened(told) {
-    const tools = flexPage.dataTools, many = told.names.length, bySite = new Map();
+    const many = told.names.length, bySite = new Map();
     told.sites.forEach((site, t) => {
       if (site >= 0) bySite.set(site, [...(bySite.get(site) || []), t]);
     });
-    const states = tools.bytes(told.state), kept = {}, wrong = new Map();
+    const wrong = new Map();
     for (const [tensor, at, text] of told.troubles) wrong.set(at * many + tensor, told.texts[text] || 'it is damaged');
     const source = { ...told, at: Math.max(0, told.iterations.length - 1) };
     source.of = (site) => bySite.get(site) || [];
-    source.state = (i, t) => states[i * many + t];
+    source.state = (i, t) => told.state[i * many + t];
     source.trouble = (i, t) => wrong.get(i * many + t);
     source.measure = (name, i, t) => {
-      kept[name] = kept[name] || tools.floats(told.measures[name]);
       const state = source.state(i, t);
-      return (state & 3) ? null : kept[name][i * many + t];
+      return (state & 3) ? null : told.measures[name][i * many + t] ?? 0;
     };
     source.heat = (t) => {
       const several = told.heats[t];

@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import shutil
-import struct
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,12 +77,11 @@ class Shown:
         self.damage = [n["text"] for n in self.told["notes"] if n["kind"] == "damage"]
 
     def state(self, iteration: int, name: str) -> int:
-        return base64.b64decode(self.told["state"])[self._at(iteration, name)]
+        return self.told["state"][self._at(iteration, name)]
 
     def measure(self, which: str, iteration: int, name: str) -> float:
-        return struct.unpack_from(
-            "<f", base64.b64decode(self.told["measures"][which]), 4 * self._at(iteration, name)
-        )[0]
+        value = self.told["measures"][which][self._at(iteration, name)]
+        return 0.0 if value is None else value
 
     def trouble(self, iteration: int, name: str) -> str:
         at = self.iterations.index(iteration)
