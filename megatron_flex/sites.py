@@ -15,6 +15,7 @@ from megatron_flex.document import Document, Note, Renderable, Row, Table
 from megatron_flex.errors import SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
+from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.wording import count_words
 
@@ -467,7 +468,7 @@ def describe_sites(sites: Sequence[Site], title: str = "", mesh: Mesh | None = N
             (
                 s.name,
                 "known when the model runs" if s.inferred else words[s.layout],
-                " x ".join(map(str, s.shape)),
+                format_shape(s.dims, s.shape) if s.dims else " x ".join(map(str, s.shape)),
                 str(s.stage),
                 f"no hook: {s.hidden}"
                 if s.hidden

@@ -97,7 +97,7 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
         told = shown(one)
         assert_names(told.text, "3 sites", 1)
         assert (told.pieces[0] == "SiteTable") is (one is every)
-        assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "s x b x 8", "0", ""]
+        assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "[s, b, 4h 8]", "0", ""]
         assert told.rows[2][-1] == f"no hook: {EVIL}"
         assert "script" not in told.tags
 
