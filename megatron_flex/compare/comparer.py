@@ -22,7 +22,7 @@ from megatron_flex.compare.compared_dump import (
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst, make_row
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence
-from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
+from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens, holds_token_ids
 from megatron_flex.compare.noise_scale import SCORES
 from megatron_flex.compare.overflow import suggest_remedy
 from megatron_flex.compare.parameter_drift import ParameterDrift
@@ -236,6 +236,7 @@ class _Comparer:
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
     first: FirstDivergence | None = None
+    explained: FirstDivergence | None = None  # the one whose pattern is that of the first
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
@@ -418,6 +419,8 @@ class _Comparer:
         worst = None if sums.equal else _make_worst(pair, sums)
         floors = tested.floor, tested.factor_floor
         row = make_row(item, sums, tested.worst, worst, pair.iteration, floors, tested.rerouted)
+        if row.diverges and self._is_explained_by(pair):
+            self.explained = FirstDivergence(pair, both, tested, ties)
         if row.diverges and self.first is None:
             self.first = FirstDivergence(pair, both, tested, ties)
             if row.worst is not None:
@@ -485,16 +488,25 @@ class _Comparer:
                 against_third.append(sum_differences(pairs, self.most))
         return min(against_third, key=lambda f: f.sums.error, default=None)
 
+    def _is_explained_by(self, pair: TensorPair) -> bool:
+        """Whether the pattern of the first divergence is that of this divergent tensor.
+
+        Other token ids are explained by their embeddings, whose vectors tell another order from other tokens.
+        """
+        if self.explained is None:
+            return True
+        return holds_token_ids(self.explained.pair) and pair.item.site.startswith(EMBEDDING)
+
     def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
         """The pattern of the first divergence, and other errors there."""
-        if self.first is None:
+        if self.explained is None:
             return
-        pair, sums = self.first.pair, self.first.both.sums
+        pair, sums = self.explained.pair, self.explained.both.sums
         for side in (self.a, self.b):
             side.use_run_of(next(r.iteration for r in rows if r.diverges))
         shares = find_dim_shares((self.a, self.b), pair)
         axes = {**self.a.axis_sizes, **self.b.axis_sizes}
-        profile, tested = self.first.both.profile, self.first.tested
+        profile, tested = self.explained.both.profile, self.explained.tested
         factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
         noise = min(tested.floor, 0.5)
         patterns, places = explain_divergence(pair, sums, shares, axes, self.most, noise, factor)
@@ -510,7 +522,7 @@ class _Comparer:
             ]
         shown = [o for o in exceeding if o.test in ("factor", "offset", "narrower dtype")]
         identified = bool(shown) or any(h.cause != "place" for h in patterns)
-        at_router = list(RouterCauses(self.a, self.b, rows, self.most).explain(pair, self.first.ties))
+        at_router = list(RouterCauses(self.a, self.b, rows, self.most).explain(pair, self.explained.ties))
         if at_router:  # a pattern of numbers beside it would be a second cause
             at = next(n for n, r in enumerate(rows) if r.diverges)
             rows[at] = replace(rows[at], evidence="")

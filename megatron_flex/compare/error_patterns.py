@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_flex.compare.block_sums import COMPARE_BLOCK
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
 from megatron_flex.compare.hint import Hint
+from megatron_flex.compare.input_tokens import holds_token_ids
 from megatron_flex.compare.rank_factors import find_rank_factors
 from megatron_flex.compare.shards import DimShares
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
@@ -281,6 +282,8 @@ def explain_divergence(
     """
     if sums.discrete:
         part = f"{sums.differing} of {sums.count} entries differ"
+        if holds_token_ids(pair):
+            return [Hint("place", f"{sums.differing} of {sums.count} token ids differ")], []
         text = f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"
         return [Hint("place", text)], []
     if pair.a.dtype.is_complex or pair.b.dtype.is_complex:

@@ -10,11 +10,18 @@ from torch import Tensor
 
 from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump, ComparedTensor
 from megatron_flex.compare.tensor_pairs import TensorPair
+from megatron_flex.dump import VALUE
 
 EMBEDDING = "embedding"
 MOST_SAMPLES = 8  # that are looked at
 MOST_FEATURES = 32  # of each token's vector
 MOST_SHIFT = 4  # positions by which a fault may have moved the tokens
+
+
+def holds_token_ids(pair: TensorPair) -> bool:
+    """Whether a tensor has token ids: the integers that go into a module."""
+    is_input = pair.item.kind == VALUE and pair.item.site.endswith(":input")
+    return is_input and not pair.a.dtype.is_floating_point
 
 
 def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: ComparedDump) -> str:

@@ -25,7 +25,11 @@ from megatron_flex.collectives import (
 )
 from megatron_flex.errors import HookError
 from megatron_flex.estimate.hook_notation import HookSpec
-from megatron_flex.estimate.tensor_sizes import ROUTED_ROWS, EstimatedTensor, UnknownSizeError
+from megatron_flex.estimate.tensor_sizes import (
+    ROUTED_ROWS,
+    EstimatedTensor,
+    make_unknown_size_error,
+)
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
@@ -217,7 +221,7 @@ def estimate_pass(
         UnknownSizeError: the tensor has rows of experts, which the router decides.
     """
     if tensor.expected:
-        raise UnknownSizeError(tensor.name, ROUTED_ROWS)
+        raise make_unknown_size_error(tensor.name, ROUTED_ROWS)
     if hook.kind == "read":
         return _estimate_read(hook, tensor, site, mesh, placement, heads)
     return _estimate_edit(hook, tensor, site, mesh, placement)

@@ -37,9 +37,14 @@ class UnknownSizeError(FlexError):
         dims: the names of the dims whose lengths are missing; empty if something else is.
     """
 
-    def __init__(self, site: str, reason: str, dims: Sequence[str] = ()) -> None:
-        super().__init__(f"{site}: {reason}; leave it out")
+    def __init__(self, *args: object, reason: str = "", dims: Sequence[str] = (), **named: Any) -> None:
+        super().__init__(*args, **named)
         self.reason, self.dims = reason, tuple(dims)
+
+
+def make_unknown_size_error(site: str, reason: str, dims: Sequence[str] = ()) -> UnknownSizeError:
+    """The error of a hook point whose size is not known; `reason` and `dims` are its attributes."""
+    return UnknownSizeError(f"{site}: {reason}; leave it out", site=site, reason=reason, dims=dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,25 +146,25 @@ class TensorSizes:
             UnknownSizeError: only the data determine its layout, its dtype or a length.
         """
         if site.inferred or not site.shape or len(site.shape) != len(site.dims):
-            raise UnknownSizeError(site.name, LAYOUT_UNKNOWN)
+            raise make_unknown_size_error(site.name, LAYOUT_UNKNOWN)
         routed = rows_of_experts(site) if self.even_routing else None
         if not self.even_routing and "experts" in site.module.split("."):
-            raise UnknownSizeError(site.name, ROUTED_ROWS)
+            raise make_unknown_size_error(site.name, ROUTED_ROWS)
         known = tuple(self._length(n) for n in site.shape)
         missing = [str(n) for n in known if isinstance(n, str) and not (routed and n == "t")]
         if missing:
             text = f"only the data tell how long {' and '.join(missing)} is"
-            raise UnknownSizeError(site.name, text, missing)
+            raise make_unknown_size_error(site.name, text, missing)
         dtype = self.dtype(site)
         if dtype is None:
-            raise UnknownSizeError(site.name, "only the data tell its dtype")
+            raise make_unknown_size_error(site.name, "only the data tell its dtype")
         if routed is None:
             layout = site.layout if self.pack is None else self.pack.layout_of(site.layout)
             shape = tuple(int(n) for n in known)
             try:
                 local = compute_local_shape(layout, self._padded(site, shape), self.axes)
             except FlexError as error:
-                raise UnknownSizeError(site.name, str(error)) from error
+                raise make_unknown_size_error(site.name, str(error)) from error
             tensor = EstimatedTensor(site.name, kind, layout, shape, local, dtype)
         else:
             tensor = self._expert_rows(site, routed, kind, known, dtype)

@@ -89,13 +89,17 @@ class HookRegistry:
             entry.parameters = [described]
         else:
             matched = self._sites.match(hook.module_name, POINT_OF_TYPE[hook.hook_type])
+            changes = hook.backward or hook.editing_function is not None
+            if changes and any(not s.read_only_reason for s in matched):
+                # A pattern leaves out what can be read only, such as token ids; a name is an error below.
+                matched = [s for s in matched if not s.read_only_reason]
             entry.sites = [self._leaf(s, hook.unpack_idx) for s in matched]
             for site in entry.sites:
                 if site.hidden:
                     raise HookError(
                         f"no hook can be registered at {site.name}: {site.hidden}", site=site.name
                     )
-                if site.read_only_reason and (hook.backward or hook.editing_function is not None):
+                if site.read_only_reason and changes:
                     what = "has no gradient" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.read_only_reason}", site=site.name)
         self._check_scale(entry)

@@ -205,7 +205,7 @@ class LocalEditCheck:
     """Compares each local edit with the gathered edit, until the check is stopped.
 
     Attributes:
-        found: the findings, the same on all ranks that hold a tensor.
+        findings: the same on all ranks that hold a tensor.
     """
 
     def __init__(self, firing: HookDispatcher) -> None:

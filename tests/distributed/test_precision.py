@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import relative
-from tests.support import gpt, oracle, ranks, truths
+from tests.support import gpt, moe, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -76,7 +76,10 @@ def spread(case: Case, sites: list[str], state: dict[str, Tensor]) -> dict[str, 
     gpt.load(chunks, state)
     read: dict[str, list[Tensor]] = {}
     for kind in ("forward", "tensor"):
-        with mf.attach(models, [mf.HookFunction(s, hook_type=kind) for s in sites]) as flex:
+        hooks = [
+            mf.HookFunction(s, hook_type=kind) for s in sites if kind == "forward" or not moe.read_only(s)
+        ]
+        with mf.attach(models, hooks) as flex:
             losses = gpt.step(case, models, 0)
             read.update({n: list(r) for n, r in flex.output_dict.items()})
     return {"read": read, "losses": losses}

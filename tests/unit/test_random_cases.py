@@ -22,7 +22,7 @@ MANY = 400
 
 @pytest.fixture(scope="module")
 def cases() -> list[Draw]:
-    return list(itertools.islice(drawn(7, (1, 2, 4, 8)), MANY))
+    return list(itertools.islice(drawn(8, (1, 2, 4, 8)), MANY))
 
 
 @pytest.fixture(scope="module")
