@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_flex.adapters import ParameterSite
@@ -88,7 +88,7 @@ class HookRegistry:
                 )
             entry.parameters = [described]
         else:
-            matched = self._sites.match(hook.module_name, POINT_OF_TYPE[hook.hook_type])
+            matched: Sequence[Site] = self._sites.match(hook.module_name, POINT_OF_TYPE[hook.hook_type])
             changes = hook.backward or hook.editing_function is not None
             if changes and any(not s.read_only_reason for s in matched):
                 # A pattern leaves out what can be read only, such as token ids; a name is an error below.
