@@ -68,8 +68,8 @@ Rows = tuple[Counterpart, ...]
 
 
 def _row(site: str, other: str, megatron_axes: str, hf_axes: str = "", **more: object) -> Counterpart:
-    # `more` has fields of several types
-    return Counterpart(site, tuple(other.split(" + ")), megatron_axes, hf_axes or "b s h", **more)  # type: ignore[arg-type]
+    axes = megatron_axes, hf_axes or "b s h"
+    return Counterpart(site, tuple(other.split(" + ")), *axes, **more)  # type: ignore[arg-type]  # of many types
 
 
 STREAM = "s b h"

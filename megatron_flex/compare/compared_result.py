@@ -125,7 +125,7 @@ def describe_result(
         title: what it is.
         summary: lines of text, the verdict first.
         heads: the titles of the first cells of each row; the table is without the others.
-        rows: of the table; without any there is no table.
+        rows: of the table, which is left out if there are none.
         count: the number of rows in all, if these are not all.
         rest: how to see the rows that are not shown.
     """

@@ -312,7 +312,7 @@ def estimate_dump_size(
         hidden: hook points that are unavailable.
 
     Raises:
-        FlexError: there is no tensor, or the size of a tensor is unknown.
+        FlexError: nothing is dumped, or the size of a tensor is unknown.
     """
     stages = [StageLoad(mesh) for _ in range(mesh["pp"].size)]
     tokens = dump.tokens if share is None else share

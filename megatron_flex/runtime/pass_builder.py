@@ -110,11 +110,11 @@ class PassBuilder:
         sinks = tuple((partial(apart, name, take), at) for take, at in sinks)
         substitute: Tensor | None = None
         if route is None:
-            contribution, is_placeholder = self.shape_guard.admit(name, local, layout, hooks)
+            contribution, replaces_local = self.shape_guard.admit(name, local, layout, hooks)
             if contribution is None:  # on all ranks alike
                 idle = PassEdits(name, (self._mark_incomplete,), layout, self.mesh, IDENTITY)
                 return Pass(hooks, sinks, idle, attach, self.editing, self.gradients), False
-            substitute = contribution if is_placeholder else None
+            substitute = contribution if replaces_local else None
         saved = self.captures.list_distinct(hooks)
         keep = partial(apart, name, self._choose_capture(saved))
         records = (*sinks, *([(keep, layout)] if saved else []))

@@ -52,28 +52,28 @@ def test_text_stays_text() -> None:
     table = Table([EVIL], [Row([EVIL])], title=EVIL, count=2, rest=EVIL)
     tree = Tree([EVIL], [Branch(EVIL, EVIL, cells=[EVIL], more=EVIL, reason=EVIL)])
     notes = [Note(EVIL, "note"), Note((Span(EVIL, "bad"), Span(EVIL)))]
-    told = shown(Document(EVIL, [*notes, table, tree, Bars(EVIL, [(EVIL, 1)])]))
-    assert told.text.count(EVIL) == 15
-    assert "script" not in told.tags
+    content = shown(Document(EVIL, [*notes, table, tree, Bars(EVIL, [(EVIL, 1)])]))
+    assert content.text.count(EVIL) == 15
+    assert "script" not in content.tags
 
 
 def test_long_text_says_that_it_is_cut() -> None:
-    (told,) = shown(Document("", [Note("x" * 100_000)])).pieces
-    assert told.startswith("x" * MAX_TEXT_LETTERS + "…")
-    assert "100,000 letters" in told
-    assert len(told) < MAX_TEXT_LETTERS + 50
+    (content,) = shown(Document("", [Note("x" * 100_000)])).pieces
+    assert content.startswith("x" * MAX_TEXT_LETTERS + "…")
+    assert "100,000 letters" in content
+    assert len(content) < MAX_TEXT_LETTERS + 50
     assert shown(Document("", [Note("y" * MAX_TEXT_LETTERS)])).text == "y" * MAX_TEXT_LETTERS
 
 
 def test_rows_that_are_left_out_are_counted() -> None:
     rows = [Row((str(n), str(n))) for n in range(10_000)]
-    told = shown(Document("", [Table(["a", ">b"], rows, rest="ask for them")]))
-    assert len(told.rows) == MAX_TABLE_ROWS + 1
-    assert_names(told.text, f"{10_000 - MAX_TABLE_ROWS:,}", "ask for them")
+    content = shown(Document("", [Table(["a", ">b"], rows, rest="ask for them")]))
+    assert len(content.rows) == MAX_TABLE_ROWS + 1
+    assert_names(content.text, f"{10_000 - MAX_TABLE_ROWS:,}", "ask for them")
     assert "more" not in shown(Document("", [Table(["a"], rows[:1], rest="ask")])).text
-    told = shown(Document("", shorten_notes(["x"] * 9, "note", 3, "ask")))
-    assert told.text.count("x") == 3
-    assert_names(told.text, 9 - 3)
+    content = shown(Document("", shorten_notes(["x"] * 9, "note", 3, "ask")))
+    assert content.text.count("x") == 3
+    assert_names(content.text, 9 - 3)
 
 
 # -- sites -----------------------------------------------------------------------------------------------
@@ -94,18 +94,18 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
     assert found == list(every)
     assert [*found] == list(every)
     for one in (found, every):
-        told = shown(one)
-        assert_names(told.text, "3 sites", 1)
-        assert (told.pieces[0] == "SiteTable") is (one is every)
-        assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "[s, b, 4h 8]", "0", ""]
-        assert told.rows[2][-1] == f"no hook: {EVIL}"
-        assert "script" not in told.tags
+        content = shown(one)
+        assert_names(content.text, "3 sites", 1)
+        assert (content.pieces[0] == "SiteTable") is (one is every)
+        assert content.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "[s, b, 4h 8]", "0", ""]
+        assert content.rows[2][-1] == f"no hook: {EVIL}"
+        assert "script" not in content.tags
 
 
 def test_many_sites_are_bounded() -> None:
-    told = shown(SiteTable(sites(10_000)))
-    assert len(told.rows) == MAX_TABLE_ROWS + 1
-    assert_names(told.text, f"{10_000 - MAX_TABLE_ROWS:,}")
+    content = shown(SiteTable(sites(10_000)))
+    assert len(content.rows) == MAX_TABLE_ROWS + 1
+    assert_names(content.text, f"{10_000 - MAX_TABLE_ROWS:,}")
     assert "0 sites" in shown(SiteTable()).text
 
 
@@ -114,29 +114,31 @@ def test_many_sites_are_bounded() -> None:
 
 def test_the_tree_folds_and_says_what_stands_where() -> None:
     hooks = {sites()[0].name: [TreeHook("edits", EVIL, ("steer",))]}
-    told = shown(describe_tree(fold_layers(build_tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}", "head"))
-    assert "script" not in told.tags
-    assert told.pieces[0] == f"model {EVIL}"
-    assert told.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
-    assert_names(told.text, f"{EVIL} [steer]")
-    assert told.text.endswith(EVIL)
-    assert "[s, b, 4h/tp] · s x b x 8" in told.text
+    content = shown(
+        describe_tree(fold_layers(build_tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}", "head")
+    )
+    assert "script" not in content.tags
+    assert content.pieces[0] == f"model {EVIL}"
+    assert content.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
+    assert_names(content.text, f"{EVIL} [steer]")
+    assert content.text.endswith(EVIL)
+    assert "[s, b, 4h/tp] · s x b x 8" in content.text
 
 
 def test_layers_that_are_alike_are_one() -> None:
     alike = [replace(s, hidden="") for s in sites(100)]
-    told = shown(describe_tree(fold_layers(build_tree(alike, {"tp": 2})), "model", "head"))
-    assert told.summaries == ["decoder.layers 0-99 x 100.mlp"]
-    assert told.text.count(":output") == 1
+    content = shown(describe_tree(fold_layers(build_tree(alike, {"tp": 2})), "model", "head"))
+    assert content.summaries == ["decoder.layers 0-99 x 100.mlp"]
+    assert content.text.count(":output") == 1
 
 
 def test_a_large_tree_is_bounded_and_says_so() -> None:
     many = [replace(s, name=f"decoder.layers.{n}.m{n}:output") for n, s in enumerate(sites(5000))]
-    told = shown(describe_tree(fold_layers(build_tree(many, {})), "model", "head"))
-    rows = len(told.summaries) + told.text.count(":output")
+    content = shown(describe_tree(fold_layers(build_tree(many, {})), "model", "head"))
+    rows = len(content.summaries) + content.text.count(":output")
     assert rows == MAX_TREE_ROWS
     left = 1 + 2 * len(many) - rows
-    assert_names(told.text, f"{left:,}", "flex.report.show()")
+    assert_names(content.text, f"{left:,}", "flex.report.show()")
 
 
 # -- dumps -----------------------------------------------------------------------------------------------
@@ -152,27 +154,27 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_dump_says_what_it_has(path: Path) -> None:
     with mf.open_dump(path) as dump:
-        told = shown(dump)
+        content = shown(dump)
         assert not dump.files.mapped, "no data is read"
-    assert told.pieces[0] == f"OpenDump · {path}"
-    assert_names(told.text, "1 run", "3 sites", "1 parameter", "(0 to 20)")
-    assert told.summaries == ["runs", "tensors"]
-    run = next(r for r in told.rows if r[0] == "0")
+    assert content.pieces[0] == f"OpenDump · {path}"
+    assert_names(content.text, "1 run", "3 sites", "1 parameter", "(0 to 20)")
+    assert content.summaries == ["runs", "tensors"]
+    run = next(r for r in content.rows if r[0] == "0")
     assert run[3:] == ["tp=2", "2", "3", "3"]
-    (site,) = (r for r in told.rows if r[0] == "decoder.layers.*:output (3)")
+    (site,) = (r for r in content.rows if r[0] == "decoder.layers.*:output (3)")
     assert site[1:] == ["site", "[s 2, b 4, 4h 8]", "[s, b, 4h/tp]", "0"]
-    assert any(r[:2] == ["decoder.layers.0.weight", "parameter"] for r in told.rows)
-    assert "incomplete" not in told.text
+    assert any(r[:2] == ["decoder.layers.0.weight", "parameter"] for r in content.rows)
+    assert "incomplete" not in content.text
 
 
 def test_a_dump_says_what_is_missing(path: Path) -> None:
     next((path / "run-0000" / f"{10:010d}").glob("00001-*")).unlink()
     (path / "run-0001").mkdir()
     with mf.open_dump(path) as dump:
-        told = shown(dump)
-    assert_names(told.text, "run-0001", "(0 to 20)")
-    assert_names(told.text, 10, "run-0000", 1)
-    assert_names(told.text, "run-0001")
+        content = shown(dump)
+    assert_names(content.text, "run-0001", "(0 to 20)")
+    assert_names(content.text, 10, "run-0000", 1)
+    assert_names(content.text, "run-0001")
     for part in path.glob("run-0000/*/00000-*"):
         part.unlink()
     with mf.open_dump(path) as dump:
@@ -182,17 +184,17 @@ def test_a_dump_says_what_is_missing(path: Path) -> None:
 def test_a_dump_that_is_gone_is_told(path: Path, tmp_path: Path) -> None:
     dump = mf.open_dump(path)
     path.rename(tmp_path / "elsewhere")
-    told = shown(dump)
-    assert_names(told.text, "OpenDump", tmp_path / "d" / "run-0000")
+    content = shown(dump)
+    assert_names(content.text, "OpenDump", tmp_path / "d" / "run-0000")
 
 
 def test_names_from_files_stay_text(tmp_path: Path) -> None:
     values = {f"{EVIL}:output": Given(random(1, 2, 4, 8), Layout((Dim("s"), Dim("b"), Dim(EVIL))))}
     dumps.write(tmp_path / "d", values)
     manifest = tmp_path / "d" / "run-0000" / "manifest.json"
-    told = json.loads(manifest.read_text())
-    told["framework"] = told["created"] = EVIL
-    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
+    content = json.loads(manifest.read_text())
+    content["framework"] = content["created"] = EVIL
+    manifest.write_bytes(dumps.sealed_again(json.dumps(content).encode()))
     with mf.open_dump(tmp_path / "d") as dump:
         for one in (dump, dump[f"{EVIL}:output"]):
             found = shown(one)
@@ -202,9 +204,9 @@ def test_names_from_files_stay_text(tmp_path: Path) -> None:
 
 def test_a_layout_that_is_damaged_is_told(path: Path) -> None:
     manifest = path / "run-0000" / "manifest.json"
-    told = json.loads(manifest.read_text())
-    told["sites"][1]["layout"] = {"dims": [{"name": "h", "cuts": [{"axis": "tp", "order": EVIL}]}]}
-    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
+    content = json.loads(manifest.read_text())
+    content["sites"][1]["layout"] = {"dims": [{"name": "h", "cuts": [{"axis": "tp", "order": EVIL}]}]}
+    manifest.write_bytes(dumps.sealed_again(json.dumps(content).encode()))
     with mf.open_dump(path) as dump:
         assert repr(EVIL) in shown(dump).text
 
@@ -213,20 +215,20 @@ def test_a_dump_of_many_sites_is_bounded(tmp_path: Path) -> None:
     names = [f"decoder.layers.0.m{chr(97 + n // 26)}{chr(97 + n % 26)}:output" for n in range(200)]
     dumps.write(tmp_path / "d", {n: Given(random(1, 1, 1, 1), REPLICATED) for n in names})
     with mf.open_dump(tmp_path / "d") as dump:
-        told = shown(dump)
-    assert_names(told.text, 200 - MAX_TABLE_ROWS, "dump.sites")
+        content = shown(dump)
+    assert_names(content.text, 200 - MAX_TABLE_ROWS, "dump.sites")
 
 
 def test_an_array_is_drawn(path: Path) -> None:
     with mf.open_dump(path) as dump:
-        told = shown(dump[FIRST])
-        assert told.pieces[0] == f"DumpArray · {FIRST}"
-        assert_names(told.text, "[iteration 3, sample 2, token 4, 4h 8]", "float32", "768 B")
-        assert_names(told.text, "3 iterations", "(0 to 20)")
-        assert_names(told.text, "[s, b, 4h/tp]")
-        assert told.tags["rect"] == 2
-        assert "tp 0" in told.pieces
-        assert "tp 1" in told.pieces
+        content = shown(dump[FIRST])
+        assert content.pieces[0] == f"DumpArray · {FIRST}"
+        assert_names(content.text, "[iteration 3, sample 2, token 4, 4h 8]", "float32", "768 B")
+        assert_names(content.text, "3 iterations", "(0 to 20)")
+        assert_names(content.text, "[s, b, 4h/tp]")
+        assert content.tags["rect"] == 2
+        assert "tp 0" in content.pieces
+        assert "tp 1" in content.pieces
         assert "[sample 2, 4h 8]" in shown(dump[FIRST][1, :, 0]).text
         assert_names(shown(dump.parameter("decoder.layers.0.weight")).text, "[iteration 3, out 8, in 4]")
 
@@ -251,16 +253,16 @@ def test_statistics_show_each_tensor_as_it_was_last(tmp_path: Path) -> None:
     writers.close()
     with next(tmp_path.glob("*.jsonl")).open("a") as file:
         file.write('{"torn')
-    told = shown(mf.open_statistics(tmp_path))
-    assert "script" not in told.tags
-    assert_names(told.text, "2 tensors", "2 iterations", "(0 to 7)")
-    assert_names(told.text, "(0 to 7)")
-    broken, good = told.rows[1:]
+    content = shown(mf.open_statistics(tmp_path))
+    assert "script" not in content.tags
+    assert_names(content.text, "2 tensors", "2 iterations", "(0 to 7)")
+    assert_names(content.text, "(0 to 7)")
+    broken, good = content.rows[1:]
     assert broken[:2] == [EVIL, "7"]
     assert broken[3] == "–"
     assert broken[-1] == "3 NaN, 0 infinite"
     assert good[:3] == ["a", "7", "2.5"]
-    assert told.colours[1] != told.colours[2], "what is broken is marked"
+    assert content.colours[1] != content.colours[2], "what is broken is marked"
 
 
 def test_statistics_of_many_tensors_are_bounded(tmp_path: Path) -> None:
@@ -268,8 +270,8 @@ def test_statistics_of_many_tensors_are_bounded(tmp_path: Path) -> None:
     writers = measured.begin(tmp_path, sites=names)
     writers.write(0, measured.rows(0, names))
     writers.close()
-    told = shown(mf.open_statistics(tmp_path))
-    assert_names(told.text, 500 - MAX_TABLE_ROWS, "found.sites")
+    content = shown(mf.open_statistics(tmp_path))
+    assert_names(content.text, 500 - MAX_TABLE_ROWS, "found.sites")
 
 
 # -- comparisons -----------------------------------------------------------------------------------------
@@ -284,22 +286,22 @@ def compared(tmp_path: Path, wrong: float) -> Comparison:
 
 
 def test_a_comparison_says_its_verdict(tmp_path: Path) -> None:
-    told = shown(compared(tmp_path, 0.0))
-    assert told.pieces[0] == "Comparison · equal"
-    assert_names(told.text, "2 tensors")
-    assert "first" not in told.text
-    assert len(set(told.colours[1:])) == 1
+    content = shown(compared(tmp_path, 0.0))
+    assert content.pieces[0] == "Comparison · equal"
+    assert_names(content.text, "2 tensors")
+    assert "first" not in content.text
+    assert len(set(content.colours[1:])) == 1
 
 
 def test_the_first_divergence_is_marked(tmp_path: Path) -> None:
     found = compared(tmp_path, 1.0)
-    told = shown(found)
-    assert told.pieces[0] == "Comparison · diverges"
-    assert [r[0] for r in told.rows[1:]] == ["", "→"]
-    assert told.rows[2][1] == SECOND
-    assert told.colours[1] != told.colours[2]
+    content = shown(found)
+    assert content.pieces[0] == "Comparison · diverges"
+    assert [r[0] for r in content.rows[1:]] == ["", "→"]
+    assert content.rows[2][1] == SECOND
+    assert content.colours[1] != content.colours[2]
     for words in found.summary():
-        assert words.strip() in told.text, "nothing that the summary says is left out"
+        assert words.strip() in content.text, "nothing that the summary says is left out"
 
 
 def rows(count: int, first: int) -> list[ComparedRow]:
@@ -313,15 +315,15 @@ def rows(count: int, first: int) -> list[ComparedRow]:
 
 def test_a_long_comparison_says_what_it_leaves_out() -> None:
     out = [ReplicaMismatch("A", EVIL, n, 0, (1,)) for n in range(300)]
-    told = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
-    assert "script" not in told.tags
-    shown_sites, replicas = told.rows[: MAX_TABLE_ROWS + 1], told.rows[MAX_TABLE_ROWS + 1 :]
+    content = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
+    assert "script" not in content.tags
+    shown_sites, replicas = content.rows[: MAX_TABLE_ROWS + 1], content.rows[MAX_TABLE_ROWS + 1 :]
     assert [str(one) for one in out[:MAX_TABLE_ROWS]] == [text for (text,) in replicas]
     assert [r[1] for r in shown_sites if r[0] == "→"] == [f"{EVIL}.3000"]
-    assert_names(told.text, MAX_TABLE_ROWS, "5,000")
-    assert_names(told.text, f"{5000 - MAX_TABLE_ROWS:,}", "found.rows")
-    assert_names(told.summaries, "300")
-    assert_names(told.text, 300 - MAX_TABLE_ROWS, "found.replicas")
+    assert_names(content.text, MAX_TABLE_ROWS, "5,000")
+    assert_names(content.text, f"{5000 - MAX_TABLE_ROWS:,}", "found.rows")
+    assert_names(content.summaries, "300")
+    assert_names(content.text, 300 - MAX_TABLE_ROWS, "found.replicas")
 
 
 # -- layouts ---------------------------------------------------------------------------------------------
@@ -331,8 +333,8 @@ def test_a_layout_is_drawn_with_all_that_is_said_of_it() -> None:
     cuts = ((), (), (), (), (Cut("cp", "zigzag"),), (Cut("tp"),))
     many = Layout(tuple(Dim(f"a long name {n}", cut) for n, cut in enumerate(cuts)))
     html = many._repr_html_()
-    told = Shown(html)
-    assert many.describe({"tp": 2, "cp": 2}).replace(" ", "") in "".join(told.pieces).replace(" ", "")
-    assert all(len(piece) <= 80 for piece in told.pieces), "no line is longer than the picture is wide"
-    assert told.tags["rect"] > 4
+    content = Shown(html)
+    assert many.describe({"tp": 2, "cp": 2}).replace(" ", "") in "".join(content.pieces).replace(" ", "")
+    assert all(len(piece) <= 80 for piece in content.pieces), "no line is longer than the picture is wide"
+    assert content.tags["rect"] > 4
     assert Shown(replicated("s", "b")._repr_html_()).tags["rect"] == 1

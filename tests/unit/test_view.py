@@ -106,15 +106,15 @@ def test_layers_that_differ_are_shown_apart() -> None:
 def test_hooks_are_told_where_they_stand() -> None:
     steer, read = TreeHook("edits", "scale(2.0)", ("steer",)), TreeHook("reads", active=False)
     everywhere = {s.name: [read] for s in model() if s.name.endswith(":input")}
-    told = shown(
+    content = shown(
         fold_layers(
             build_tree(model(), SIZES, {"decoder.layers.2.mlp.linear_fc1:output": [steer], **everywhere})
         )
     )
-    assert "● :output" in told
-    assert_names(told, "scale(2.0) [steer] at 2")
-    assert "◌ :input" in told
-    assert "reads, off" in told
+    assert "● :output" in content
+    assert_names(content, "scale(2.0) [steer] at 2")
+    assert "◌ :input" in content
+    assert "reads, off" in content
 
 
 @pytest.mark.parametrize("width", [60, 100])
@@ -138,9 +138,9 @@ def test_a_terminal_of_ascii_gets_ascii() -> None:
 
 def test_markup_in_a_name_stays_text() -> None:
     site = Site("[red]x[/red]:output", STREAM, ("s", "b", 8), hidden="[bold]no")
-    told = shown(build_tree([site], SIZES))
-    assert "[red]x[/red]" in told
-    assert "[bold]no" in told
+    content = shown(build_tree([site], SIZES))
+    assert "[red]x[/red]" in content
+    assert "[bold]no" in content
 
 
 def test_a_stage_without_sites_is_refused() -> None:
@@ -150,8 +150,8 @@ def test_a_stage_without_sites_is_refused() -> None:
 
 
 def test_plain_values_have_all_of_it() -> None:
-    told = build_tree(model(2), SIZES, {"loss:output": [TreeHook("reads", groups=("a",))]}).to_json()
-    (loss,) = [c for c in told["children"] if c["label"] == "loss"]
+    content = build_tree(model(2), SIZES, {"loss:output": [TreeHook("reads", groups=("a",))]}).to_json()
+    (loss,) = [c for c in content["children"] if c["label"] == "loss"]
     assert loss["places"] == [
         {
             "point": "output",

@@ -154,8 +154,7 @@ class _DispatchWatch:
         attributes = vars(layer)
         if attributes.get("_flex_watch") is None:  # a copy of a watched layer has None
             attributes["_flex_watch"] = _DispatchWatch(layer)
-        # a module's `__dict__` holds anything; this key is set above alone
-        return attributes["_flex_watch"]  # type: ignore[no-any-return]
+        return attributes["_flex_watch"]  # type: ignore[no-any-return]  # set above alone; vars() are of any type
 
     def add(self, stream: Layout, mesh: Mesh, notify: Notify | None = None) -> Undo:
         """Keep watching for a tap of tokens with the layout `stream`, and notify it of each dispatch."""

@@ -1,4 +1,4 @@
-"""The data of the page: what dumps and statistics have, within bounds; damage is told, the rest is shown."""
+"""The data of the page: what dumps and statistics have, within bounds; damage is reported."""
 
 from __future__ import annotations
 
@@ -69,29 +69,31 @@ def unpacked(packed: dict[str, Any]) -> np.ndarray:
 class Shown:
     """A source as the page's script reads it, after a way through strict JSON."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.told = json.loads(json.dumps(told, allow_nan=False))
-        self.names: list[str] = self.told["names"]
-        self.iterations: list[int] = self.told["iterations"]
-        self.notes = [n["text"] for n in self.told["notes"]]
-        self.damage = [n["text"] for n in self.told["notes"] if n["kind"] == "damage"]
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = json.loads(json.dumps(content, allow_nan=False))
+        self.names: list[str] = self.content["names"]
+        self.iterations: list[int] = self.content["iterations"]
+        self.notes = [n["text"] for n in self.content["notes"]]
+        self.damage = [n["text"] for n in self.content["notes"] if n["kind"] == "damage"]
 
     def state(self, iteration: int, name: str) -> int:
-        return self.told["state"][self._at(iteration, name)]
+        return self.content["state"][self._at(iteration, name)]
 
     def measure(self, which: str, iteration: int, name: str) -> float:
-        value = self.told["measures"][which][self._at(iteration, name)]
+        value = self.content["measures"][which][self._at(iteration, name)]
         return 0.0 if value is None else value
 
     def trouble(self, iteration: int, name: str) -> str:
         at = self.iterations.index(iteration)
         texts = [
-            self.told["texts"][k] for t, i, k in self.told["troubles"] if (self.names[t], i) == (name, at)
+            self.content["texts"][k]
+            for t, i, k in self.content["troubles"]
+            if (self.names[t], i) == (name, at)
         ]
         return texts[0] if texts else ""
 
     def heat(self, iteration: int, name: str) -> dict[str, Any] | None:
-        several = self.told["heats"].get(str(self.names.index(name)), [])
+        several = self.content["heats"].get(str(self.names.index(name)), [])
         return next((h for h in several if h["at"] == self.iterations.index(iteration)), None)
 
     def _at(self, iteration: int, name: str) -> int:
@@ -113,7 +115,7 @@ def part(dump: Path, iteration: int, rank: int, run: int = 0) -> Path:
 def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
     found = Shown(dump_source(dump, NAMES))
     assert found.names == [FIRST, FIRST + ".grad", SECOND]
-    assert (found.told["kinds"], found.told["sites"]) == ([0, 1, 0], [0, 0, 2])
+    assert (found.content["kinds"], found.content["sites"]) == ([0, 1, 0], [0, 0, 2])
     assert (found.iterations, found.notes) == ([0, 10, 20], [])
     with mf.open_dump(dump) as opened:
         for name in found.names:
@@ -132,7 +134,7 @@ def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
 
 def test_histograms_hold_all_values(dump: Path) -> None:
     found = Shown(dump_source(dump, NAMES))
-    histogram = found.told["histograms"]["0"]
+    histogram = found.content["histograms"]["0"]
     with mf.open_dump(dump) as opened:
         values = opened[FIRST].torch()
     assert histogram["at"] == [0, 1, 2]
@@ -148,7 +150,7 @@ def test_what_is_nearest_to_zero_is_in_one_bin(tmp_path: Path) -> None:
     value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 1), 1e-9), torch.zeros(1, 1, 8, 9)], -1)
     for name, given in (("signed", value), ("magnitudes", value.abs()), ("zeros", 0 * value)):
         dumps.write(tmp_path / name, {FIRST: Given(given)})
-        histogram = Shown(dump_source(tmp_path / name, [FIRST])).told["histograms"]["0"]
+        histogram = Shown(dump_source(tmp_path / name, [FIRST])).content["histograms"]["0"]
         (counts,), edges = histogram["counts"], histogram["edges"]
         assert len(edges) == len(counts) + 1
         assert sum(counts) == value.numel()
@@ -170,7 +172,7 @@ def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
     }
     dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
     found = Shown(dump_source(tmp_path / "d", NAMES))
-    assert found.told["kinds"] == [0, 1, 0, 2, 3, 2]
+    assert found.content["kinds"] == [0, 1, 0, 2, 3, 2]
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     for tensor, given in ((name, parameters[name].value), (name + ".grad", parameters[name].gradient)):
         assert given is not None
@@ -202,12 +204,12 @@ def test_attention_patterns_are_those_of_the_dump(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", {name: Given(probs, SCORES)}, mesh={"tp": 2})
     with mf.open_dump(tmp_path / "d") as opened:
         assert opened[name].dims[:3] == ("iteration", "sample", "token")
-    (one,) = Shown(dump_source(tmp_path / "d", [name])).told["attention"]
+    (one,) = Shown(dump_source(tmp_path / "d", [name])).content["attention"]
     assert (one["layer"], one["shape"], one["of"]) == (3, [4, 8, 8], [1, 1])
     error = np.abs(unpacked(one) - probs[0, 0].transpose(0, 1).numpy())
     assert error.max() <= (one["hi"] - one["lo"]) / 504 * 1.001
     few = Shown(dump_source(tmp_path / "d", [name], bounds=PageBounds(side=4)))
-    assert few.told["attention"][0]["shape"] == [4, 4, 4]
+    assert few.content["attention"][0]["shape"] == [4, 4, 4]
     assert any_names(few.notes, 4)
 
 
@@ -218,11 +220,11 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
     }
     dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
     manifest = tmp_path / "d" / "run-0000" / "manifest.json"
-    told = json.loads(manifest.read_text())
-    told["model"] = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
-    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
+    content = json.loads(manifest.read_text())
+    content["model"] = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
+    manifest.write_bytes(dumps.sealed_again(json.dumps(content).encode()))
     found = Shown(dump_source(tmp_path / "d", NAMES, bounds=PageBounds(tokens=5, top=3)))
-    lens = found.told["lens"]
+    lens = found.content["lens"]
     assert (lens["at"], lens["layers"], lens["tokens"]) == (1, [1, 2], list(range(5)))
     whole = figures.logit_lens(tmp_path / "d", 1, top=3)
     assert lens["ids"] == whole.ids[:, :5].tolist()
@@ -244,7 +246,7 @@ def test_iterations_tensors_and_heat_maps_stay_within_bounds(dump: Path) -> None
     bounds = PageBounds(tensors=2, iterations=2, heats=2 * 32 * 32)
     found = Shown(dump_source(dump, NAMES, bounds=bounds))
     assert (found.iterations, found.names) == ([0, 20], [FIRST, SECOND])
-    assert [len(several) for several in found.told["heats"].values()] == [1, 1]
+    assert [len(several) for several in found.content["heats"].values()] == [1, 1]
     assert sum(any_names([note], "2 of 3") for note in found.notes) == 2, "iterations and tensors"
     assert any_names(found.notes, 20), "the iteration of the heat maps"
 
@@ -266,7 +268,7 @@ def test_no_more_values_are_read_than_allowed(tmp_path: Path) -> None:
     value = random(1, 8, 64, 64)
     dumps.write(tmp_path / "d", {FIRST: Given(value)})
     found = Shown(dump_source(tmp_path / "d", [FIRST], bounds=PageBounds(values=1 << 12)))
-    assert sum(found.told["histograms"]["0"]["counts"][0]) == 1 << 12
+    assert sum(found.content["histograms"]["0"]["counts"][0]) == 1 << 12
     assert found.measure("rms", 0, FIRST) == pytest.approx(rms(value[0, 0]))
     assert any_names(found.notes, "1 of 1")
 
@@ -389,7 +391,7 @@ def test_samples_of_a_replica_that_is_gone_are_left_out(tmp_path: Path) -> None:
     found = Shown(dump_source(tmp_path / "d", NAMES))
     assert found.state(0, FIRST) == PARTLY
     assert_names(found.trouble(0, FIRST), FIRST)
-    assert sum(found.told["histograms"]["0"]["counts"][0]) == 2 * 8 * 16
+    assert sum(found.content["histograms"]["0"]["counts"][0]) == 2 * 8 * 16
     heat = found.heat(0, FIRST)
     assert heat is not None
     assert np.abs(unpacked(heat) - value[0, 0].numpy()).max() <= (heat["hi"] - heat["lo"]) / 500
@@ -410,7 +412,7 @@ def test_a_manifest_that_cannot_be_read_of_one_of_two_runs(dump: Path, text: str
 def test_no_manifest_at_all_still_says_so(dump: Path) -> None:
     (dump / "run-0000" / "manifest.json").unlink()
     found = Shown(dump_source(dump, NAMES, label="B"))
-    assert (found.names, found.iterations, found.told["label"]) == ([], [], "B")
+    assert (found.names, found.iterations, found.content["label"]) == ([], [], "B")
     assert found.damage
 
 
@@ -483,8 +485,8 @@ def test_statistics_show_numbers_and_say_what_they_lack(tmp_path: Path) -> None:
             if iteration in found.iterations and math.isfinite(series.rms[at]):
                 assert found.measure("rms", iteration, name) == pytest.approx(series.rms[at])
     assert found.damage
-    assert "mf.Dump" in found.told["lacks"]["attention"]
-    assert found.told["heats"] == {}
+    assert "mf.Dump" in found.content["lacks"]["attention"]
+    assert found.content["heats"] == {}
 
 
 def compared(*rows: tuple[str, int, float, float]) -> Any:
