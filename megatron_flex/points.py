@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 ATTRIBUTE = "flex_points"
 
-Fire = Callable[..., Tensor]  # called with the local tensor, and the call's details by keyword
+PointCallback = Callable[..., Tensor]  # called with the local tensor, and the call's details by keyword
 
 
 class Points:
@@ -47,7 +47,7 @@ class HookedPoints(Points):
 
     def __init__(self, declared: Points) -> None:
         super().__init__(*declared.names)
-        self.fires: dict[str, list[Fire]] = {}
+        self.callbacks: dict[str, list[PointCallback]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module, or one from a pickle, has no hooks."""
@@ -55,15 +55,15 @@ class HookedPoints(Points):
 
     def stands(self, name: str) -> bool:
         """Whether a hook is registered at a point."""
-        return name in self.fires
+        return name in self.callbacks
 
     def __call__(self, name: str, local: Tensor, **details: Any) -> Tensor:
         """Run the hooks of a point on the local tensor.
 
         An edit gathers, edits and scatters; a read keeps the local tensor.
         """
-        for fire in self.fires.get(name, ()):
-            local = fire(local, **details)
+        for callback in self.callbacks.get(name, ()):
+            local = callback(local, **details)
         return local
 
 
@@ -99,8 +99,8 @@ def declares(module: nn.Module, name: str) -> bool:
     return isinstance(declared, Points) and name in declared.names
 
 
-def install(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
-    """Let a point of a module call `fire`, until the returned function is called.
+def install(module: nn.Module, name: str, callback: PointCallback) -> Callable[[], None]:
+    """Let a point of a module call `callback`, until the returned function is called.
 
     When the last one is removed, the attribute is deleted from the module.
     """
@@ -108,16 +108,16 @@ def install(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
     hooked = attributes.get(ATTRIBUTE)
     if not isinstance(hooked, HookedPoints):  # none, or the one that a copied module shares with its original
         hooked = attributes[ATTRIBUTE] = HookedPoints(getattr(type(module), ATTRIBUTE))
-    hooked.fires.setdefault(name, []).append(fire)
+    hooked.callbacks.setdefault(name, []).append(callback)
 
     def undo() -> None:
-        fires = hooked.fires.get(name, [])
-        if fire not in fires:
+        callbacks = hooked.callbacks.get(name, [])
+        if callback not in callbacks:
             return
-        fires.remove(fire)
-        if not fires:
-            del hooked.fires[name]
-        if not hooked.fires:
+        callbacks.remove(callback)
+        if not callbacks:
+            del hooked.callbacks[name]
+        if not hooked.callbacks:
             del attributes[ATTRIBUTE]
 
     return undo

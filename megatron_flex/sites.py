@@ -37,11 +37,11 @@ Undo = Callable[[], None]
 
 
 def ignore_absent(_: int) -> None:
-    """The `absent` of a `Fire` that reports nothing."""
+    """The `absent` of `TapCallbacks` that report nothing."""
 
 
-class Fire(NamedTuple):
-    """What a tap calls. A tap that changes what hooks get passes on another one, made by `_replace`.
+class TapCallbacks(NamedTuple):
+    """What a tap calls. A tap that changes what hooks get passes on others, made by `_replace`.
 
     Attributes:
         run: runs the hooks on a local tensor, and returns the tensor to continue with, usually the same. Its
@@ -62,8 +62,9 @@ class Tap:
     """Access to one tensor in a framework's forward path: a function, and what it is called with.
 
     Attributes:
-        function: installs a `Fire` and returns what removes it and restores every attribute; called with the
-            module, the `Fire` and the arguments, and with `leaf=index` for another tensor of the same call.
+        function: installs `TapCallbacks` and returns what removes them and restores every attribute; called
+            with the module, the `TapCallbacks` and the arguments, and with `leaf=index` for another tensor of
+            the same call.
         module: the module in whose call the tensor passes; None if there is none.
         arguments: the further arguments. Those of a function around another tap begin with that tap.
         index: the index of the tensor among those of the call, counted depth first; a negative index counts
@@ -78,11 +79,11 @@ class Tap:
     index: int = 0
     uses: Callable[[int], Any] | None = None
 
-    def install(self, fire: Fire) -> Undo:
-        """Install `fire`; the returned function removes it and restores every attribute."""
+    def install(self, callbacks: TapCallbacks) -> Undo:
+        """Install the callbacks; the returned function removes them and restores every attribute."""
         if self.index:
-            return self.function(self.module, fire, *self.arguments, leaf=self.index)
-        return self.function(self.module, fire, *self.arguments)
+            return self.function(self.module, callbacks, *self.arguments, leaf=self.index)
+        return self.function(self.module, callbacks, *self.arguments)
 
     def leaf(self, index: int) -> Tap:
         """The tap for another tensor of the same call."""

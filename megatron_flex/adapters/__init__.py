@@ -33,7 +33,7 @@ from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredPar
 from megatron_flex.adapters.pipelining import list_model_chunks
 from megatron_flex.adapters.pytorch import make_mesh
 from megatron_flex.adapters.taps import any_input, any_output, intercept
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import Tap, TapCallbacks
 
 __all__ = [
     "FULL",
@@ -41,7 +41,6 @@ __all__ = [
     "Architecture",
     "Detection",
     "Finder",
-    "Fire",
     "FrameworkMatch",
     "Listener",
     "LocalGradient",
@@ -57,6 +56,7 @@ __all__ = [
     "Spread",
     "StoredParameter",
     "Tap",
+    "TapCallbacks",
     "Undo",
     "UnknownLayout",
     "any_input",

@@ -31,7 +31,7 @@ from megatron_flex.adapters.taps import intercept, upstream_function
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import Tap, TapCallbacks
 
 COLUMN, ROW, VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, VOCABULARY)
@@ -123,7 +123,7 @@ def apex_mesh() -> Mesh:
 class ApexRules:
     """The rules of apex's parallel layers, and of norms on a sharded sequence."""
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of one module."""
         if is_apex(module, COLUMN, ROW):
             rule = _column_rule(module) if is_apex(module, COLUMN) else _row_rule(module)
@@ -201,7 +201,7 @@ def _parameter_layout(module: Any, name: str, cut: int | None) -> Layout:
     )
 
 
-def apex_gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
+def apex_gemm(module: nn.Module, callbacks: TapCallbacks, before: bool) -> Undo:
     """Around the function with the GEMM that a parallel linear calls with keywords.
 
     Args:
@@ -212,9 +212,9 @@ def apex_gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
 
     def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if not before:
-            return cast(Tensor, fire.run(gemm(*args, **kwargs)))
+            return cast(Tensor, callbacks.run(gemm(*args, **kwargs)))
         kwargs = _with_gathered_input(kwargs)
-        kwargs["input"] = fire.run(kwargs["input"])
+        kwargs["input"] = callbacks.run(kwargs["input"])
         return gemm(*args, **kwargs)
 
     return intercept(module, "_forward_impl", around)

@@ -127,7 +127,7 @@ class ApexSchedule:
         exchange = listener.hooked() and self.mesh["pp"].size > 1 and self.layouts.due(stage)
         if exchange:
             self.layouts.receive(stage)
-        propagator = self.layouts.followers.get(stage)
+        propagator = self.layouts.propagators.get(stage)
         if propagator is not None:
             propagator.handed = _received(args[3])
         try:

@@ -29,7 +29,7 @@ from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.taps import add_hook, any_input
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import Tap, TapCallbacks
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,14 @@ NAME = "PyTorch tensor parallel"
 # -- taps ----------------------------------------------------------------------------------------------
 
 
-def local_tensors(module: Any, fire: Fire, tap: Tap, mesh: Mesh, opened: list[bool], leaf: int = 0) -> Undo:
+def local_tensors(
+    module: Any, callbacks: TapCallbacks, tap: Tap, mesh: Mesh, opened: list[bool], leaf: int = 0
+) -> Undo:
     """A tap whose hooks get the local tensor of a DTensor.
 
     Args:
         module: the module of the tap.
-        fire: runs the hooks.
+        callbacks: runs the hooks.
         tap: the wrapped tap.
         mesh: the axes of the run.
         opened: not empty while hooks run on the local tensor of a DTensor.
@@ -131,7 +133,7 @@ def local_tensors(module: Any, fire: Fire, tap: Tap, mesh: Mesh, opened: list[bo
 
     def run_unknown(tensor: Any, why: str) -> Tensor:
         """Run the hooks on a local tensor, or on a DTensor whose placements have no rule."""
-        unknown = fire.unknown
+        unknown = callbacks.unknown
         if unknown is None:
             return cast(Tensor, tensor)
         style = None if module is None else next((s for s in parallel_styles_of(module) if not s.known), None)
@@ -144,18 +146,18 @@ def local_tensors(module: Any, fire: Fire, tap: Tap, mesh: Mesh, opened: list[bo
     def run(tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
         if not isinstance(tensor, DTensor):
             local = _wait_for(tensor)
-            new: Tensor = fire.run(local, layout, route)
+            new: Tensor = callbacks.run(local, layout, route)
             return tensor if new is local else new
         spread = spread_of_placements(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
         if isinstance(spread, UnknownLayout):
             return run_unknown(tensor, spread.why)
         layout = spread.layout(tensor.ndim)
-        return open_tensor(tensor, lambda local: cast(Tensor, fire.run(local, layout, route)))
+        return open_tensor(tensor, lambda local: cast(Tensor, callbacks.run(local, layout, route)))
 
     def unknown_to_propagation(tensor: Tensor, why: str) -> Tensor:
         return run(tensor) if isinstance(tensor, DTensor) else run_unknown(tensor, why)
 
-    return tap.leaf(leaf).install(Fire(run, fire.absent, unknown_to_propagation))
+    return tap.leaf(leaf).install(TapCallbacks(run, callbacks.absent, unknown_to_propagation))
 
 
 def open_dtensors(tap: Tap, mesh: Mesh) -> Tap:
@@ -192,11 +194,11 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     return rebuilt
 
 
-def forward_output(module: nn.Module, fire: Fire) -> Undo:
+def forward_output(module: nn.Module, callbacks: TapCallbacks) -> Undo:
     """The result of a module's forward, before the hooks of its parallel style convert it."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        new = fire.run(output)
+        new = callbacks.run(output)
         return None if new is output else new
 
     return add_hook(module, hook, prepend=True)
@@ -211,7 +213,7 @@ class StyleRules:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """The layouts that a module's styles declare."""
         hf_style = huggingface.transformers_style_of(module)
         if hf_style is not None:

@@ -189,7 +189,7 @@ class FairscaleRules:
     does not store a layer's stride, and uses it only to initialize.
     """
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of one module."""
         layer: Any = module
         if is_fairscale(module, COLUMN):

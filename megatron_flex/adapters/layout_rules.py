@@ -144,7 +144,7 @@ class Rule:
 class Rules(Protocol):
     """One framework's rules."""
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of a module; None if it is not the framework's.
 
         A rule covers the inside of its module; between modules with rules, layouts are propagated. Rules may
@@ -157,6 +157,6 @@ class Rules(Protocol):
 class NoRules:
     """Plain modules: their layouts follow from the user's declarations."""
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """Nothing."""
         return None

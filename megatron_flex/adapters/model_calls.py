@@ -19,7 +19,7 @@ from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import Tap, TapCallbacks
 
 COMPILED_ATTRIBUTE = "_orig_mod"  # torch.compile's attribute for the wrapped module
 
@@ -131,10 +131,14 @@ def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
 
 
 def uncompiled(
-    _: Any, fire: Fire, tap: Tap, regions: tuple[CompiledRegion | CompiledCaller, ...], leaf: int = 0
+    _: Any,
+    callbacks: TapCallbacks,
+    tap: Tap,
+    regions: tuple[CompiledRegion | CompiledCaller, ...],
+    leaf: int = 0,
 ) -> Undo:
     """A tap in compiled parts of a model, which run uncompiled until it is removed."""
-    undo = tap.leaf(leaf).install(fire)
+    undo = tap.leaf(leaf).install(callbacks)
     for region in regions:
         region.enter()
 

@@ -36,7 +36,7 @@ from megatron_flex.adapters.module_names import ROOT, further_names, has_forward
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.adapters.parameter_storage import ModuleParameters
-from megatron_flex.adapters.taps import any_input, any_output, join_undos, untraced, with_layouts
+from megatron_flex.adapters.taps import any_input, any_output, join_undos, outside_propagation, with_layouts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, full_shape
@@ -75,15 +75,15 @@ class ModuleAdapter(Adapter):
         self._named = list(named_modules(self.root))
         self._aliases = further_names(self.root)
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
-        self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
+        self._known = {m: r for n, m in self._named if (r := self.rules.find_rule(n, m)) is not None}
         self.storage: ModuleParameters = storage or ModuleParameters(self.root)
         self.runner: ModelRunner = runner or UserLoop(chunk, mesh)
         self._compiled = compiled_regions(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.has_activations}
-        self.follower = _make_propagator(self.root, placing, mesh) if follow else None
-        self._names = self.follower
-        if self.follower is None and find_named_models(self.root):
+        self.propagator = _make_propagator(self.root, placing, mesh) if follow else None
+        self._names = self.propagator
+        if self.propagator is None and find_named_models(self.root):
             self._names = _make_propagator(self.root, {}, mesh, self._compiled)
         # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
         owned = (f"{n}.{key}" for n, m in self._named if m in placing for key in m._parameters)
@@ -145,7 +145,7 @@ class ModuleAdapter(Adapter):
 
     def _uncompiled(self, tap: Tap | None, module: nn.Module) -> Tap | None:
         """The tap adapted to compiled parts; to propagate a layout, all of them run uncompiled."""
-        around = [r for r in self._compiled if self.follower is not None or r.holds(module)]
+        around = [r for r in self._compiled if self.propagator is not None or r.holds(module)]
         return tap.around(uncompiled, tuple(around)) if around and tap is not None else tap
 
     def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
@@ -159,10 +159,10 @@ class ModuleAdapter(Adapter):
     def _site(
         self, name: str, tap: Tap, rule: Rule, spreads: tuple[Spread | None, ...], gets: nn.Module | None
     ) -> Site:
-        if self.follower is not None:
-            tap = self.follower.tap(name, tap, spreads, gets)
+        if self.propagator is not None:
+            tap = self.propagator.tap(name, tap, spreads, gets)
         elif self._names is not None:
-            tap = tap.around(untraced, self._names)
+            tap = tap.around(outside_propagation, self._names)
         return self._bare(name, tap, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
@@ -171,7 +171,7 @@ class ModuleAdapter(Adapter):
         return tap if opened is None else cast(Tap, opened(tap))
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
-        follows = self.follower is not None
+        follows = self.propagator is not None
         stage, opened = self.mesh["pp"].coord, self._opened(tap)
         site = Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, propagated=follows)
         if self._names is None or not self._names.named:
@@ -188,10 +188,10 @@ class ModuleAdapter(Adapter):
             declared_layout = stored.layout or layouts.get(stored.name)
             layout = declared_layout or Layout(tuple(Dim() for _ in stored.shape))
             shape = full_shape(layout, stored.shape, self.mesh.sizes)
-            declared = declared_layout is None and self.follower is None  # by the user, or not at all
+            declared = declared_layout is None and self.propagator is None  # by the user, or not at all
             site = ParameterSite(stored.name, layout, shape, stored.parameter, stage, inferred=declared)
             site = replace(site, hidden=stored.hidden, local=stored.shape, sharded=stored.sharded)
-            out.append(replace(site, gradient_layout_source=self._followed(stored.name)))
+            out.append(replace(site, gradient_layout_source=self._find_propagated(stored.name)))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -213,7 +213,7 @@ class ModuleAdapter(Adapter):
                 f"{name}.{key}" if name else key,
                 buffer,
                 self.mesh,
-                inferred=self.follower is None,
+                inferred=self.propagator is None,
             )
             for name, module in self._named
             if not isinstance(module, _NormBase) or isinstance(module, nn.SyncBatchNorm)
@@ -225,25 +225,25 @@ class ModuleAdapter(Adapter):
         """Those of all modules."""
         return list_buffer_owners(self._named)
 
-    def _followed(self, name: str) -> PropagatedParameter | None:
+    def _find_propagated(self, name: str) -> PropagatedParameter | None:
         """Determines the layout of a parameter's gradient, if neither a layout nor a module declares it."""
-        if self.follower is None or name in self._gradient_layout_known:
+        if self.propagator is None or name in self._gradient_layout_known:
             return None
         from megatron_flex.adapters.propagation import PropagatedParameter
 
-        return PropagatedParameter(self.follower, name)
+        return PropagatedParameter(self.propagator, name)
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """For a parameter between parallel modules: the result of tracing a call."""
-        if self.follower is None or name in self._gradient_layout_known or name in self._summed:
+        if self.propagator is None or name in self._gradient_layout_known or name in self._summed:
             return ()
-        return self.follower.shared.get(name, ()) if self.follower.calls else None
+        return self.propagator.shared.get(name, ()) if self.propagator.calls else None
 
     def watch(self, listener: Listener) -> Undo:
         """Report steps and calls, and propagate layouts in them."""
         undos = [*(region.watch() for region in self._compiled), self.runner.watch(listener)]
-        if self.follower is not None:
-            undos.append(self.follower.watch())
+        if self.propagator is not None:
+            undos.append(self.propagator.watch())
         return join_undos(undos[::-1])
 
 

@@ -31,7 +31,7 @@ from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_dis
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.collectives import agreement_seconds, await_value, store_value
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Site, Tap
+from megatron_flex.sites import Site, Tap, TapCallbacks
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.propagation import LayoutPropagator
@@ -48,14 +48,14 @@ class StageLayouts:
         mesh: the axes of the run.
 
     Attributes:
-        followers: the layout propagator of each stage on this rank, by its number in the pipeline.
+        propagators: the layout propagator of each stage on this rank, by its number in the pipeline.
     """
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of watchers over the same pipelines
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.followers: dict[int, LayoutPropagator | None] = {}
+        self.propagators: dict[int, LayoutPropagator | None] = {}
         self._sent: set[int] = set()  # the stages that have sent their layout to the next one
         self._watches = 0
 
@@ -71,20 +71,20 @@ class StageLayouts:
 
     def receive(self, stage: int) -> None:
         """Receive the layout of a stage's input from the stage before; waits until that stage has run."""
-        follower = self.followers[stage]
-        if follower is None:
+        propagator = self.propagators[stage]
+        if propagator is None:
             return
         if stage > 0:
             spreads = await_value(self._key(stage - 1), agreement_seconds())
-            follower.entering = [spread_from_json(spread) for spread in spreads]
-        follower.left = None
+            propagator.entering = [spread_from_json(spread) for spread in spreads]
+        propagator.left = None
 
     def send(self, stage: int) -> None:
         """Send the layout of a stage's output to the next stage."""
         self._sent.add(stage)
-        follower = self.followers[stage]
+        propagator = self.propagators[stage]
         if any(self.mesh[axis].size > 1 for axis in ("tp", "cp")):
-            spreads = [UNKNOWN_STAGE] if follower is None else follower.left or []
+            spreads = [UNKNOWN_STAGE] if propagator is None else propagator.left or []
             store_value(self._key(stage), [spread_to_json(spread) for spread in spreads])
 
     def _key(self, stage: int) -> str:
@@ -127,21 +127,21 @@ class UnscheduledCalls:
             self.listener.call_ends(failed)
 
 
-def scheduled_call(_: Any, fire: Fire, tap: Tap, schedule: StageSchedule, leaf: int = 0) -> Undo:
+def scheduled_call(_: Any, callbacks: TapCallbacks, tap: Tap, schedule: StageSchedule, leaf: int = 0) -> Undo:
     """A tap that is silent while a schedule runs its stages to infer shapes."""
-    unknown = fire.unknown
+    unknown = callbacks.unknown
 
     def run(local: Tensor, *args: Any) -> Tensor:
-        return local if schedule.trying else fire.run(local, *args)
+        return local if schedule.trying else callbacks.run(local, *args)
 
     def absent(count: int) -> None:
         if not schedule.trying:
-            fire.absent(count)
+            callbacks.absent(count)
 
     def run_unknown(local: Tensor, why: str) -> Tensor:
         return local if schedule.trying or unknown is None else unknown(local, why)
 
-    return tap.leaf(leaf).install(Fire(run, absent, unknown and run_unknown))
+    return tap.leaf(leaf).install(TapCallbacks(run, absent, unknown and run_unknown))
 
 
 class StageParameters:
@@ -221,7 +221,7 @@ class PipelineAdapter(Adapter):
         self.logits = f"stage{count - 1}:output"
         self._turns, self.runner = turns, runner
         for stage, part in zip(stages, parts, strict=True):
-            runner.layouts.followers[stage] = part.follower
+            runner.layouts.propagators[stage] = part.propagator
             part.rename(f"stage{stage}")
             part.runner = SilentRunner()
             if isinstance(part.storage, DDPParameters):

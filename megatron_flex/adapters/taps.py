@@ -1,9 +1,9 @@
 """Taps for any framework: the tensors in the inputs and outputs of a module, a method or a function.
 
-A tap is a function: called with a module and a `Fire`, it registers a callback at the hook point and returns
-what removes the callback. `Tap` holds the function with its arguments. Copying or pickling a module copies
-its hooks too, but the hooks of a session belong to the original module only: in a copy or an unpickled module
-they do nothing.
+A tap is a function: called with a module and `TapCallbacks`, it lets the hook point call them and returns
+what removes them. `Tap` holds the function with its arguments. Copying or pickling a module copies its hooks
+too, but the hooks of a session belong to the original module only: in a copy or an unpickled module they do
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flex.adapters.adapter_base import leaf as find_leaf
 from megatron_flex.adapters.layout_rules import SpreadFunction, SpreadOrUnknown, UnknownLayout
 from megatron_flex.adapters.tensor_trees import resolve_index, tensors, with_tensor
 from megatron_flex.layout import Layout
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import Tap, TapCallbacks
 
 if TYPE_CHECKING:
     from megatron_flex.adapters.propagation.layout_propagation import LayoutPropagator
@@ -61,34 +61,34 @@ def add_hook(module: nn.Module, hook: Callable[..., Any], *, pre: bool = False, 
     return add(_SessionHook(hook), **options).remove
 
 
-def any_output(module: nn.Module, fire: Fire, leaf: int = 0) -> Undo:
+def any_output(module: nn.Module, callbacks: TapCallbacks, leaf: int = 0) -> Undo:
     """A tensor in the output of a module; in a patched class, before its forward returns."""
     if leaf == 0 and points.declares(module, "output"):
-        return points.install(module, "output", lambda local, **_: fire.run(local))
+        return points.install(module, "output", lambda local, **_: callbacks.run(local))
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return _run_at(output, leaf, fire)
+        return _run_at(output, leaf, callbacks)
 
     return add_hook(module, hook)
 
 
-def any_input(module: nn.Module, fire: Fire, leaf: int = 0) -> Undo:
+def any_input(module: nn.Module, callbacks: TapCallbacks, leaf: int = 0) -> Undo:
     """A tensor in the input of a module: positional arguments first, then keyword arguments in call order."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _run_at((args, kwargs), leaf, fire)
+        return _run_at((args, kwargs), leaf, callbacks)
 
     return add_hook(module, hook, pre=True, with_kwargs=True)
 
 
-def _run_at(tree: Any, index: int, fire: Fire) -> Any:
+def _run_at(tree: Any, index: int, callbacks: TapCallbacks) -> Any:
     """Run the hooks on one tensor of a tree and return the changed tree; None if the tensor is unchanged."""
     leaves: list[Tensor] = tensors(tree)
     at = resolve_index(index, len(leaves))
     if at is None:
-        fire.absent(len(leaves))
+        callbacks.absent(len(leaves))
         return None
-    new = fire.run(leaves[at])
+    new = callbacks.run(leaves[at])
     return None if new is leaves[at] else with_tensor(tree, at, new)
 
 
@@ -96,7 +96,12 @@ def _run_at(tree: Any, index: int, fire: Fire) -> Any:
 
 
 def with_layouts(
-    _: Any, fire: Fire, tap: Tap, spread_of: SpreadFunction, passed: Passed | None = None, leaf: int = 0
+    _: Any,
+    callbacks: TapCallbacks,
+    tap: Tap,
+    spread_of: SpreadFunction,
+    passed: Passed | None = None,
+    leaf: int = 0,
 ) -> Undo:
     """The tap of a tensor without a declared layout: `spread_of` tells it.
 
@@ -105,7 +110,7 @@ def with_layouts(
         spread_of: returns the sharding of a local tensor.
         passed: called when hooks have run, with their tensor, the tensor they return, and its sharding.
     """
-    run, unknown = fire.run, fire.unknown
+    run, unknown = callbacks.run, callbacks.unknown
 
     def run_with_layout(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
         spread = spread_of(local)
@@ -122,16 +127,18 @@ def with_layouts(
                 passed(local, new, spread)
         return new
 
-    return tap.leaf(leaf).install(Fire(run_with_layout, fire.absent))
+    return tap.leaf(leaf).install(TapCallbacks(run_with_layout, callbacks.absent))
 
 
-def untraced(_: Any, fire: Fire, tap: Tap, tracer: LayoutPropagator, leaf: int = 0) -> Undo:
+def outside_propagation(
+    _: Any, callbacks: TapCallbacks, tap: Tap, propagator: LayoutPropagator, leaf: int = 0
+) -> Undo:
     """The tap of a declared layout in a model whose other layouts are propagated."""
 
     def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        return tracer.outside(local, lambda: fire.run(local, layout, route))
+        return propagator.outside(local, lambda: callbacks.run(local, layout, route))
 
-    return tap.leaf(leaf).install(Fire(run, fire.absent))
+    return tap.leaf(leaf).install(TapCallbacks(run, callbacks.absent))
 
 
 # -- of modules, methods and functions ------------------------------------------------------------------
@@ -140,14 +147,16 @@ Around = Callable[..., Any]  # called with the original callable, followed by th
 Resolve = Callable[[dict[str, Any]], Layout | None]  # from a call's keywords to its layout, where that varies
 
 
-def module_input(module: nn.Module, fire: Fire, index: int = 0, keyword: str = "hidden_states") -> Undo:
+def module_input(
+    module: nn.Module, callbacks: TapCallbacks, index: int = 0, keyword: str = "hidden_states"
+) -> Undo:
     """An argument of a module's call.
 
     Args:
         index: the position of the argument, if the caller passes it by position.
         keyword: its name, if the caller passes it by keyword.
     """
-    run = fire.run
+    run = callbacks.run
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > index:
@@ -160,7 +169,12 @@ def module_input(module: nn.Module, fire: Fire, index: int = 0, keyword: str = "
 
 
 def module_output(
-    module: nn.Module, fire: Fire, index: int = 0, resolve: Resolve | None = None, *, leaf: int = 0
+    module: nn.Module,
+    callbacks: TapCallbacks,
+    index: int = 0,
+    resolve: Resolve | None = None,
+    *,
+    leaf: int = 0,
 ) -> Undo:
     """A module's output, or one element of a tuple output; in a patched class, before its forward returns.
 
@@ -170,8 +184,8 @@ def module_output(
         leaf: the index of another tensor of the output, counted depth first.
     """
     if leaf:
-        return any_output(module, fire, leaf)
-    run = fire.run
+        return any_output(module, callbacks, leaf)
+    run = callbacks.run
     if index == 0 and points.declares(module, "output"):
         return points.install(
             module,
@@ -200,33 +214,35 @@ def module_output(
     return add_hook(module, resolving_hook, with_kwargs=True)
 
 
-def source_point(module: nn.Module, fire: Fire, name: str) -> Undo:
+def source_point(module: nn.Module, callbacks: TapCallbacks, name: str) -> Undo:
     """A named point that the patched source of a module calls (see `megatron_flex.points`)."""
-    return points.install(module, name, lambda local, **_: fire.run(local))
+    return points.install(module, name, lambda local, **_: callbacks.run(local))
 
 
-def method_output(module: nn.Module, fire: Fire, method: str, index: int = 0) -> Undo:
+def method_output(module: nn.Module, callbacks: TapCallbacks, method: str, index: int = 0) -> Undo:
     """The return value of a method of this module only; `index` is the position in a tuple."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         tensor = find_leaf(output, index)
-        return output if tensor is None else with_leaf(output, index, fire.run(tensor))
+        return output if tensor is None else with_leaf(output, index, callbacks.run(tensor))
 
     return intercept(module, method, around)
 
 
-def method_input(module: nn.Module, fire: Fire, method: str, index: int = 0) -> Undo:
+def method_input(module: nn.Module, callbacks: TapCallbacks, method: str, index: int = 0) -> Undo:
     """A positional argument of a method of this module only; `index` is its position, without `self`."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensor = find_leaf(args, index)
-        return original(*(args if tensor is None else with_leaf(args, index, fire.run(tensor))), **kwargs)
+        return original(
+            *(args if tensor is None else with_leaf(args, index, callbacks.run(tensor))), **kwargs
+        )
 
     return intercept(module, method, around)
 
 
-def upstream_function(module: nn.Module, fire: Fire, file: str, name: str, before: bool) -> Undo:
+def upstream_function(module: nn.Module, callbacks: TapCallbacks, file: str, name: str, before: bool) -> Undo:
     """The argument or the result of a function that a module's forward calls by a global name.
 
     Args:
@@ -241,8 +257,8 @@ def upstream_function(module: nn.Module, fire: Fire, file: str, name: str, befor
         if not running:
             return original(tensor, *args, **kwargs)
         if before:
-            return original(fire.run(tensor), *args, **kwargs)
-        return fire.run(original(tensor, *args, **kwargs))
+            return original(callbacks.run(tensor), *args, **kwargs)
+        return callbacks.run(original(tensor, *args, **kwargs))
 
     return join_undos([runs_forward, intercept(import_module(file), name, call)])
 

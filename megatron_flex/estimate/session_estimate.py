@@ -111,7 +111,7 @@ def estimate_session(
     if sequences is None or isinstance(sequences, PackedSequences):
         pack = sequences
     else:
-        pack = PackedSequences.of(accumulate(sequences, initial=0))
+        pack = PackedSequences.from_ends(accumulate(sequences, initial=0))
     if pack is not None:
         lengths = _packed_lengths(pack, lengths, session.mesh["cp"].size)
     known = {name: length for name, length in lengths.items() if length is not None}

@@ -36,7 +36,7 @@ class PackedSequences:
 
     Examples:
         >>> from megatron_flex import PackedSequences
-        >>> pack = PackedSequences.of([0, 3, 7], padded=[0, 4, 8])
+        >>> pack = PackedSequences.from_ends([0, 3, 7], padded=[0, 4, 8])
         >>> pack.spans, pack.lengths
         (((0, 3), (4, 8)), (3, 4))
     """
@@ -47,7 +47,7 @@ class PackedSequences:
     _layouts: dict[Layout, Layout] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @staticmethod
-    def of(
+    def from_ends(
         ends: Iterable[int], padded: Iterable[int] | None = None, by_sequence: bool = True
     ) -> PackedSequences:
         """Make the description from cumulative lengths, as Megatron's `PackedSeqParams` has them.
@@ -66,7 +66,7 @@ class PackedSequences:
 
         Examples:
             >>> from megatron_flex import PackedSequences
-            >>> PackedSequences.of([0, 5, 16, 16]).lengths
+            >>> PackedSequences.from_ends([0, 5, 16, 16]).lengths
             (5, 11)
         """
         real = tuple(int(n) for n in ends)
@@ -100,7 +100,7 @@ class PackedSequences:
         Examples:
             >>> import torch
             >>> from megatron_flex import PackedSequences
-            >>> pack = PackedSequences.of([0, 3, 7], padded=[0, 4, 8])
+            >>> pack = PackedSequences.from_ends([0, 3, 7], padded=[0, 4, 8])
             >>> [tuple(t.shape) for t in pack.unpack(torch.zeros(8, 1, 32))]
             [(3, 1, 32), (4, 1, 32)]
         """
@@ -124,7 +124,7 @@ class PackedSequences:
 
         Examples:
             >>> from megatron_flex import PackedSequences
-            >>> sequence, position = PackedSequences.of([0, 2, 5], padded=[0, 3, 6]).positions()
+            >>> sequence, position = PackedSequences.from_ends([0, 2, 5], padded=[0, 3, 6]).positions()
             >>> sequence.tolist(), position.tolist()
             ([0, 0, -1, 1, 1, 1], [0, 1, -1, 0, 1, 2])
         """
@@ -148,7 +148,7 @@ class PackedSequences:
             >>> from megatron_flex import PackedSequences
             >>> from megatron_flex.layout import Cut, Dim, Layout
             >>> stream = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("b"), Dim("h")))
-            >>> PackedSequences.of([0, 4, 12]).layout_of(stream).describe()
+            >>> PackedSequences.from_ends([0, 4, 12]).layout_of(stream).describe()
             '[s/cp zigzag in each of 2 sequences, b, h]'
         """
         packed = self._layouts.get(layout)

@@ -49,15 +49,15 @@ class FullWeights:
 
     def __call__(self, name: str) -> Tensor:
         """One full parameter, on the CPU of every rank."""
-        return self.of([name])[name]
+        return self.assemble([name])[name]
 
-    def of(self, wanted: Iterable[str]) -> dict[str, Tensor]:
+    def assemble(self, wanted: Iterable[str]) -> dict[str, Tensor]:
         """Return several weights, by name.
 
         Examples:
             >>> from megatron_flex.lens import FullWeights
             >>> weights = FullWeights(flex.session, flex.interp.names)
-            >>> sorted(weights.of(["output_layer.weight"]))
+            >>> sorted(weights.assemble(["output_layer.weight"]))
             ['output_layer.weight']
         """
         wanted = list(dict.fromkeys(wanted))

@@ -49,7 +49,7 @@ class TemporaryCaptures:
 
     def add(self, aliases: Sequence[Alias]) -> None:
         """Add aliases, after fetching the weights that their views need. Collective."""
-        self.weights.of(w for a in aliases for w in a.view.weights)
+        self.weights.assemble(w for a in aliases for w in a.view.weights)
         new = {a.site for a in aliases} - self.sites
         self.aliases += aliases
         if new:
@@ -87,7 +87,7 @@ class TemporaryCaptures:
                 read.setdefault(site, []).append(tensor)
         elif not self.session.is_leader:
             return {}
-        weights = self.weights.of(w for a in self.aliases for w in a.view.weights)
+        weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights)
         return {
             a.name: _concatenate([a.view.to_lens(t, weights) for t in read[a.site]])
             for a in self.aliases
@@ -278,7 +278,7 @@ class TemporaryEdits:
             raise HookError(f"{alias.name} can be read and not edited: {view.fixed}")
         if not callable(function):
             raise HookError(f"the function for {alias.name} is {function!r}; give fn(tensor, hook)")
-        weights, point = self.weights.of(view.weights), HookPoint(alias.name)
+        weights, point = self.weights.assemble(view.weights), HookPoint(alias.name)
 
         def edit(
             module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: nn.ModuleDict

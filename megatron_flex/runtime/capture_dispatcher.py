@@ -185,7 +185,7 @@ class CaptureDispatcher:
         Returns:
             The key of the capture, which a replay shares with the first pass.
         """
-        key = self.clock.key(place)
+        key = self.clock.make_key(place)
         first = not self._over_data or self.mesh["dp"].coord == 0
         if first and not (replays and self.clock.replaying()):
             self.recorder.record_full(key, full, Layout(()))

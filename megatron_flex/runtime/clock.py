@@ -65,7 +65,7 @@ class Clock:
         """Whether this is activation recomputation: a forward pass inside a backward pass."""
         return is_recomputing()
 
-    def begin(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
+    def begin_step(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
         """Begin a step; `gradient_factor` is called only if a hook needs the factor."""
         self._ask, self._factor = gradient_factor, None
         self.tokens, self.by_calls = None, False
@@ -80,31 +80,31 @@ class Clock:
         self._outputs.clear()
         self.packs.clear()
 
-    def scale(self, gradient_factor: Callable[[], float] | None) -> None:
+    def set_gradient_factor(self, gradient_factor: Callable[[], float] | None) -> None:
         """Set the gradient factor for a call in a user's own step, by an engine that scales losses."""
         if gradient_factor is not None:
             self._ask, self._factor, self.by_calls = gradient_factor, None, True
 
-    def forward(self, microbatch: int, chunk: int = 0) -> None:
+    def begin_forward(self, microbatch: int, chunk: int = 0) -> None:
         """Begin a microbatch's forward pass."""
         self.microbatch, self.chunk = microbatch, chunk
         self.microbatches = max(self.microbatches, microbatch + 1)
 
-    def mark(self, output: Any) -> None:
+    def remember_output(self, output: Any) -> None:
         """Remember the microbatch and the chunk of this output, for its backward pass."""
         for tensor in _list_tensors(output):
             self._outputs[tensor] = self.microbatch, self.chunk
 
-    def count(self, tokens: Tensor) -> None:
+    def add_tokens(self, tokens: Tensor) -> None:
         """Add the number of tokens over which a microbatch's loss is summed."""
         self.tokens = tokens.detach() if self.tokens is None else self.tokens + tokens.detach()
 
-    def backward(self, output: Any) -> None:
+    def begin_backward(self, output: Any) -> None:
         """Begin the backward pass from this output."""
         for tensor in _list_tensors(output):
             self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
-    def key(self, site: str, tensor: Tensor | None = None, replay: bool | None = None) -> Key:
+    def make_key(self, site: str, tensor: Tensor | None = None, replay: bool | None = None) -> Key:
         """Make the key of one pass through a site; passes of the same microbatch are counted.
 
         Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
@@ -127,7 +127,7 @@ class Clock:
             call = self._find_call(site, tensor, call)
         elif _may_be_recomputed():
             self._passed.setdefault((site, self.microbatch), {})[call] = _sample_entries(tensor)
-        return _make_key(Key, (site, self.step, self.iteration, self.microbatch, call))
+        return _new_key(Key, (site, self.step, self.iteration, self.microbatch, call))
 
     def _find_call(self, site: str, tensor: Tensor, call: int) -> int:
         """The number of the first pass that this is the replay of; `call` if that is not certain."""
@@ -139,7 +139,7 @@ class Clock:
         return same[0] if len(same) == 1 else call
 
 
-_make_key: Callable[..., Key] = tuple.__new__  # one call, where that of a NamedTuple is two
+_new_key: Callable[..., Key] = tuple.__new__  # one call, where that of a NamedTuple is two
 _saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )

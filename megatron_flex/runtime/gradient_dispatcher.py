@@ -206,7 +206,7 @@ class GradientDispatcher:
             )
             self._backward_seen()
             return None
-        key = self.clock.key(site.name + GRADIENT_SUFFIX)
+        key = self.clock.make_key(site.name + GRADIENT_SUFFIX)
         layout = self.inference.layout(site, key, grad) if site.inferred else site.layout
         if layout is None:
             self._backward_seen()

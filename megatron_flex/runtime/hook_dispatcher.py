@@ -99,7 +99,7 @@ class HookDispatcher:
             self.editing.reasons[site.name] = "there is no tensor"
             return
         for hook in self.registry.at(site.name):
-            self.editing.guard(hook, self.clock.key(site.name), partial(raise_absent, site, count))
+            self.editing.guard(hook, self.clock.make_key(site.name), partial(raise_absent, site, count))
 
     def explain_unknown(self, site: Site, why: str) -> None:
         """Record that no rule has a layout for the tensor of a site."""
@@ -107,7 +107,7 @@ class HookDispatcher:
 
     def _reject_unknown(self, site: Site, why: str) -> None:
         for hook in self.registry.at(site.name):
-            key = self.clock.key(site.name)
+            key = self.clock.make_key(site.name)
             self.rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
 
 
@@ -160,7 +160,9 @@ class SiteDispatch:
             replay = _running_backward() != -1
             if replay and not self._acts:
                 return local
-            return known(local, self._clock.key(self._name, local if self._acts else None, replay), replay)
+            return known(
+                local, self._clock.make_key(self._name, local if self._acts else None, replay), replay
+            )
         except Exception as error:  # recorded: all ranks raise it at the end of the step
             self._editing.record_internal_error(self._name, error)
             return local
@@ -191,7 +193,7 @@ class SiteDispatch:
         if self._packs and (pack := self._clock.pack) is not None:
             layout, route = _describe_packed(pack, site, layout, route)
         replay = _running_backward() != -1
-        key = self._clock.key(self._name, local if self._acts else None, replay)
+        key = self._clock.make_key(self._name, local if self._acts else None, replay)
         if layout is None:
             layout = dispatcher.inference.layout(site, key, local) if site.inferred else site.layout
             if layout is None:

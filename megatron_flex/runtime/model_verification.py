@@ -208,16 +208,16 @@ class LocalEditCheck:
         findings: the same on all ranks that hold a tensor.
     """
 
-    def __init__(self, firing: HookDispatcher) -> None:
-        self._firing = firing
+    def __init__(self, dispatcher: HookDispatcher) -> None:
+        self._dispatcher = dispatcher
         self.findings: list[Finding] = []
-        firing.passes.compared = self.compare
-        firing.registry.note_change()
+        dispatcher.passes.compared = self.compare
+        dispatcher.registry.note_change()
 
     def stop(self) -> None:
         """Stop comparing edits."""
-        self._firing.passes.compared = None
-        self._firing.registry.note_change()
+        self._dispatcher.passes.compared = None
+        self._dispatcher.registry.note_change()
 
     def compare(
         self, key: Key, local: Tensor, out: Tensor, plan: LocalEditPlan, gathered: Callable[[], Pass]
@@ -231,12 +231,12 @@ class LocalEditCheck:
             plan: how they ran on the shard.
             gathered: makes the pass that runs the same edits on the full tensor.
         """
-        firing, editing = self._firing, self._firing.editing
+        dispatcher, editing = self._dispatcher, self._dispatcher.editing
         words = " | ".join(describe_edit(e) for e in plan.original_functions.values())
         with torch.no_grad():
             with editing.collect_failures() as failures:
                 want = gathered()(local.detach(), key, False)
-            got, want = (gather_full(t.detach(), plan.layout, firing.mesh) for t in (out, want))
+            got, want = (gather_full(t.detach(), plan.layout, dispatcher.mesh) for t in (out, want))
             far, most = measure_difference(got, want)
         if failures:  # of the user's function, which ran on shards before
             text = describe_error(failures[0].error)
@@ -311,13 +311,13 @@ class VerificationRequest:
         self,
         sites: Iterable[Site],
         parameter_index: ParameterIndex,
-        firing: HookDispatcher,
+        dispatcher: HookDispatcher,
         taps: SessionTaps,
         steps: int,
     ) -> None:
         """Verify all sites during the next steps. Every rank makes the same call."""
         self.stop()
-        self._verifier = SiteVerifier(sites, parameter_index, firing, taps, steps)
+        self._verifier = SiteVerifier(sites, parameter_index, dispatcher, taps, steps)
         self._norms = GradientNorms(parameter_index, steps)
 
     @property
@@ -372,24 +372,29 @@ class SiteVerifier:
         self,
         sites: Iterable[Site],
         parameter_index: ParameterIndex,
-        firing: HookDispatcher,
+        dispatcher: HookDispatcher,
         taps: SessionTaps,
         steps: int,
     ) -> None:
-        self._comparing = LocalEditCheck(firing)
-        self.parameter_index, self.left, self._firing, self._taps = parameter_index, steps, firing, taps
+        self._comparing = LocalEditCheck(dispatcher)
+        self.parameter_index, self.left, self._dispatcher, self._taps = (
+            parameter_index,
+            steps,
+            dispatcher,
+            taps,
+        )
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[SiteObservation] = []
         self._before: list[Finding] = []  # findings at the beginning of the step
         self._calls: Counter[tuple[str, int]] = Counter()
         self._last: dict[str, weakref.ref[Tensor]] = {}
-        firing.observe(self._see)
+        dispatcher.observe(self._see)
         taps.observe(self._sites)
 
     def stop(self) -> None:
         """Remove the taps."""
-        self._firing.observe(None)
+        self._dispatcher.observe(None)
         self._taps.observe(())
         self._comparing.stop()
         self._forget()
@@ -525,7 +530,7 @@ def _find_problems(
         yield f"it passed on {len(at)} of {ranks} ranks"
     for coords, observation in at:
         if observation.again:
-            yield "the same tensor passed twice; its tap fires twice"
+            yield "the same tensor passed twice; its tap runs the hooks twice"
         if observation.rows:
             continue
         try:

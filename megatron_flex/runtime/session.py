@@ -323,7 +323,7 @@ class Session:
         self._compare()
         self.parameters.index.called = False
         given = self.clock.given_iteration
-        self.clock.begin(iteration if given is None else given, gradient_factor)
+        self.clock.begin_step(iteration if given is None else given, gradient_factor)
         self.sinks.begins(StepStart(self.mesh, microbatches), probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.context_relay.begin()
@@ -340,22 +340,22 @@ class Session:
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
-        self.clock.forward(microbatch, chunk)
+        self.clock.begin_forward(microbatch, chunk)
         if self.registry.active:
             self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
-        self.clock.mark(output)
+        self.clock.remember_output(output)
         if tokens is not None:
-            self.clock.count(tokens)
+            self.clock.add_tokens(tokens)
         if self.registry.active:
             self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """Note that a microbatch's backward pass begins."""
-        self.clock.backward(output)
+        self.clock.begin_backward(output)
         if self.registry.active:
             self.editing.record_errors_of(BACKWARD_PASS, self.context_relay.backward_begins)
 
@@ -416,7 +416,7 @@ class Session:
         if self._in_schedule:
             if self.registry.active and running_transform() is not None:
                 self._check_transform()
-            self.clock.scale(gradient_factor)
+            self.clock.set_gradient_factor(gradient_factor)
             self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
@@ -428,7 +428,7 @@ class Session:
             self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
         self.parameters.index.called = torch.is_grad_enabled() or self.parameters.index.called
-        self.clock.begin(None, gradient_factor)
+        self.clock.begin_step(None, gradient_factor)
         self.sinks.begins(StepStart(self._replica(), 1, called=True))
         self.trainable.begins(None)
         self.context_relay.begin()

@@ -20,7 +20,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher, SiteDispatch
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.sites import Fire, Site
+from megatron_flex.sites import Site, TapCallbacks
 
 
 class SessionTaps:
@@ -35,10 +35,15 @@ class SessionTaps:
         sites: Sequence[Site],
         parameters: Sequence[ParameterSite],
         registry: HookRegistry,
-        firing: HookDispatcher,
+        dispatcher: HookDispatcher,
         mesh: Mesh,
     ) -> None:
-        self.registry, self.firing, self.editing, self._mesh = registry, firing, firing.editing, mesh
+        self.registry, self.dispatcher, self.editing, self._mesh = (
+            registry,
+            dispatcher,
+            dispatcher.editing,
+            mesh,
+        )
         self.local_sites = {s.name: s for s in sites}
         self._local_parameters = {p.name: p for p in parameters}
         self._taps: dict[str, Undo] = {}
@@ -102,13 +107,13 @@ class SessionTaps:
             self._taps.pop(other.name)()
         for later_site in later:
             assert later_site.tap is not None
-            self._taps[later_site.name] = later_site.tap.install(self._fire(later_site))
+            self._taps[later_site.name] = later_site.tap.install(self._make_callbacks(later_site))
         if module is not None:
             self._tapped[module] = of_module
 
-    def _fire(self, site: Site) -> Fire:
-        dispatch = SiteDispatch(self.firing, site)
-        return Fire(dispatch, dispatch.absent, dispatch.unknown)
+    def _make_callbacks(self, site: Site) -> TapCallbacks:
+        dispatch = SiteDispatch(self.dispatcher, site)
+        return TapCallbacks(dispatch, dispatch.absent, dispatch.unknown)
 
     def _order(self, site: Site) -> tuple[int, bool, int]:
         """The order of a site in the data flow, among the sites of its module.
@@ -120,7 +125,7 @@ class SessionTaps:
 
     def _hooked(self, site: ParameterSite, parameter: Tensor) -> Undo:
         """Install a hook on a parameter's gradients, and track the calls that determine their layout."""
-        undo = parameter.register_hook(partial(self.firing.gradients.dispatch_parameter, site)).remove
+        undo = parameter.register_hook(partial(self.dispatcher.gradients.dispatch_parameter, site)).remove
         forget = None if site.gradient_layout_source is None else site.gradient_layout_source.want()
 
         def remove() -> None:

@@ -168,8 +168,8 @@ def _case(size: int, edited: str, backward: bool) -> dict[str, Any]:
             for name, tensors in flex.output_dict.items():
                 out[name] = tensors[0].clone()
         out |= flex.named_full_parameters(gradients=True, everywhere=True)
-        follower = flex.session.adapter.follower
-        out["shared"] = None if follower is None else dict(follower.shared)
+        propagator = flex.session.adapter.propagator
+        out["shared"] = None if propagator is None else dict(propagator.shared)
     return out
 
 

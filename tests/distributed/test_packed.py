@@ -229,7 +229,7 @@ def test_sequences_one_by_one(case: Case) -> None:
     answers = run(case.world, sequences_read, case, truth["state"], timeout=100)
     room = packed.ROOM if case.padded else packed.ENDS
     spans = [(a, a + n - m) for a, m, n in zip(room, packed.ENDS, packed.ENDS[1:], strict=False)]
-    pack = PackedSequences.of(packed.ENDS, room)
+    pack = PackedSequences.from_ends(packed.ENDS, room)
     assert all(a["packs"] == {0: pack, 1: pack} for a in answers)
     assert pack.spans == tuple(spans)
     q, out, partial = (truth["values"][s] for s in APART_SITES)
@@ -265,7 +265,7 @@ def sequences_estimated(case: Case) -> dict[str, Any]:
         "norms": mf.HookFunction(site, select=each, reduce=mf.reduce.norm("h")),
         "gradients": mf.HookFunction(site, hook_type="tensor", select=each, reduce=mf.reduce.mean("s")),
     }
-    pack = PackedSequences.of(packed.ENDS, packed.ROOM if case.padded else None)
+    pack = PackedSequences.from_ends(packed.ENDS, packed.ROOM if case.padded else None)
     out: dict[str, Any] = {"refused": []}
     for name, hook in hooks.items():
         with mf.attach(chunks, [hook]) as flex:

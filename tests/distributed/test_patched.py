@@ -145,7 +145,7 @@ def standing(case: Case) -> dict[str, Any]:
     kinds = {n: type(m) for n, m in linears.items()}
     with mf.attach(chunks, [mf.HookFunction(n, save=False, editing_function=nothing) for n in names]):
         ours = {
-            n: sorted(vars(m)[points.ATTRIBUTE].fires)
+            n: sorted(vars(m)[points.ATTRIBUTE].callbacks)
             for n, m in linears.items()
             if points.ATTRIBUTE in vars(m)
         }

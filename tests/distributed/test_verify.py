@@ -209,12 +209,12 @@ def test_copies_of_a_head_that_differ() -> None:
 def doubled(case: Case) -> list[str]:
     """A tap that was put in twice."""
     from megatron_flex.adapters.taps import module_output
-    from megatron_flex.sites import Fire, Tap
+    from megatron_flex.sites import Tap, TapCallbacks
 
     install = Tap.install
 
-    def twice(self: Tap, fire: Fire) -> Any:
-        undos = [install(self, fire) for _ in range(2 if self.function is module_output else 1)]
+    def twice(self: Tap, callbacks: TapCallbacks) -> Any:
+        undos = [install(self, callbacks) for _ in range(2 if self.function is module_output else 1)]
         return lambda: [undo() for undo in undos]
 
     changes.setattr(Tap, "install", twice)

@@ -72,22 +72,22 @@ def told(case: Case) -> dict[str, Any]:
 def present(case: Case) -> dict[str, Any]:
     """On one rank: each site, and the shape, bytes and count of what passed there in one step."""
     from megatron_flex.adapters import detect
-    from megatron_flex.sites import Fire
+    from megatron_flex.sites import TapCallbacks
 
     chunks = ranks.start(case)
     adapter = detect(chunks)
     seen: dict[str, list[tuple[tuple[int, ...], int]]] = {}
 
     def listen(name: str) -> Any:
-        def fire(local: Tensor, layout: Any = None, route: Any = None) -> Tensor:
+        def record(local: Tensor, layout: Any = None, route: Any = None) -> Tensor:
             if torch.is_grad_enabled():
                 seen.setdefault(name, []).append((tuple(local.shape), local.element_size()))
             return local
 
-        return fire
+        return record
 
     sites = adapter.sites()
-    undo = [s.tap.install(Fire(listen(s.name))) for s in sites if not s.hidden and s.tap is not None]
+    undo = [s.tap.install(TapCallbacks(listen(s.name))) for s in sites if not s.hidden and s.tap is not None]
     gpt.step(case, chunks, adapter.mesh["dp"].coord)
     for one in undo:
         one()

@@ -22,7 +22,7 @@ COLUMNS = Layout((Dim(), Dim("", (Cut("tp"),))))
 class Rules:
     """Of columns, rows and vocabularies."""
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         from fairscale.nn.model_parallel import layers
 
         if isinstance(module, layers.ColumnParallelLinear):

@@ -101,7 +101,7 @@ def test_the_notation_of_layouts() -> None:
         Layout((Dim("s", (tp,)), b, h)),
         Layout((Dim("s", (zigzag,)), b, h)),
         Layout((Dim("s", (zigzag, tp)), b, h)),
-        PackedSequences.of([0, 8, 16]).layout_of(Layout((Dim("s", (zigzag,)), b, h))),
+        PackedSequences.from_ends([0, 8, 16]).layout_of(Layout((Dim("s", (zigzag,)), b, h))),
         Layout((s, b, Dim("gate|up", (tp,), segments=(1, 1)))),
         Layout((s, b, Dim("g", (Cut("tp", copies=2),)), Dim("d"))),
         Layout((s, b, h), partial=("tp",)),

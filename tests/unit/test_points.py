@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_flex import points
 from megatron_flex.adapters.taps import module_output, source_point
-from megatron_flex.sites import Fire
+from megatron_flex.sites import TapCallbacks
 
 
 class Patched(nn.Module):
@@ -60,7 +60,7 @@ def test_which_classes_have_points() -> None:
 def test_taps_use_points_where_there_are_some() -> None:
     for module, hooks in ((Patched(), 0), (Overriding(), 1)):
         want = module(torch.ones(1)) + 3
-        undo = module_output(module, Fire(lambda local, layout=None, route=None: local + 3))
+        undo = module_output(module, TapCallbacks(lambda local, layout=None, route=None: local + 3))
         assert len(module._forward_hooks) == hooks
         assert torch.equal(module(torch.ones(1)), want)
         undo()
@@ -75,14 +75,14 @@ def test_what_the_call_says_reaches_the_layout() -> None:
         said.append(kwargs)
 
     module = Patched()
-    module_output(module, Fire(lambda local, layout=None, route=None: local), 0, resolve)
+    module_output(module, TapCallbacks(lambda local, layout=None, route=None: local), 0, resolve)
     module.flex_points("output", torch.ones(1), runtime_gather_output=True)
     assert said == [{"runtime_gather_output": True}]
 
 
 def test_a_point_tap_hears_no_keywords() -> None:
     module = Patched()
-    undo = source_point(module, Fire(lambda local, layout=None, route=None: local * 10), "output")
+    undo = source_point(module, TapCallbacks(lambda local, layout=None, route=None: local * 10), "output")
     assert module.flex_points("output", torch.ones(1), anything=1).item() == 10
     undo()
 

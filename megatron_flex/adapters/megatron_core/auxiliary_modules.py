@@ -31,7 +31,7 @@ from megatron_flex.adapters.megatron_core.module_classes import (
 from megatron_flex.adapters.megatron_core.site_builder import KindTable
 from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.adapters.module_names import named_modules
-from megatron_flex.adapters.taps import untraced
+from megatron_flex.adapters.taps import outside_propagation
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -109,10 +109,13 @@ class AuxiliaryModules:
 
     def traced(self, sites: list[Site], mesh: Mesh) -> list[Site]:
         """Sites of Megatron's modules, with taps that keep what hooks do there out of traces."""
-        follower = self.adapter(mesh).follower if self.modules else None
-        if follower is None:
+        propagator = self.adapter(mesh).propagator if self.modules else None
+        if propagator is None:
             return sites
-        return [s if s.tap is None else replace(s, tap=s.tap.around(untraced, follower)) for s in sites]
+        return [
+            s if s.tap is None else replace(s, tap=s.tap.around(outside_propagation, propagator))
+            for s in sites
+        ]
 
     def parameters(self, mesh: Mesh) -> list[ParameterSite]:
         """Their parameters."""
@@ -154,8 +157,8 @@ class AuxiliaryModules:
 
     def watch(self, mesh: Mesh) -> Undo:
         """Propagate layouts in calls of the chunk, until the returned function is called."""
-        follower = self.adapter(mesh).follower if self._names or self.modules else None
-        return (lambda: None) if follower is None else follower.watch()
+        propagator = self.adapter(mesh).propagator if self._names or self.modules else None
+        return (lambda: None) if propagator is None else propagator.watch()
 
     def adapter(self, mesh: Mesh) -> ModuleAdapter:
         """The adapter of the chunk as a module of which Megatron's parts have rules."""
@@ -214,7 +217,7 @@ class HolderRules:
             return Rule(hidden=NOT_TRACED)
         return Rule(outputs=FIRST_DIM if cut else FULL)
 
-    def of(self, path: str, module: nn.Module) -> Rule | None:
+    def find_rule(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of one module."""
         if (declared := self._rules.get(module)) is not None:
             return declared

@@ -20,24 +20,24 @@ from megatron_flex.adapters.taps import (
     while_forward_runs,
 )
 from megatron_flex.layout import Layout
-from megatron_flex.sites import Fire, Site, Tap
+from megatron_flex.sites import Site, Tap, TapCallbacks
 
 GEMM_ATTRIBUTE = "_forward_impl"
 REDUCTIONS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
 
 
-def outside(_: nn.Module, fire: Fire, tap: Tap, running: nn.Module) -> Undo:
+def outside(_: nn.Module, callbacks: TapCallbacks, tap: Tap, running: nn.Module) -> Undo:
     """The tap of a tensor, silent while the module `running` runs."""
     inside: list[bool] = []
 
     def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        return local if inside else cast(Tensor, fire.run(local, layout, route))
+        return local if inside else cast(Tensor, callbacks.run(local, layout, route))
 
     return join_undos(
         [
             add_hook(running, lambda *_: inside.append(True), pre=True),
             add_hook(running, lambda *_: inside.clear(), always_call=True),
-            tap.install(fire._replace(run=run)),
+            tap.install(callbacks._replace(run=run)),
         ]
     )
 
@@ -47,20 +47,20 @@ def packed_layout(layout: Layout) -> Layout:
     return replace(layout, dims=tuple(d for d in layout.dims if d.name != "b"))
 
 
-def packed_sequences(_: nn.Module, fire: Fire, tap: Tap, packed: Layout, leaf: int = 0) -> Undo:
+def packed_sequences(_: nn.Module, callbacks: TapCallbacks, tap: Tap, packed: Layout, leaf: int = 0) -> Undo:
     """The tap of a tensor that may lack its batch dim, which packed sequences have with length one.
 
     The number of dims shows whether it was dropped; `packed` is its layout then.
     """
     if leaf:
-        return tap.leaf(leaf).install(fire)
+        return tap.leaf(leaf).install(callbacks)
 
     def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
         if layout is None and local.dim() == len(packed.dims):
             layout = packed
-        return cast(Tensor, fire.run(local, layout, route))
+        return cast(Tensor, callbacks.run(local, layout, route))
 
-    return tap.install(fire._replace(run=run))
+    return tap.install(callbacks._replace(run=run))
 
 
 def without_batch_dim(site: Site) -> Site:
@@ -69,7 +69,7 @@ def without_batch_dim(site: Site) -> Site:
     return replace(site, tap=tap, unbatched=True)
 
 
-def core_attention_output(module: nn.Module, fire: Fire, packed: Layout, count: int) -> Undo:
+def core_attention_output(module: nn.Module, callbacks: TapCallbacks, packed: Layout, count: int) -> Undo:
     """The output of core attention: `[s, b, n*d]`, and for packed sequences `[t, n*d]`.
 
     Some classes return `[t, n, d]` then, which Megatron accepts too; hooks get the heads concatenated.
@@ -81,17 +81,17 @@ def core_attention_output(module: nn.Module, fire: Fire, packed: Layout, count: 
 
     def run(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
         if local.dim() == 2:
-            return cast(Tensor, fire.run(local, packed, route))
+            return cast(Tensor, callbacks.run(local, packed, route))
         if layout is None or local.dim() != 3 or local.shape[1] != count:
-            return cast(Tensor, fire.run(local, None, route))
+            return cast(Tensor, callbacks.run(local, None, route))
         flat = local.flatten(1)
-        new: Tensor = fire.run(flat, packed, route)
+        new: Tensor = callbacks.run(flat, packed, route)
         return local if new is flat else new.view(local.shape)
 
     def resolve(call_kwargs: dict[str, Any]) -> Layout | None:
         return packed if is_packed(call_kwargs) else None
 
-    return module_output(module, fire._replace(run=run), 0, resolve)
+    return module_output(module, callbacks._replace(run=run), 0, resolve)
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
@@ -99,7 +99,7 @@ def is_packed(kwargs: dict[str, Any]) -> bool:
     return getattr(kwargs.get("packed_seq_params"), "qkv_format", None) == "thd"
 
 
-def bias_dropout_add(module: nn.Module, fire: Fire, name: str) -> Undo:
+def bias_dropout_add(module: nn.Module, callbacks: TapCallbacks, name: str) -> Undo:
     """The output of a layer's bias-dropout-add: the residual stream after a sublayer.
 
     Args:
@@ -108,12 +108,12 @@ def bias_dropout_add(module: nn.Module, fire: Fire, name: str) -> Undo:
 
     def around(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
         add = make(*args, **kwargs)
-        return lambda *a, **k: fire.run(add(*a, **k))
+        return lambda *a, **k: callbacks.run(add(*a, **k))
 
     return intercept(module, name, around)
 
 
-def gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
+def gemm(module: nn.Module, callbacks: TapCallbacks, before: bool) -> Undo:
     """Inside a parallel linear's `_forward_impl`, which both classes call with keywords.
 
     A patched class has the points in its source already.
@@ -125,31 +125,31 @@ def gemm(module: nn.Module, fire: Fire, before: bool) -> Undo:
     """
     for name in ("gemm_input",) if before else ("partial", "local"):
         if points.declares(module, name):
-            return source_point(module, fire, name)
+            return source_point(module, callbacks, name)
 
     def around(multiply: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if before:
             kwargs = _with_gathered_input(kwargs, module)
-            kwargs["input"] = fire.run(kwargs["input"])
+            kwargs["input"] = callbacks.run(kwargs["input"])
             return multiply(*args, **kwargs)
-        return cast(Tensor, fire.run(multiply(*args, **kwargs)))
+        return cast(Tensor, callbacks.run(multiply(*args, **kwargs)))
 
     return _intercept_gemm(module, around)
 
 
-def embedding_partial(module: nn.Module, fire: Fire) -> Undo:
+def embedding_partial(module: nn.Module, callbacks: TapCallbacks) -> Undo:
     """The lookup of a `VocabParallelEmbedding` in its own part of the vocabulary, before the reduction.
 
     Its forward calls the reductions by name in Megatron's module `layers`, as other modules do.
     """
     if points.declares(module, "partial"):
-        return source_point(module, fire, "partial")
+        return source_point(module, callbacks, "partial")
     from megatron.core.tensor_parallel import layers
 
     running, undo = while_forward_runs(module)
 
     def reduce(original: Callable[..., Any], partial: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(fire.run(partial) if running else partial, *args, **kwargs)
+        return original(callbacks.run(partial) if running else partial, *args, **kwargs)
 
     return join_undos([undo, *(intercept(layers, name, reduce) for name in REDUCTIONS)])
 

@@ -36,14 +36,14 @@ from megatron_flex.adapters.taps import (
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Site, Tap, model_order
+from megatron_flex.sites import Site, Tap, TapCallbacks, model_order
 
 DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
 
 
 def expert_rows(
     _: Any,
-    fire: Fire,
+    callbacks: TapCallbacks,
     tap: Tap,
     layer: nn.Module,
     layout: Layout,
@@ -72,12 +72,12 @@ def expert_rows(
         assert watch.dispatch is not None, "experts run after their dispatcher"
         route = Route(watch.dispatch, layout, home, expert)
         if owned:
-            return cast(Tensor, fire.run(local, None, route))
+            return cast(Tensor, callbacks.run(local, None, route))
         no_rows = local[:0]
-        passed: Tensor = fire.run(no_rows, None, route)
+        passed: Tensor = callbacks.run(no_rows, None, route)
         return local if passed is no_rows else torch.cat([local, passed])
 
-    return join_undos([unwatch, tap.install(fire._replace(run=run))])
+    return join_undos([unwatch, tap.install(callbacks._replace(run=run))])
 
 
 class RoutedRows(NamedTuple):
@@ -100,7 +100,7 @@ def rows_of_experts(site: Site) -> RoutedRows | None:
     return RoutedRows(arguments[2], arguments[6] if len(arguments) > 6 else None)
 
 
-def expert_indices(module: nn.Module, fire: Fire, stream: Layout, mesh: Mesh) -> Undo:
+def expert_indices(module: nn.Module, callbacks: TapCallbacks, stream: Layout, mesh: Mesh) -> Undo:
     """The expert numbers of each token, in ascending order; -1 where there are fewer. An edit has no effect.
 
     Args:
@@ -109,10 +109,10 @@ def expert_indices(module: nn.Module, fire: Fire, stream: Layout, mesh: Mesh) ->
         mesh: the run's axes.
     """
     watch = _DispatchWatch.on(module)
-    return watch.add(stream, mesh, lambda dispatch: fire.run(dispatch.indices))
+    return watch.add(stream, mesh, lambda dispatch: callbacks.run(dispatch.indices))
 
 
-def router_tokens(module: nn.Module, fire: Fire, tap: Tap) -> Undo:
+def router_tokens(module: nn.Module, callbacks: TapCallbacks, tap: Tap) -> Undo:
     """A tensor of a router with one row for each token, viewed as `[s, b, ...]`."""
     token_shape: list[tuple[int, int]] = []
 
@@ -122,11 +122,11 @@ def router_tokens(module: nn.Module, fire: Fire, tap: Tap) -> Undo:
 
     def run(local: Tensor, _: Layout | None = None, __: Any = None) -> Tensor:
         dense = local.view(*token_shape[0], *local.shape[1:])
-        passed: Tensor = fire.run(dense)
+        passed: Tensor = callbacks.run(dense)
         return local if passed is dense else passed.reshape(local.shape)
 
     unwatch = add_hook(module, measure, pre=True, with_kwargs=True)
-    return join_undos([unwatch, tap.install(fire._replace(run=run))])
+    return join_undos([unwatch, tap.install(callbacks._replace(run=run))])
 
 
 Notify = Callable[[Dispatch], Any]

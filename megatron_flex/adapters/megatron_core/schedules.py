@@ -214,7 +214,7 @@ def read_pack(packed: Any) -> PackedSequences:
     ends, padded = packed.cu_seqlens_q, getattr(packed, "cu_seqlens_q_padded", None)
     if ends is None:
         raise LayoutError(NO_ENDS)
-    return PackedSequences.of(
+    return PackedSequences.from_ends(
         ends.reshape(-1).tolist(),
         None if padded is None else padded.reshape(-1).tolist(),
         by_sequence=not _shards_rows(),

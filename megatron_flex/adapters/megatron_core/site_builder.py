@@ -36,7 +36,7 @@ from megatron_flex.adapters.megatron_core.module_classes import (
 from megatron_flex.adapters.taps import add_hook, any_output, module_input, module_output
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Site, Tap
+from megatron_flex.sites import Site, Tap, TapCallbacks
 
 INSIDE_KERNEL = (
     "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
@@ -375,7 +375,9 @@ class Packing:
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in flat], -1).flatten(-2)
 
 
-def fused_part(module: nn.Module, fire: Fire, index: int, packing: Packing, gathered: bool = False) -> Undo:
+def fused_part(
+    module: nn.Module, callbacks: TapCallbacks, index: int, packing: Packing, gathered: bool = False
+) -> Undo:
     """One part of a linear's fused output, split from it and, if a hook changed it, written back.
 
     Several parts of one output may be tapped: each tap gets the output of the ones before it.
@@ -395,7 +397,7 @@ def fused_part(module: nn.Module, fire: Fire, index: int, packing: Packing, gath
         packed = _gather_last_dim(module, local) if gathered else local
         parts = packing.split(packed)
         part = parts[index].contiguous()
-        new = fire.run(part)
+        new = callbacks.run(part)
         if new is part:
             return None
         parts[index] = new

@@ -25,7 +25,7 @@ from megatron_flex.adapters.taps import add_hook, intercept, join_undos, with_la
 from megatron_flex.layout import Layout, is_plain
 from megatron_flex.layout.gradient_layout import GradientEnds, GradientUses, find_unsummed_axes
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import DimNames, Fire, Tap
+from megatron_flex.sites import DimNames, Tap, TapCallbacks
 
 TensorPlace = tuple[str, int]  # a site, and the index of a tensor there
 CALL_HOOK: dict[str, Any] = {"with_kwargs": True, "prepend": True}  # before the hooks of a session
@@ -51,7 +51,7 @@ class ObservedSpread:
 
 def _propagated(
     _: Any,
-    fire: Fire,
+    callbacks: TapCallbacks,
     tap: Tap,
     propagator: LayoutPropagator,
     site: str,
@@ -62,7 +62,7 @@ def _propagated(
     """A tap whose tensors' layouts are propagated; the arguments are those of `LayoutPropagator.tap`."""
     place, rule = (site, leaf), _rule_at(rules, leaf)
     spread_of = partial(propagator.record_tensor, place, rule, gets)
-    undo = with_layouts(None, fire, tap, spread_of, partial(propagator.passed, place), leaf)
+    undo = with_layouts(None, callbacks, tap, spread_of, partial(propagator.passed, place), leaf)
     return join_undos([propagator.want(place), undo])
 
 
@@ -75,11 +75,11 @@ class PropagatedParameter:
     """A parameter between parallel modules, whose uses determine the layout of its gradient.
 
     Attributes:
-        follower: the propagator.
+        propagator: the propagator.
         name: the parameter's name.
     """
 
-    follower: LayoutPropagator
+    propagator: LayoutPropagator
     name: str
 
     @property
@@ -89,11 +89,11 @@ class PropagatedParameter:
 
     def want(self) -> Undo:
         """Trace calls until the returned function is called."""
-        return self.follower.want(self.place)
+        return self.propagator.want(self.place)
 
     def gradient_uses(self) -> GradientUses:
         """The effect of the traced calls on its gradient, or the reason why no call was traced."""
-        return self.follower.parameter_uses(self.place)
+        return self.propagator.parameter_uses(self.place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,11 +337,11 @@ class LayoutPropagator:
             known = self.wanted.keys() <= self._now.keys()
             if self.left is not None and known and self._names_wanted.keys() <= self._names_now.keys():
                 return call(*args, **kwargs)
-            return self._followed(kind, call, *args, **kwargs)
+            return self._propagate_call(kind, call, *args, **kwargs)
         finally:
             self._calls -= 1
 
-    def _followed(self, kind: Hashable, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _propagate_call(self, kind: Hashable, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._now = self._answers[kind] = {}
         self._names_now = self._names[kind] = {}
         spreads = spreads_of_held_tensors(self.root, self.known)

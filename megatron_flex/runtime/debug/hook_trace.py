@@ -77,16 +77,16 @@ class Tracer:
         last: the last call at each site.
     """
 
-    def __init__(self, firing: HookDispatcher, write: Callable[[str], None] | None = None) -> None:
-        self.firing, self.write = firing, write or to_stderr
+    def __init__(self, dispatcher: HookDispatcher, write: Callable[[str], None] | None = None) -> None:
+        self.dispatcher, self.write = dispatcher, write or to_stderr
         self.last: dict[str, HookCallTrace] = {}
         self._open: HookCallTrace | None = None  # the call whose backward pass is running
-        firing.trace(self)
+        dispatcher.trace(self)
 
     def stop(self) -> None:
         """Stop printing."""
         self.close()
-        self.firing.trace(None)
+        self.dispatcher.trace(None)
 
     def note(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
         """Print a pass that captures."""
@@ -107,7 +107,7 @@ class Tracer:
         )
 
     def _describe(self, layout: Layout, route: Route | None) -> str:
-        return (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
+        return (route.token_layout if route else layout).describe(self.dispatcher.mesh.sizes)
 
     def finish(self, call: HookCallTrace) -> None:
         """Print a call whose forward pass has ended."""

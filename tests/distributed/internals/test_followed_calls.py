@@ -25,7 +25,7 @@ def _times() -> tuple[list[float], list[int]]:
             start = time.perf_counter()
             model(tokens)
             times.append(1e3 * (time.perf_counter() - start))
-        answers = flex.session.adapter.follower._answers
+        answers = flex.session.adapter.propagator._answers
     return times, [len(a) for a in answers.values()]
 
 

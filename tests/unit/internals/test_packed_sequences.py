@@ -52,7 +52,7 @@ def held(padded: Sequence[int], cp: int, tp: int, rank: int, part: int) -> list[
 @settings(max_examples=60, deadline=None)
 def test_each_sequence_is_sharded(drawn: tuple[list[int], list[int], int, int]) -> None:
     real, padded, cp, tp = drawn
-    pack, sizes = PackedSequences.of(ends(real), ends(padded)), {"cp": cp, "tp": tp}
+    pack, sizes = PackedSequences.from_ends(ends(real), ends(padded)), {"cp": cp, "tp": tp}
     full = torch.arange(sum(padded) * 2.0).view(-1, 1, 2)
     layout = pack.layout_of(STREAM)
     shards = []
@@ -75,7 +75,7 @@ def test_each_sequence_is_sharded(drawn: tuple[list[int], list[int], int, int]) 
 @settings(max_examples=60, deadline=None)
 def test_sequences_are_selected(drawn: tuple[list[int], list[int], int, int], data: st.DataObject) -> None:
     real, padded, cp, tp = drawn
-    pack, sizes = PackedSequences.of(ends(real), ends(padded)), {"cp": cp, "tp": tp}
+    pack, sizes = PackedSequences.from_ends(ends(real), ends(padded)), {"cp": cp, "tp": tp}
     full = torch.randn(sum(padded), 1, 2)
     chosen = data.draw(st.lists(st.integers(-len(real), len(real) - 1), min_size=1, max_size=4))
     position = data.draw(st.sampled_from([None, 0, -1]))
@@ -97,7 +97,7 @@ def test_sequences_are_selected(drawn: tuple[list[int], list[int], int, int], da
 @settings(max_examples=30, deadline=None)
 def test_padding_is_not_counted(drawn: tuple[list[int], list[int], int, int]) -> None:
     real, padded, cp, tp = drawn
-    pack, sizes = PackedSequences.of(ends(real), ends(padded)), {"cp": cp, "tp": tp}
+    pack, sizes = PackedSequences.from_ends(ends(real), ends(padded)), {"cp": cp, "tp": tp}
     full = torch.arange(1.0, sum(padded) + 1).view(-1, 1, 1)
     layout, counted = pack.layout_of(STREAM), []
     for rank, part in product(range(cp), range(tp)):
@@ -110,8 +110,8 @@ def test_padding_is_not_counted(drawn: tuple[list[int], list[int], int, int]) ->
 
 
 def test_the_description_of_a_pack() -> None:
-    pack = PackedSequences.of([0, 3, 7, 7, 7], [0, 4, 8, 8, 8])
-    assert pack is PackedSequences.of([0, 3, 7, 7, 7], [0, 4, 8, 8, 8])
+    pack = PackedSequences.from_ends([0, 3, 7, 7, 7], [0, 4, 8, 8, 8])
+    assert pack is PackedSequences.from_ends([0, 3, 7, 7, 7], [0, 4, 8, 8, 8])
     assert (len(pack), pack.lengths, pack.spans) == (2, (3, 4), ((0, 3), (4, 8)))
     sequence, position = pack.positions(10)
     assert sequence.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, -1, -1]
@@ -121,7 +121,7 @@ def test_the_description_of_a_pack() -> None:
     assert scores.dims[3].sequences == pack.spans
     assert pack.layout_of(scores) is scores
     assert pack.layout_of(STREAM).describe({"cp": 2, "tp": 1}) == "[s/cp zigzag in each of 2 sequences, b, h]"
-    row = PackedSequences.of([0, 3, 7], [0, 4, 8], by_sequence=False).layout_of(STREAM)
+    row = PackedSequences.from_ends([0, 3, 7], [0, 4, 8], by_sequence=False).layout_of(STREAM)
     assert row.dims[0].cuts == STREAM.dims[0].cuts
     assert row.dims[0].sequences == pack.spans
 
@@ -140,11 +140,11 @@ def test_numbers_that_describe_no_pack(
     real: list[int], padded: list[int] | None, said: tuple[object, ...]
 ) -> None:
     with raises(LayoutError, *said):
-        PackedSequences.of(real, padded)
+        PackedSequences.from_ends(real, padded)
 
 
 def test_what_does_not_fit_a_pack() -> None:
-    pack = PackedSequences.of([0, 4, 12])
+    pack = PackedSequences.from_ends([0, 4, 12])
     with raises(LayoutError, "(5, 1, 2)", 5, 0, 12):
         pack.unpack(torch.zeros(5, 1, 2))
     with raises(LayoutError, "s", 16, 2, "cp", 12):
@@ -164,7 +164,7 @@ def test_what_does_not_fit_a_pack() -> None:
     ],
 )
 def test_packs_that_no_dump_has(change: dict[str, object], named: tuple[str, ...]) -> None:
-    record = layout_to_json(PackedSequences.of([0, 4, 12]).layout_of(STREAM))
+    record = layout_to_json(PackedSequences.from_ends([0, 4, 12]).layout_of(STREAM))
     layout_from_json(record)
     with raises(ValueError, *named):
         layout_from_json({**record, "dims": [{**record["dims"][0], **change}, *record["dims"][1:]]})
@@ -188,4 +188,4 @@ def test_what_context_parallel_ranks_shard(
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7]), cu_seqlens_q_padded=torch.tensor([[0, 4, 8]])
     )
-    assert read_pack(packed) == PackedSequences.of([0, 3, 7], [0, 4, 8], by_sequence)
+    assert read_pack(packed) == PackedSequences.from_ends([0, 3, 7], [0, 4, 8], by_sequence)
