@@ -1,7 +1,7 @@
 """Pretrains a GPT on bytes with Megatron's own `pretrain()`: a training script as any fork has one.
 
 Model, layout, optimizer and checkpoints are Megatron's flags; the text is the source of Python's standard
-library, so that nothing is fetched. It needs `--vocab-size 256`, and on a CPU the flags of docs/machines.md.
+library, so that nothing is fetched. It needs `--vocab-size 256`, and on a CPU the flags of docs/start.md.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron_flex.launch.rank_errors import ERROR_STATUS, current_rank, print_e
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
 WITHOUT_GPU = (
     "this machine has no GPU: add --flex-cpu, with --transformer-impl local --distributed-backend gloo "
-    "--no-rope-fusion --no-gradient-accumulation-fusion (docs/machines.md)"
+    "--no-rope-fusion --no-gradient-accumulation-fusion (docs/start.md)"
 )
 OWN_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
 RUNNER_FILES = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))

@@ -183,7 +183,7 @@ class FlexModel(nn.Module):
         the shapes that the layouts promise, each hook point is reached on the same ranks and by no tensor
         twice, and replicated parameters are equal, also over data parallel ranks. Gradients at hook points
         are not checked. The gradient norm that the framework computes after the step is compared, at the end
-        of the next step or in `restore()`, with the norm of the full gradients. Guide: `docs/parameters.md`.
+        of the next step or in `restore()`, with the norm of the full gradients. Guide: `docs/captures.md`.
 
         Raises:
             VerifyError: at the end of such a step, on all ranks, with the findings of all ranks; for a norm

@@ -1,6 +1,6 @@
 """MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
 
-The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages. The help of the command
+The README is the home; CONTRIBUTING.md, CHANGELOG.md, SECURITY.md and patches/README.md are pages. The help of the command
 line and of the launchers' flags, Megatron's arguments and the private names of other packages are written
 as the site is built, each from its source. Markdown is as GitHub has it: a list or a table needs no empty
 line before it.
@@ -19,6 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "patches/README.md": "patches.md",
 }
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
@@ -36,7 +37,7 @@ def on_files(files: Any, config: Any) -> Any:
     from tests.support import argument_table
 
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
-    made |= {"commands.md": commands(), "flags.md": flags(), "arguments.md": argument_table.page()}
+    made |= {"commands.md": f"{commands()}\n{flags()}", "arguments.md": argument_table.page()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -110,7 +111,7 @@ def commands() -> str:
     from megatron_flex.cli.app import app
 
     parts = [
-        "# The command line",
+        "# Commands, flags and YAML",
         "",
         "`pip install megatron-flex[cli]`. Each command has `--help`, which prints:",
         "",
@@ -135,11 +136,10 @@ def flags() -> str:
     from megatron_flex.launch.flags import format_help
     from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
 
-    parts = ["# Flags and YAML", "", "What flags do, with examples: [launch flags](launch.md).", ""]
-    parts += [
-        "## Flags",
+    parts = [
+        "## Launch flags",
         "",
-        "`--flex-help` prints:",
+        "What flags do, with examples: [launch flags](launch.md). `--flex-help` prints:",
         "",
         "```text",
         format_help().rstrip(),

@@ -46,7 +46,7 @@ def page(result: Mapping[str, Any], parts: Mapping[str, str]) -> str:
     lines += [
         "`scripts/gpu` tests the package on one GPU and writes this page, and the raw figures to `gpu.json`. "
         "Each part is a process of its own with a time limit; a part that has finished is not run again. "
-        "What hooks do on a GPU, and which settings matter: [CPUs and GPUs](../machines.md#on-gpus).",
+        "What hooks do on a GPU, and when the host waits: [what hooks cost](../estimate.md#on-a-gpu).",
         "",
         "```bash",
         "scripts/gpu                     # everything; run it again to resume",

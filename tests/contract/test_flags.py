@@ -29,7 +29,7 @@ def test_no_flag_of_megatrons_is_in_the_way() -> None:
 
 def test_the_flags_for_cpus_are_megatrons() -> None:
     pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
-    (shown,) = pages.mine(pages.ROOT / "docs" / "machines.md", "text")
+    (shown,) = pages.mine(pages.ROOT / "docs" / "start.md", "text")
     assert "--transformer-impl" in shown
     typed.check_megatron(shown.split())
     with pytest.raises(AssertionError, match="--transformer-imp"):

@@ -158,13 +158,18 @@ def test_the_page_on_features_runs() -> None:
 
 def test_the_page_on_parameters_runs() -> None:
     pytest.importorskip("megatron.core")
-    whole, check = blocks(ROOT / "docs" / "parameters.md")
+    (whole,) = blocks(ROOT / "docs" / "captures.md")
     answers = run(4, execute, whole)
     weight = f"({2 * gpt.FFN}, {gpt.HIDDEN})"
     assert answers[0][0] == weight
     assert f"decoder.layers.3.mlp.linear_fc1.weight {weight}" in answers[0]
     assert f"output_layer.weight ({gpt.VOCABULARY}, {gpt.HIDDEN})" in answers[0]
     assert answers[1:] == [[], [], []]
+
+
+def test_the_check_of_a_live_run_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (check,) = blocks(ROOT / "docs" / "compare.md")
     assert run(4, execute, check) == [[], [], [], []]
 
 
@@ -264,7 +269,7 @@ def test_the_page_on_statistics_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_on_cpus_runs() -> None:
-    (code,) = blocks(ROOT / "docs" / "machines.md")
+    (code,) = blocks(ROOT / "docs" / "start.md")
     run(1, _run_plainly, code)
 
 
@@ -279,7 +284,7 @@ def test_the_scale_of_gradients_runs() -> None:
 
 def test_the_page_on_the_compatible_interface_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = blocks(ROOT / "docs" / "compat.md")
+    (code,) = blocks(ROOT / "docs" / "moving.md")
     first, *others = run(4, execute, code)
     wide = f"({gpt.SEQUENCE}, {gpt.BATCH}, {2 * gpt.FFN})"
     wanted = [f"decoder.layers.{n}.mlp.linear_fc1 {CASE.microbatches} {wide}" for n in range(4)]

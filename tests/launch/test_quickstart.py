@@ -146,7 +146,7 @@ def test_every_site_and_loss_agrees(run: tuple[str, Path]) -> None:
     assert sorted(table) == sorted(SITES)
     for label in LOSSES:
         assert any(line.startswith(label) for line in output.splitlines()), label
-    (shown,) = pages.mine(SCRIPTS.parent / "docs" / "install.md", "text")
+    (shown,) = pages.mine(SCRIPTS.parent / "docs" / "start.md", "text")
     assert f"{shown.strip()}" in output
 
 

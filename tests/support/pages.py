@@ -49,7 +49,7 @@ class Block:
 
 def pages() -> list[str]:
     """Every page that people read, by its path in the repository."""
-    found = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "patches/README")]
+    found = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "patches/README")]
     return [p.relative_to(ROOT).as_posix() for p in (*found, *sorted((ROOT / "docs").rglob("*.md")))]
 
 

@@ -36,7 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def documented() -> list[str]:
-    """What the pages of the API are made of."""
+    """The names that the page of the API documents."""
     pages = (ROOT / "docs" / "api").glob("*.md")
     return [n for p in pages for n in re.findall(r"^::: (\S+)$", p.read_text("utf-8"), re.MULTILINE)]
 
@@ -91,7 +91,7 @@ def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_is_whole(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
-    for page in ("index", "contributing/index", "patches", "commands", "flags", "arguments"):
+    for page in ("index", "contributing/index", "security", "patches", "commands", "arguments"):
         assert (site / f"{page}.html").is_file(), page
     ids = {i for page in (site / "api").glob("*.html") for i in Page(page.read_text("utf-8")).ids}
     assert ids >= {*documented()}
@@ -101,10 +101,10 @@ def test_the_site_is_whole(site: Path) -> None:
     spaces = {"Interp": ("trace", "run_with_cache", "hooks", "names"), "Report": ("show", "tree", "to_html")}
     assert ids >= {f"megatron_flex.model.{space}.{name}" for space, names in spaces.items() for name in names}
     assert "megatron-flex dump ls" in (site / "commands.html").read_text("utf-8")
-    assert "--flex-sites" in (site / "flags.html").read_text("utf-8")
+    assert "--flex-sites" in (site / "commands.html").read_text("utf-8")
     assert "--tensor-model-parallel-size" in (site / "arguments.html").read_text("utf-8")
     assert "index.html" not in re.findall(
-        r'href="[^"]*README[^"]*"', (site / "compat.html").read_text("utf-8")
+        r'href="[^"]*README[^"]*"', (site / "moving.html").read_text("utf-8")
     )
 
 
@@ -152,7 +152,7 @@ def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> No
         ),
         ("README.md", "index.md", "![a](docs/view.png)", "![a](view.png)"),
         ("patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
-        ("docs/compat.md", "compat.md", "[a](../README.md)", "[a](index.md)"),
+        ("docs/moving.md", "moving.md", "[a](../README.md)", "[a](index.md)"),
         ("docs/api/hooks.md", "api/hooks.md", "[a](../captures.md)", "[a](../captures.md)"),
         ("docs/api/hooks.md", "api/hooks.md", "[a](../../README.md)", "[a](../index.md)"),
         (
