@@ -1,9 +1,8 @@
-"""MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
+"""MkDocs' hooks: pages from files outside docs/ and from code, and links that work on the site and on GitHub.
 
-The README is the home; CONTRIBUTING.md, CHANGELOG.md, SECURITY.md and patches/README.md are pages. The help of the command
-line and of the launchers' flags, Megatron's arguments and the private names of other packages are written
-as the site is built, each from its source. Markdown is as GitHub has it: a list or a table needs no empty
-line before it.
+README.md is the home page; `PAGES` names the other files of the repository that are pages. The help of the
+commands and of the launch flags, and the table of Megatron's arguments, are written when the site is built.
+Markdown is GitHub's: a list or a table needs no empty line before it.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ class Block:
 
 def pages() -> list[str]:
     """Every page that people read, by its path in the repository."""
-    found = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "patches/README")]
-    return [p.relative_to(ROOT).as_posix() for p in (*found, *sorted((ROOT / "docs").rglob("*.md")))]
+    names = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "patches/README")
+    files = [*(ROOT / f"{name}.md" for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in files]
 
 
 def blocks_in(text: str, page: str) -> list[Block]:
