@@ -104,8 +104,8 @@ def show(
         request = parse_read_hook(site, "SITE")
         titles = _find_shown_names(dump, request, gradients)
         arrays = {name: _select_array_iterations(get_named_array(dump, name), iterations) for name in titles}
-        if request.wanted is not None:
-            arrays = {name: select_entries(array, request.wanted) for name, array in arrays.items()}
+        if request.selection is not None:
+            arrays = {name: select_entries(array, request.selection) for name, array in arrays.items()}
         summaries = _compute_statistics(arrays)
         if as_json:
             print_json(
@@ -138,7 +138,7 @@ def _find_shown_names(dump: OpenDump, request: HookSpec, gradients: bool) -> dic
         DumpError: the dump has no such name, or no gradient of it.
         FlexError: a reduction is wanted.
     """
-    if request.wanted is not None and request.wanted.reduce is not None:
+    if request.selection is not None and request.selection.reduce is not None:
         raise FlexError(f"SITE {request.asked}: statistics are over all entries; leave out the reduction")
     names = list_site_names(dump) + list_parameter_names(dump)
     text = str(request.pattern) + (GRADIENT_SUFFIX if request.gradient else "")

@@ -211,7 +211,7 @@ class Agreement:
         self._looked = time.monotonic()
 
     @property
-    def meets(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether there are other ranks to compare with."""
         return self._store is not None
 
@@ -231,7 +231,7 @@ class Agreement:
         self._looked = now
         return True
 
-    def wanted(self, step: int, replica: int | None = None) -> bool:
+    def is_awaited(self, step: int, replica: int | None = None) -> bool:
         """Whether another rank has waited for this one for a while, for example to compare hooks.
 
         A rank that waits at a later place, such as `restore()` after a step that this rank has not run yet,
@@ -249,12 +249,12 @@ class Agreement:
         waiting = at.find_waiting(_place_key(replica))
         return waiting is not None and waiting < step
 
-    def meet(
+    def barrier(
         self,
         place: str,
         where: str,
-        after: tuple[int, int] | None = None,
-        alike: bool = False,
+        last_step: tuple[int, int] | None = None,
+        same_action: bool = False,
         failed: bool = False,
     ) -> None:
         """Wait at a place, such as `restore()`, that all ranks must reach.
@@ -262,18 +262,18 @@ class Agreement:
         Args:
             place: a description of the place.
             where: a description of the preceding action, shown if some ranks do not arrive.
-            after: the last step that this rank ran, and its data parallel replica: a rank in a later step
+            last_step: the last step that this rank ran, and its data parallel replica: a rank in a later step
                 detects that this one waits in vain; None where this rank detected another one.
-            alike: whether `where` must be the same on all ranks, too.
+            same_action: whether `where` must be the same on all ranks, too.
             failed: whether the last step raised an error on this rank. Where only this rank had it, the
                 others wait for this rank inside the step, and do not come: this rank does not wait long.
 
         Raises:
             HookError: on every rank, if some ranks are at another place, or did not arrive in time.
         """
-        what = f"{PLACE_MARK}{place}{PLACE_SEPARATOR}{where}" if alike else PLACE_MARK + place
+        what = f"{PLACE_MARK}{place}{PLACE_SEPARATOR}{where}" if same_action else PLACE_MARK + place
         seconds = FAILED_MEETING if failed else MEETING
-        waits = {_place_key(None): after[0], _place_key(after[1]): after[0]} if after else {}
+        waits = {_place_key(None): last_step[0], _place_key(last_step[1]): last_step[0]} if last_step else {}
         self._compare(_Statement(what, "", where, ""), None, seconds, waits)
 
     def check_ended(self) -> None:
@@ -338,7 +338,7 @@ class Agreement:
             ):
                 # At once: a rank without a change may go on into a collective of the framework.
                 for name, step in waits.items():
-                    at.say_waiting(name, step)
+                    at.announce_wait(name, step)
                 waits = {}
             outcome = self._await_outcome(at, statement, seconds, waits)
             gave_up = outcome not in (COMPLETE, DIFFERENT, VALUES)
@@ -385,7 +385,7 @@ class Agreement:
                         f"the rendezvous store failed ({describe_error(error)}); restart the job"
                     ) from error
                 for name, step in waits.items():
-                    at.say_waiting(name, step)
+                    at.announce_wait(name, step)
                 waits, why, text = {}, f"it waited {seconds:g} s", ""
                 if ended := self._find_ended(at):
                     why = ", ".join(f"rank {r} ended ({reason})" for r, reason in ended.items())
@@ -423,8 +423,8 @@ class Agreement:
         first, first_rank = _Statement(*json.loads(known.text)), self._ranks[known.first]
         others = {self._ranks[m]: _Statement(*json.loads(text)) for m, text in known.others.items()}
         # Whether further ranks are like the first one is known only if all that differ are.
-        alike = [first_rank] if known.unnamed else [r for r in self._ranks if r not in others]
-        statements = dict(sorted({**dict.fromkeys(alike, first), **others}.items()))
+        same_as_first = [first_rank] if known.unnamed else [r for r in self._ranks if r not in others]
+        statements = dict(sorted({**dict.fromkeys(same_as_first, first), **others}.items()))
         more = f"; and {known.unnamed} more ranks differ from rank {first_rank}" if known.unnamed else ""
         if any(statement.what.startswith(PLACE_MARK) for statement in statements.values()):
             # Ranks at one place may have come from different steps; the first one's is known.

@@ -117,7 +117,7 @@ class StoreRound:
         details = self._store.get(self._key("details")).decode()
         return Statements(first, details, dict(sorted(others.items())), count - len(others))
 
-    def say_waiting(self, name: str, number: int) -> None:
+    def announce_wait(self, name: str, number: int) -> None:
         """Publish, for members that have not arrived, that one waits for them; the least number is kept."""
         known, entry = "", f"{number} {self._member}"
         while True:

@@ -235,8 +235,8 @@ def _estimate_read(
 ) -> PassEstimate:
     """Every rank with a shard writes it to shared memory of its node; other nodes send theirs once."""
     layout, part, size = tensor.layout, tensor.shard_bytes, tensor.full_bytes
-    if hook.wanted is not None:
-        layout, part, size = _estimate_selection(hook.wanted, tensor, site, mesh, heads)
+    if hook.selection is not None:
+        layout, part, size = _estimate_selection(hook.selection, tensor, site, mesh, heads)
     up = size if tensor.stage else 0
     if hook.gathered:  # every rank has it, and the leader keeps it
         on_leader = Traffic(pcie=size)

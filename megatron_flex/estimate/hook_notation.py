@@ -35,7 +35,7 @@ class HookSpec:
             `linear` for one that needs sums over sharded dims; or a preset, as `edits.parse` returns it.
         entries: for a linear edit: the number of sums it needs for each slice along the last dim.
         gradient: whether it reads or edits the gradient instead.
-        wanted: the selection and reduction of a read; None for the full tensor.
+        selection: the selection and reduction of a read; None for the full tensor.
         text: the original text.
         gathered: whether an earlier edit at the hook point has gathered the full tensor.
         once: whether one rank runs the edit and sends its result.
@@ -46,7 +46,7 @@ class HookSpec:
     edit: Any = ""
     entries: int = 1
     gradient: bool = False
-    wanted: CaptureSelection | None = None
+    selection: CaptureSelection | None = None
     text: str = ""
     gathered: bool = False
     once: bool = False
@@ -92,7 +92,7 @@ def parse_read_hook(text: str, option: str = "--read") -> HookSpec:
     if not pattern:
         raise FlexError(f"{option} {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
     selection = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
-    return HookSpec(pattern, gradient=gradient, wanted=selection, text=f"read {text}", asked=text)
+    return HookSpec(pattern, gradient=gradient, selection=selection, text=f"read {text}", asked=text)
 
 
 def parse_edit_hook(text: str) -> HookSpec:

@@ -205,8 +205,8 @@ def _hook_specs(
         spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
         if hook.save and hook.keep_as not in capture_names:
             capture_names.add(hook.keep_as)
-            part = f"@{hook.wanted.describe()}" if hook.wanted else ""
-            yield replace(spec, wanted=hook.wanted, gathered=bool(why), asked=part)
+            part = f"@{hook.selection.describe()}" if hook.selection else ""
+            yield replace(spec, selection=hook.selection, gathered=bool(why), asked=part)
         if hook in edits and not why:
             yield replace(spec, edit=edits[hook])
         elif hook in edits:

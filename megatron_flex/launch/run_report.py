@@ -155,7 +155,7 @@ def _describe_sinks(flex: FlexModel) -> Iterator[str]:
         what = _describe_selection(len(sink.chosen.sites), sink.chosen.parameters, sink.settings.gradients)
         yield f"dump of {what}{_describe_every(sink.settings.every)} to {sink.settings.path}"
     for measured in flex.session.sinks.statistics:
-        selected, settings = measured.wanted, measured.settings
+        selected, settings = measured.selection, measured.settings
         what = _describe_selection(len(selected.values), selected.parameters, bool(selected.gradients))
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
 

@@ -61,8 +61,9 @@ class HookExplanation:
         size = session.hooks.trials.dtype.itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
-            if hook.wanted is not None:
-                yield f"selected on the shard: {hook.wanted.describe()}; no more than that is kept and sent"
+            if hook.selection is not None:
+                selected = hook.selection.describe()
+                yield f"selected on the shard: {selected}; no more than that is kept and sent"
             yield f"read: kept, and sent to the leader when the step is over: {_join_steps(steps)}"
         elif not (why := self._why_gathered(hook, site, layout, shape)):
             yield f"edit: {describe_edit(hook.editing_function)}, on the shard of each rank, nothing sent"

@@ -226,7 +226,7 @@ def _has_unknown_hooks(session: Session, recorded: frozenset[str]) -> bool:
 def _captured_lengths(session: Session) -> dict[str, int]:
     """The lengths of the named dims of hook points, from the last captures of full tensors."""
     out: dict[str, int] = {}
-    plain = [e for e in session.registry.entries if e.hook.wanted is None and not e.hook.keep_as]
+    plain = [e for e in session.registry.entries if e.hook.selection is None and not e.hook.keep_as]
     for site in (s for e in plain for s in e.sites):
         for tensor in list(session.captures.get(site.name, ()))[-1:]:
             if len(tensor.shape) == len(site.shape):

@@ -75,7 +75,7 @@ class CaptureDispatcher:
         gathered: Tensor | None = None
         for hook, suffix in saved:
             name = key._replace(site=key.site + suffix) if suffix else key
-            if hook.wanted is None:
+            if hook.selection is None:
                 self.recorder.shard(name, local, layout, route)
             elif route is None:
                 self._keep_selected_shard(hook, name, local, layout)
@@ -107,8 +107,8 @@ class CaptureDispatcher:
 
         With each key the number of the sequence; None for the selection as it is. All ranks have the same.
         """
-        assert hook.wanted is not None
-        if not hook.wanted.each_sequence:
+        assert hook.selection is not None
+        if not hook.selection.each_sequence:
             return [(key, None)]
         count = max((len(d.sequences) for d in layout.dims), default=0)
         if not count:
@@ -141,9 +141,9 @@ class CaptureDispatcher:
         cached = self._plans.get(at)
         if cached is not None:
             return cached
-        assert hook.wanted is not None
+        assert hook.selection is not None
         heads = self._heads.get(hook.site_of(key.site), 0)
-        selection = hook.wanted if number is None else hook.wanted.in_sequence(number)
+        selection = hook.selection if number is None else hook.selection.in_sequence(number)
         parts = tensor.shape, tensor.dtype, tensor.device
         make = partial(
             plan_selection,

@@ -69,7 +69,7 @@ class FunctionAgreement:
         Warns:
             FlexWarning: values that a function reads differ; on the first rank.
         """
-        if not self._agreement.meets:
+        if not self._agreement.has_peers:
             return
         edits = [h for h in hooks if h.editing_function is not None]
         digests = self._digest(edits)

@@ -198,7 +198,7 @@ class HookRegistry:
         """Refuse two hooks that capture different things at one site under the same name."""
         hook = entry.hook
         for other in self.entries if hook.save else ():
-            selection, other_selection = hook.wanted, other.hook.wanted
+            selection, other_selection = hook.selection, other.hook.selection
             if (
                 selection is other_selection
                 or not other.hook.save

@@ -118,7 +118,7 @@ class HookFunction:
             different things at one hook point.
 
     Attributes:
-        wanted: `select` and `reduce`; None if the full tensor is captured.
+        selection: `select` and `reduce`; None if the full tensor is captured.
         tensor_sink: the dump or statistics that receives the tensors, if the hook belongs to one.
         captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
             EDITED.
@@ -199,7 +199,7 @@ class HookFunction:
         self.enabled = enabled
         self.captures_edited = self.records = False
         self.tensor_sink: TensorSink | None = None
-        self.wanted = (
+        self.selection = (
             None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
         )
         self.keep_as = keep_as
@@ -222,7 +222,7 @@ class HookFunction:
         """Whether the hook depends on the names of the dims, so that calls are traced where those vary."""
         edit = self.editing_function
         named = edit is not None and needs_dim_names(edit)
-        selects = self.wanted is not None and self.wanted.needs_dim_names
+        selects = self.selection is not None and self.selection.needs_dim_names
         return named or selects or (self.tensor_sink is not None and self.tensor_sink.needs_dim_names)
 
     def name_dims(self, site: Site, known: DimNames) -> None:
@@ -258,9 +258,9 @@ class HookFunction:
         """
         edit, sites = self.editing_function, list(sites)
         self._known_dims = {}
-        if self.wanted is not None:
+        if self.selection is not None:
             for site in sites:
-                self.wanted.check(site)
+                self.selection.check(site)
         if edit is not None and hasattr(edit, "for_site"):
             self._at = {s.name: for_site(edit, s) for s in sites}
 
@@ -328,7 +328,7 @@ class HookFunction:
         wording = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
         shape = f" expecting {self.expected_shape}" if self.expected_shape is not None else ""
-        capture = f" keeping {self.wanted.describe()}" if self.wanted and self.save else ""
+        capture = f" keeping {self.selection.describe()}" if self.selection and self.save else ""
         capture += f" as {self.keep_as}" if self.keep_as else ""
         return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{wording}{capture}"
 

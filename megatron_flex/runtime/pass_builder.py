@@ -137,7 +137,7 @@ class PassBuilder:
         return ((take, layout), *traced) if saved else ()
 
     def _choose_capture(self, saved: Saved) -> Take:
-        if [(h.wanted, suffix) for h, suffix in saved] == [(None, "")]:
+        if [(h.selection, suffix) for h, suffix in saved] == [(None, "")]:
             return self.captures.recorder.shard  # one hook, under the name of the site
         return partial(self.captures.keep, saved)
 

@@ -255,7 +255,7 @@ class Session:
             HookError: as for `FlexModel.restore()`; the model is restored nevertheless.
         """
         try:
-            self.agreement.meet("restore()", self._failed)
+            self.agreement.barrier("restore()", self._failed)
         except Exception:  # raised again: the model is restored whatever the other ranks do
             self.close(failed=True)
             raise
@@ -421,7 +421,7 @@ class Session:
             self._calls[chunk] += 1
             return
         self.check_call()
-        met = self._compare(apart=True)
+        met = self._compare(replicas_independent=True)
         if self.registry.active and running_transform() is not None:
             self._check_transform()
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
@@ -453,17 +453,17 @@ class Session:
             if failed or not torch.is_grad_enabled():  # otherwise the backward pass may need the values
                 self.context_relay.begin()
 
-    def _compare(self, apart: bool = False) -> bool:
+    def _compare(self, replicas_independent: bool = False) -> bool:
         """Compare the hooks of all ranks if they may have changed; return whether they were compared.
 
         Args:
-            apart: whether data parallel replicas may run different numbers of steps, as calls outside a
-                schedule do.
+            replicas_independent: whether data parallel replicas may run different numbers of steps, as calls
+                outside a schedule do.
         """
         # A selection is valid from the start of a step to the start of the next one, backward pass included.
         if self.registry.adopt():
             self.taps.update_taps()
-        compared = self.agreement.compare_hooks(apart, self.verification.on, self._prepare)
+        compared = self.agreement.compare_hooks(replicas_independent, self.verification.on, self._prepare)
         if compared:
             self.dispatcher.passes.gradients.clear()
         return compared
@@ -595,6 +595,6 @@ class Session:
         if self.mesh["pp"].size > 1:
             self._recorder.drop()
             raise HookError(LATE_GRADIENT.format(size=self.mesh["pp"].size))
-        self.trainable.meet()
+        self.trainable.barrier()
         self._finish(False, self._replica())
         self.trainable.synchronize()

@@ -204,7 +204,7 @@ class StatisticsSink:
         adding: BackgroundReduction,
         sink: Sink,
     ) -> None:
-        self.settings, self.wanted, self.mesh, self.clock = statistics, selection, mesh, clock
+        self.settings, self.selection, self.mesh, self.clock = statistics, selection, mesh, clock
         self.cycle = SinkCycle(STATISTICS_PURPOSE, mesh, clock, selection.exact)
         words = f"statistics in {statistics.path}"
         self.hooks = make_sink_hooks(self, words, selection.values, selection.gradients, statistics.groups)
@@ -246,7 +246,7 @@ class StatisticsSink:
                 "model a different number of times; make the calls in `with flex.step():`",
             )
             return False
-        if start.called and self.wanted.parameters is not None:
+        if start.called and self.selection.parameters is not None:
             raise FlexError(CALL_HAS_NO_GRADIENTS)
         self.cycle.begin()
         self._sums.clear()
@@ -255,7 +255,7 @@ class StatisticsSink:
     @property
     def awaits_gradients(self) -> bool:
         """Whether gradients may still arrive after the call of the model."""
-        return self.cycle.active and bool(self.wanted.gradients)
+        return self.cycle.active and bool(self.selection.gradients)
 
     def flush(self, failed: bool, mesh: Mesh) -> None:
         """End a step, measured or not: its sums are on their way, and those of the step before are written.
@@ -292,8 +292,8 @@ class StatisticsSink:
         try:
             if spoiled is not None:
                 raise RuntimeError(spoiled.message) from spoiled.error
-            if self.wanted.parameters is not None:
-                self._measure(self.wanted.parameters)
+            if self.selection.parameters is not None:
+                self._measure(self.selection.parameters)
             vector, maxima = self._packed(0.0)
         except FlexError:  # raised on all ranks
             raise
@@ -351,7 +351,7 @@ class StatisticsSink:
             raise_on_all_ranks(failure, self.mesh)
         rows = vector[HEAD_WIDTH:].view(-1, self._table.width)
         self._passed |= rows[:, COUNT] > 0
-        if self._sink.wanted:
+        if self._sink.reads_statistics:
             self._sink.write(number, self._table.measured(number, vector, maxima))
 
     def deliver_last(self) -> None:

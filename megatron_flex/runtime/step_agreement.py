@@ -40,7 +40,7 @@ class StepAgreement:
         self._exchange = Agreement(name, agreement_seconds(), mesh.ranks)
         self._functions = FunctionAgreement(self._exchange, model_ids)
         self._compared = -1  # the version of the registry that the ranks have compared
-        self._apart = False
+        self._replicas_independent = False
 
     @property
     def now(self) -> str:
@@ -59,12 +59,14 @@ class StepAgreement:
         """Have the ranks compare their hooks before the next step, whether or not hooks have changed."""
         self._compared = -1
 
-    def compare_hooks(self, apart: bool, verifying: bool, adopt: Callable[[ContextPlan], None]) -> bool:
+    def compare_hooks(
+        self, replicas_independent: bool, verifying: bool, adopt: Callable[[ContextPlan], None]
+    ) -> bool:
         """Compare the hooks of all ranks if they may have changed; return whether they were compared.
 
         Args:
-            apart: whether data parallel replicas may run different numbers of steps, as calls outside a
-                schedule do.
+            replicas_independent: whether data parallel replicas may run different numbers of steps, as calls
+                outside a schedule do.
             verifying: whether `verify()` covers the next step.
             adopt: called after the comparison with the order in which the hooks of the next steps use the
                 context.
@@ -73,10 +75,10 @@ class StepAgreement:
             HookError: on all ranks, if hooks differ or some rank does not arrive.
         """
         registry, following, exchange = self._registry, self._clock.step + 1, self._exchange
-        self._apart = apart
+        self._replicas_independent = replicas_independent
         due = registry.version != self._compared
         if not due and exchange.looks_due():  # a rank whose hooks changed may wait
-            due = exchange.wanted(following, self._replica())
+            due = exchange.is_awaited(following, self._replica())
         if due:
             plan = ContextPlan.from_hooks(registry.active, self._mesh["pp"].size)
             more = plan.describe() + (", verify()" if verifying else "")
@@ -86,7 +88,7 @@ class StepAgreement:
             self._compared = registry.version
         return due
 
-    def meet(self, place: str, failed: bool = False) -> None:
+    def barrier(self, place: str, failed: bool = False) -> None:
         """Wait, if hooks are registered, until all ranks reach a point that every rank has to reach.
 
         This precedes any other collective: a rank still inside a step would match that collective with a
@@ -102,9 +104,9 @@ class StepAgreement:
         """
         if self._registry.entries and self._compared >= 0:
             # Without a schedule, data parallel replicas may call the model different numbers of times.
-            alike = self._mesh["dp"].size == 1
-            after = self._clock.step, self._mesh["dp"].coord
-            self._exchange.meet(place, f"after step {self._clock.step}", after, alike, failed)
+            same_action = self._mesh["dp"].size == 1
+            last_step = self._clock.step, self._mesh["dp"].coord
+            self._exchange.barrier(place, f"after step {self._clock.step}", last_step, same_action, failed)
 
     def check_waiting_ranks(self) -> None:
         """Raise, while this rank waits at the end of a step, if another rank waits elsewhere.
@@ -113,9 +115,9 @@ class StepAgreement:
             HookError: on all ranks that wait.
         """
         self._exchange.check_ended()
-        if self._exchange.wanted(self._clock.step, self._replica()):
-            self._exchange.meet(STEP_END, self.now)
+        if self._exchange.is_awaited(self._clock.step, self._replica()):
+            self._exchange.barrier(STEP_END, self.now)
 
     def _replica(self) -> int | None:
         """The data parallel coordinate, if only ranks of this replica run the same number of steps."""
-        return self._mesh["dp"].coord if self._apart else None
+        return self._mesh["dp"].coord if self._replicas_independent else None

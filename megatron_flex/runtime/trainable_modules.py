@@ -246,7 +246,7 @@ class TrainableModules:
 
     # -- synchronization -------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other ranks at the end of a backward pass that the user runs on each of them.
 
         Raises:

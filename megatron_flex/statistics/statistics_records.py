@@ -157,11 +157,11 @@ class Sink(Protocol):
     """Receives statistics; every rank has one, and no method is collective.
 
     Attributes:
-        wanted: whether the sink of this rank uses statistics; if no rank's does, none are computed.
+        reads_statistics: whether the sink of this rank uses statistics; if no rank's does, none are computed.
     """
 
     @property
-    def wanted(self) -> bool: ...
+    def reads_statistics(self) -> bool: ...
 
     def write(self, iteration: int, rows: Sequence[TensorStatistics]) -> None:
         """Receive an iteration: a row for each tensor that was measured. Must not raise."""

@@ -52,7 +52,7 @@ class FrameworkLoggers:
         self._reported: set[str] = set()
 
     @property
-    def wanted(self) -> bool:
+    def reads_statistics(self) -> bool:
         """Whether this rank has a writer."""
         loggers = self._find()
         return loggers is not None and (loggers.tensorboard is not None or loggers.wandb is not None)
@@ -165,9 +165,9 @@ class StatisticsWriters:
         self._back, self._loggers = thread, loggers
 
     @property
-    def wanted(self) -> bool:
+    def reads_statistics(self) -> bool:
         """Whether `write` does anything on this rank now."""
-        return self._back is not None or (self._loggers is not None and self._loggers.wanted)
+        return self._back is not None or (self._loggers is not None and self._loggers.reads_statistics)
 
     @property
     def lost(self) -> int:

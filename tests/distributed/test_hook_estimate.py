@@ -146,8 +146,8 @@ def _said(words: str) -> Callable[[Any], None]:
     if not given:
         meant = parse_read_hook(words)
         place = str(meant.pattern)
-        if meant.wanted is not None:
-            more.update(select=meant.wanted.select, reduce=meant.wanted.reduce)
+        if meant.selection is not None:
+            more.update(select=meant.selection.select, reduce=meant.selection.reduce)
 
     def register(flex: Any) -> None:
         hook = HookFunction(place, **more)

@@ -18,7 +18,7 @@ from tests.support.rank import changes
 class Kept:
     """A sink that keeps everything."""
 
-    wanted = True
+    reads_statistics = True
 
     def __init__(self) -> None:
         self.rows: dict[int, list[Any]] = {}

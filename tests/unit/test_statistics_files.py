@@ -331,7 +331,7 @@ def test_where_nothing_can_be_written_is_an_error_at_once(tmp_path, make):
 
 def test_ranks_that_write_nothing_make_no_file(tmp_path):
     writers = open_writers(Statistics(tmp_path / "new", ["**"]), header(), False)
-    assert not writers.wanted
+    assert not writers.reads_statistics
     writers.write(0, rows(0))
     writers.close()
     assert not (tmp_path / "new").exists()

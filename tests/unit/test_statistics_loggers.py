@@ -49,7 +49,7 @@ def test_a_real_tensorboard_file_has_them_beside_the_frameworks_curves(tmp_path,
         names = ("add_scalar", "add_histogram_raw")
         told = SimpleNamespace(**{name: getattr(writer, name) for name in names})
     writers = attached(tmp_path / "stats", tensorboard=told)
-    assert writers.wanted
+    assert writers.reads_statistics
     gradient = row(0, "a:output.grad", 9, nans=2)
     for n in range(3):
         writers.write(n, [*rows(n), gradient])
@@ -120,7 +120,7 @@ def test_what_a_writer_raises_is_a_warning_and_the_file_has_it(tmp_path):
 def test_no_writers_where_they_are_not_wanted(tmp_path):
     found = SimpleNamespace(tensorboard=object(), wandb=object(), every=1)
     writers = open_writers(Statistics(tmp_path, ["**"], writers=False), header(), False, lambda: found)
-    assert not writers.wanted
+    assert not writers.reads_statistics
     writers.write(0, rows(0))
 
 

@@ -130,7 +130,7 @@ class LayoutPropagator:
     Attributes:
         root: the model.
         known: the modules with rules.
-        wanted: the hook points with hooks.
+        requested: the hook points with hooks.
         shared: the parameters with partial gradients, and over which axes; None for those whose uses do not
             determine it. For traced calls only.
         calls: the number of traced calls.
@@ -151,13 +151,13 @@ class LayoutPropagator:
     ) -> None:
         self.root, self.known, self.mesh, self.regions = root, known, mesh, regions
         self.named = find_named_models(root)
-        self._names_wanted: Counter[TensorPlace] = Counter()
+        self._names_requested: Counter[TensorPlace] = Counter()
         self._names: dict[Hashable, dict[TensorPlace, set[tuple[tuple[str, ...], int]]]] = {}
         self._names_now: dict[TensorPlace, set[tuple[tuple[str, ...], int]]] = {}
         self._cached_tokens = 0  # tokens of the text in earlier calls
         self._watched = False
         self._naming: list[Undo] = []  # what is installed while names are wanted
-        self.wanted: Counter[TensorPlace] = Counter()
+        self.requested: Counter[TensorPlace] = Counter()
         self.shared: dict[str, tuple[str, ...] | None] = {}
         self.calls = 0
         self._answers: dict[Hashable, dict[TensorPlace, list[ObservedSpread]]] = {}
@@ -190,17 +190,17 @@ class LayoutPropagator:
 
     def want(self, place: TensorPlace) -> Undo:
         """Trace calls that reach a hook point, until the returned function is called."""
-        self.wanted[place] += 1
+        self.requested[place] += 1
 
         def forget() -> None:
-            self.wanted[place] -= 1
-            self.wanted += Counter()  # drops entries with count zero
+            self.requested[place] -= 1
+            self.requested += Counter()  # drops entries with count zero
 
         return forget
 
     def want_names(self, place: TensorPlace) -> Undo:
         """Trace calls in which the names of the dims at a hook point are not known, until that is undone."""
-        self._names_wanted[place] += 1
+        self._names_requested[place] += 1
         if not self._naming:
             self._naming = [add_hook(m, self._count_cached, pre=True, **CALL_HOOK) for m in self.named]
             if not self._watched:
@@ -208,9 +208,9 @@ class LayoutPropagator:
                 self._naming.append(intercept(self.root, "_call_impl", around))
 
         def forget() -> None:
-            self._names_wanted[place] -= 1
-            self._names_wanted += Counter()  # drops entries with count zero
-            if not self._names_wanted:
+            self._names_requested[place] -= 1
+            self._names_requested += Counter()  # drops entries with count zero
+            if not self._names_requested:
                 for undo in self._naming:
                     undo()
                 self._naming = []
@@ -325,7 +325,11 @@ class LayoutPropagator:
         return intercept(self.root, "_call_impl", self._around)
 
     def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls or not (self.wanted or self._names_wanted or self.left is None) or is_recomputing():
+        if (
+            self._calls
+            or not (self.requested or self._names_requested or self.left is None)
+            or is_recomputing()
+        ):
             return call(*args, **kwargs)
         self._calls += 1
         self._passes.clear()
@@ -334,8 +338,8 @@ class LayoutPropagator:
         self._names_now = self._names.setdefault(kind, {})
         self._cached_tokens = 0
         try:
-            known = self.wanted.keys() <= self._now.keys()
-            if self.left is not None and known and self._names_wanted.keys() <= self._names_now.keys():
+            known = self.requested.keys() <= self._now.keys()
+            if self.left is not None and known and self._names_requested.keys() <= self._names_now.keys():
                 return call(*args, **kwargs)
             return self._propagate_call(kind, call, *args, **kwargs)
         finally:
@@ -361,11 +365,11 @@ class LayoutPropagator:
                 self._answers.pop(kind, None)
                 self._names.pop(kind, None)
         self.calls += 1
-        for place in self._names_wanted:  # those that the call did not reach are not traced for again
+        for place in self._names_requested:  # those that the call did not reach are not traced for again
             self._names_now.setdefault(place, set())
         for name, tensor in named_parameters(self.root):
             ends = trace.mark(tensor).node.find_ends()
-            if (name, PARAMETER_INDEX) in self.wanted:
+            if (name, PARAMETER_INDEX) in self.requested:
                 self._now[name, PARAMETER_INDEX] = [ObservedSpread(FULL, tensor.ndim, ends)]
             axes = find_unsummed_axes(ends)
             if axes != ():

@@ -77,7 +77,7 @@ def racing(threads: int) -> list[int | None]:
     for turn in range(20):
         at = StoreRound(store, f"race/{turn}", 2, dist.get_rank())
         workers = [
-            threading.Thread(target=at.say_waiting, args=("place", s))
+            threading.Thread(target=at.announce_wait, args=("place", s))
             for s in steps[turn % threads :] + steps[: turn % threads]
         ]
         for worker in workers:
@@ -106,7 +106,7 @@ def ending(how: str, folder: str) -> None:
             time.sleep(3600)
         os._exit(7)
     begun = time.monotonic()
-    text = outcome(lambda: agreement.meet("restore()", "after step 3", (3, 0)))
+    text = outcome(lambda: agreement.barrier("restore()", "after step 3", (3, 0)))
     Path(folder, str(dist.get_rank())).write_text(f"{time.monotonic() - begun} {text}")
     os._exit(0)
 

@@ -79,8 +79,8 @@ def test_a_round_of_many_members_says_who_differs_and_leaves_no_key() -> None:
         assert rounds[0].has_arrived(49)
         assert rounds[0].outcome() == ""
         for one in rounds:
-            one.say_waiting("place3", 12)
-        rounds[9].say_waiting("place3", 11)
+            one.announce_wait("place3", 12)
+        rounds[9].announce_wait("place3", 11)
         assert late.find_waiting("place3") == 11
         late.arrive("a", "", "details of the late one")
         outcomes = {one.outcome() for one in (*rounds, late)}
