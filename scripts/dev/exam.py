@@ -172,9 +172,10 @@ def total(kept: Mapping[str, Any]) -> str:
     """The sentence of the README."""
     by = counted(kept)
     return (
-        f"Of {by['found'][1]} silent bugs that others reported in public, run again in small models, "
-        f"[{by['found'][0]} are found](docs/contributing/exam.md), {by['right'][0]} at the right hook point "
-        f"or parameter; {by['silent'][0]} of {by['silent'][1]} clean runs raise no alarm."
+        f"`compare` and `verify()` [find {by['found'][0]} of {by['found'][1]} silent bugs]"
+        "(docs/contributing/exam.md) from public issue trackers, reproduced in small models, and name the right "
+        f"hook point or parameter for {by['right'][0]}. {by['silent'][0]} of {by['silent'][1]} clean runs raise "
+        "no alarm."
     )
 
 
