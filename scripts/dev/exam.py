@@ -173,9 +173,9 @@ def total(kept: Mapping[str, Any]) -> str:
     by = counted(kept)
     return (
         f"`compare` and `verify()` [find {by['found'][0]} of {by['found'][1]} silent bugs]"
-        "(docs/contributing/exam.md) from public issue trackers, reproduced in small models, and name the right "
-        f"hook point or parameter for {by['right'][0]}. {by['silent'][0]} of {by['silent'][1]} clean runs raise "
-        "no alarm."
+        "(docs/contributing/exam.md) from public issue trackers, reproduced in small models, and name the "
+        f"right hook point or parameter for {by['right'][0]} of them. No alarm is raised for "
+        f"{by['silent'][0]} of {by['silent'][1]} clean runs."
     )
 
 
