@@ -25,6 +25,8 @@ from megatron_flex.adapters.adapter_base import (
 )
 from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
+from megatron_flex.adapters.megatron_core.forward_run import run_forward
+from megatron_flex.adapters.megatron_core.model_architecture import read_architecture
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
     main_part,
@@ -47,11 +49,7 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
     MegatronParameters,
     open_recomputed_regions,
 )
-from megatron_flex.adapters.megatron_core.schedules import (
-    read_architecture,
-    run_forward,
-    watch_schedules,
-)
+from megatron_flex.adapters.megatron_core.schedules import watch_schedules
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules

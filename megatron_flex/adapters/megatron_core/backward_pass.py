@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
-from megatron_flex.adapters.megatron_core.parameter_gradients import MegatronParameters
-from megatron_flex.adapters.megatron_core.schedules import (
+from megatron_flex.adapters.megatron_core.forward_run import (
     check_tokens,
     count_microbatches,
     keep_random_states,
     shard_batch,
 )
+from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
+from megatron_flex.adapters.megatron_core.parameter_gradients import MegatronParameters
 from megatron_flex.mesh import Mesh
 
 

@@ -1,4 +1,4 @@
-"""Megatron's pipeline schedules: the current step and microbatch, and forward runs over full tokens.
+"""Watches Megatron's pipeline schedules: which step and microbatch runs, and where it begins and ends.
 
 The schedules look up their helpers in their module at each call, so replacing the module's functions is
 enough, in every version; the microbatch is stored on the output tensor from forward to backward.
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_flex.adapters.adapter_base import Architecture, Listener, Undo
-from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.adapter_base import Listener, Undo
 from megatron_flex.adapters.megatron_core.model_parts import config_of
-from megatron_flex.adapters.megatron_core.module_classes import is_megatron, unwrap_model
+from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 from megatron_flex.adapters.taps import add_hook, intercept, join_undos
 from megatron_flex.errors import FlexError, LayoutError
-from megatron_flex.layout import PackedSequences, extract
+from megatron_flex.layout import PackedSequences
 from megatron_flex.layout.packed_sequences import explain_uneven_sequence
-from megatron_flex.mesh import Mesh
 
 SCHEDULE_FUNCTIONS = (
     "forward_backward_no_pipelining",
@@ -80,7 +77,18 @@ def _call_unchanged(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class _ScheduleWatcher:
-    """The state of one watcher; its methods wrap Megatron's functions."""
+    """Wraps Megatron's functions, and reports to the listener what begins and ends.
+
+    A step is one run of a schedule. Without a schedule, each call of the model is a step of its own. The two
+    exclude each other, as a schedule calls the model too:
+
+        idle --run()--> running --forward(), backward() for each microbatch--> idle
+        idle --before_call()--> calling --after_call()--> idle
+
+    Attributes:
+        running: a schedule is running; calls of the model belong to its step.
+        calling: a call of the model is running without a schedule.
+    """
 
     def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
         self.roots, self.listener = roots, listener
@@ -119,6 +127,7 @@ class _ScheduleWatcher:
                 "the schedule that runs was fetched before the hooks were attached and cannot be followed; "
                 "call get_forward_backward_func() after attaching"
             )
+        # The virtual chunk: a schedule passes each chunk's model, and not the number of the chunk.
         chunk = next((i for i, root in enumerate(self.roots) if unwrap_model(model) is root), 0)
         self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0), chunk)
         result = step(*args, **kwargs)
@@ -128,7 +137,7 @@ class _ScheduleWatcher:
         return result
 
     def backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.running:
+        if self.running:  # Megatron passes the output of the microbatch, by which the listener knows it again
             self.listener.backward_begins(kwargs.get("output_tensor", args[1] if len(args) > 1 else None))
         result = step(*args, **kwargs)
         if self.running:
@@ -236,172 +245,3 @@ def current_iteration() -> int | None:
     args = getattr(state, "_GLOBAL_ARGS", None)
     iteration = getattr(args, "curr_iteration", None)
     return None if iteration is None else int(iteration)
-
-
-DECODERS = ("GPTModel", "HybridModel", "MambaModel")
-MEGATRONS_MODULES = ("megatron.core.", "transformer_engine.")
-ROTARY = ("rope", "mrope", "yarn")
-LEARNED_POSITIONS = "learned_absolute"
-NEEDS_LABELS = (
-    "this megatron-core runs a model with mtp_num_layers={} with labels only, and here are tokens alone; run "
-    "your own step in `with flex.interp.trace()`, or take a megatron-core that has process_mtp_loss (0.19)"
-)
-
-
-def read_architecture(root: Any) -> Architecture | None:
-    """The properties of a model, from its configuration."""
-    if not is_megatron(root, *DECODERS):
-        return None
-    config = root.config
-    return Architecture(
-        heads=config.num_attention_heads,
-        rms=config.normalization == "RMSNorm",
-        epsilon=config.layernorm_epsilon,
-        unit_offset=bool(getattr(config, "layernorm_zero_centered_gamma", False)),
-        gated=bool(config.gated_linear_unit),
-        rotary=getattr(root, "position_embedding_type", "") in ROTARY,
-        causal=getattr(config, "window_size", None) is None,
-        scaled_by_layer=bool(getattr(config, "apply_query_key_layer_scaling", False)),
-        tied=bool(getattr(root, "share_embeddings_and_output_weights", False)),
-        embedding_scale=_read_mup(config, "mup_embedding_mult"),
-        logit_scale=_read_mup(config, "mup_output_mult"),
-        scale_logits=getattr(root, "_scale_logits", None),
-        not_linear=_explain_head(root),
-    )
-
-
-def _read_mup(config: Any, name: str) -> float:
-    """A multiplier of the maximal update parametrization; 1 without it."""
-    return float(getattr(config, name, 1.0)) if getattr(config, "use_mup", False) else 1.0
-
-
-def _explain_head(root: Any) -> str:
-    """Why the logits may be more than a scaled product: a class that is not Megatron's computes them."""
-    layer = getattr(root, "output_layer", None)
-    if layer is not None and not type(layer).__module__.startswith(MEGATRONS_MODULES):
-        return f"output_layer is a {type(layer).__name__}, which may do more than multiply by its weight"
-    scale = getattr(type(root), "_scale_logits", None)
-    if scale is not None and not scale.__module__.startswith(MEGATRONS_MODULES):
-        return f"{type(root).__name__}._scale_logits changes the logits after the output layer"
-    return ""
-
-
-def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
-    """Run all chunks forward; see `ModelRunner.run`."""
-    size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
-    if not is_megatron(root, *DECODERS):
-        raise FlexError(
-            f"a {type(root).__name__} cannot be run on tokens alone; run your step in "
-            "`with flex.interp.trace()`"
-        )
-    check_tokens(root, mesh, tokens, size)
-    _check_runs_without_labels(root.config)
-    microbatches = [shard_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
-    missing = count_microbatches(root.config, len(microbatches), len(chunks)) - len(microbatches)
-    microbatches += microbatches[-1:] * missing
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    interleaved = len(chunks) > 1
-    with torch.no_grad(), keep_random_states():
-        get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
-            model=chunks if interleaved else chunks[0],
-            num_microbatches=len(microbatches),
-            seq_length=tokens.shape[1],
-            micro_batch_size=size,
-            forward_only=True,
-            collect_non_loss_data=True,  # so that the output is not treated as a loss
-        )
-
-
-def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
-    """Refuse tokens that would fail on some ranks only, or in the middle of the model.
-
-    Raises:
-        FlexError: on all ranks, which have the same tokens.
-    """
-    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
-        raise FlexError(
-            f"tokens of shape {tuple(tokens.shape)} and dtype {tokens.dtype}; give integers [batch, sequence]"
-        )
-    batch, length = tokens.shape
-    if not size or size < 0 or batch % size:
-        raise FlexError(f"microbatch_size={size} must divide the batch of {batch}; choose one that does")
-    cp, tp, parallel = mesh["cp"].size, mesh["tp"].size, bool(root.config.sequence_parallel)
-    parts = (2 * cp if cp > 1 else 1) * (tp if parallel else 1)
-    if length % parts:
-        why = f"context parallel size {cp}, tensor parallel size {tp}, sequence_parallel={parallel}"
-        raise FlexError(
-            f"a sequence of {length} cannot be cut into {parts} equal parts ({why}); pad them at the "
-            f"end to {-(-length // parts) * parts}: later tokens do not change what is before them"
-        )
-    longest = getattr(root, "max_sequence_length", length)
-    if getattr(root, "position_embedding_type", "") == LEARNED_POSITIONS and length > longest:
-        raise FlexError(
-            f"a sequence of {length} has no positions in this model; give at most {longest} tokens"
-        )
-    known = getattr(root, "vocab_size", None)
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or (isinstance(known, int) and high >= known):
-        raise FlexError(f"tokens from {low} to {high} are not all in the vocabulary of {known}; give its own")
-
-
-def _check_runs_without_labels(config: Any) -> None:
-    """Refuse multi-token prediction where Megatron computes its losses with labels only."""
-    depths = getattr(config, "mtp_num_layers", None)
-    if depths is None:
-        return
-    from megatron.core.transformer import multi_token_prediction
-
-    if not hasattr(multi_token_prediction, "process_mtp_loss"):
-        raise FlexError(NEEDS_LABELS.format(depths))
-
-
-def shard_batch(root: Any, mesh: Mesh, tokens: Tensor, **more: Tensor) -> dict[str, Tensor]:
-    """This rank's part of one microbatch under context parallelism: of the tokens, positions and `more`.
-
-    Args:
-        root: the unwrapped model.
-        mesh: the axes of the run.
-        tokens: `[batch, sequence]`.
-        more: further tensors of that shape.
-    """
-    device = next(root.parameters()).device
-    layout = ModelLayouts(root.config, mesh, None).loss()
-    batch = {"tokens": tokens.long(), "positions": torch.arange(tokens.shape[1]).expand_as(tokens), **more}
-    shards = {name: extract(layout, t.cpu(), mesh.coords, mesh.sizes) for name, t in batch.items()}
-    return {name: shard.contiguous().to(device) for name, shard in shards.items()}
-
-
-def _forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
-    batch = next(iterator)
-    return model(batch["tokens"], batch["positions"], None), _discard_logits
-
-
-def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:
-    """Megatron's logits."""
-
-
-def count_microbatches(config: Any, count: int, chunks: int) -> int:
-    """The minimum number of microbatches of the schedule: an interleaved one runs them in groups."""
-    if chunks == 1:
-        return count
-    stages = config.pipeline_model_parallel_size
-    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
-    return int(-(-count // group) * group)
-
-
-@contextmanager
-def keep_random_states() -> Iterator[None]:
-    """Restore the random generators, so that a training run continues unchanged."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker: Any = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices, device_type="cuda"):
-        try:
-            yield
-        finally:
-            tracker.set_states(states)
