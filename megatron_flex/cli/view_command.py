@@ -11,7 +11,7 @@ from megatron_flex.cli.estimate_command import MeshOption, WorldSizeOption, pars
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
 from megatron_flex.document import make_console
-from megatron_flex.dump.run_folders import list_run_folders
+from megatron_flex.dump.run_folders import list_runs
 from megatron_flex.errors import FlexError
 from megatron_flex.page import Page, write
 from megatron_flex.page.page_builder import fill_page, make_configuration_page
@@ -113,7 +113,7 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
             files = list_files(path)
             measured += [path] if files else []
             if not files or any(path.glob("run-[0-9]*")):
-                list_run_folders(path)  # raises where no run is
+                list_runs(path)  # raises where no run is
                 dumps.append(path)
         elif path.is_file() and path.name.startswith("statistics-"):
             measured.append(path)

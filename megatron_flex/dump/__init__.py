@@ -1,7 +1,7 @@
 """Dumps: each rank writes its shards of a run's tensors to disk; readers assemble full tensors from them."""
 
 from megatron_flex.dump.dump_settings import Dump
-from megatron_flex.dump.part_format import format_run_folder
+from megatron_flex.dump.file_names import format_run_folder
 from megatron_flex.dump.schema import (
     GRADIENT,
     PARAMETER,

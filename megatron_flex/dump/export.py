@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_flex.dump.export_target import EXPORT_MARK, ExportFormat, check_export_target, replace_target
 from megatron_flex.dump.part_format import DTYPE_NAMES
 from megatron_flex.dump.reader import DumpArray
-from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.dump.run_folders import IterationKey
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.progress import BYTES, ProgressBar, progress
 from megatron_flex.version import __version__

@@ -1,22 +1,11 @@
 """One file of a dump: safetensors, with an index of what its tensors are and checksums in the metadata.
 
 docs/dump-format.md describes the file byte by byte.
-
-Folders and files:
-
-    PATH/run-0000/manifest.json                            what all ranks have in common, once for each run
-    PATH/run-0000/0000000100/00003-000.safetensors         what rank 3 wrote of iteration 100, first part
-    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the second, which is the last
-
-A part has its name only once it is whole. An iteration is there if each rank's last part is, whose name says
-how many there are, and all before it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +41,6 @@ from megatron_flex.dump.schema import (
 from megatron_flex.errors import DumpError
 
 METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
-WRITERS_LOCK = ".writers"  # in the folder of a run: its writers hold a lock on this empty file
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 PART_BYTES = 32 << 20  # about the bytes of one part by default: while it is written, the next one fills
 MIN_FIRST_PART_BYTES = 8 << 20  # unless parts are smaller; less is copied before a thread has begun
@@ -83,27 +71,6 @@ DTYPE_NAMES = {  # safetensors' names of dtypes
     torch.bool: "BOOL",
 }
 NAMED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_ITERATION_FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
-PART_NAME = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
-
-
-def format_run_folder(number: int) -> str:
-    """The folder of a run."""
-    return f"run-{number:04d}"
-
-
-def format_iteration_folder(iteration: int, run_of: int = 0) -> str:
-    """The folder of an iteration, or of a further run of the schedule in it."""
-    return f"{iteration:010d}" + (f".{run_of}" if run_of else "")
-
-
-def parse_iteration_folder(folder: str) -> tuple[int, int] | None:
-    """The number of an iteration, and which run of the schedule, by the name of its folder."""
-    matched = _ITERATION_FOLDER.fullmatch(folder)
-    if matched is None:
-        return None
-    out = int(matched[1]), int(matched[2] or 0)
-    return out if format_iteration_folder(*out) == folder else None
 
 
 def compute_part_limit(part: int, part_bytes: int) -> int:
@@ -114,45 +81,6 @@ def compute_part_limit(part: int, part_bytes: int) -> int:
         part_bytes: as for `Dump`.
     """
     return part_bytes if part else min(part_bytes, max(part_bytes // 2, MIN_FIRST_PART_BYTES))
-
-
-def format_part_name(rank: int, part: int, parts: int = 0) -> str:
-    """The file of a part; the last of a rank's iteration has how many there are in its name."""
-    end = f"-of-{parts:03d}" if parts else ""
-    return f"{rank:05d}-{part:03d}{end}.safetensors"
-
-
-def parse_part_name(name: str) -> tuple[int, int, int] | None:
-    """Rank, part and parts (0 in all but the last) by the name of a file; None for other files."""
-    matched = PART_NAME.fullmatch(name)
-    if matched is None:
-        return None
-    out = int(matched[1]), int(matched[2]), int(matched[3] or 0)
-    return out if format_part_name(*out) == name else None
-
-
-def list_complete_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
-    """Rank to its parts in order, of an iteration that all `ranks` have closed; None if they have not.
-
-    By the files' names alone.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    present: dict[int, set[int]] = {rank: set() for rank in ranks}
-    counts: dict[int, int] = {}
-    for name in os.listdir(folder):
-        if (numbering := parse_part_name(name)) is not None and numbering[0] in present:
-            rank, part, parts = numbering
-            present[rank].add(part)
-            counts[rank] = max(counts.get(rank, 0), parts)
-    for rank, numbers in present.items():
-        if not counts.get(rank) or numbers != set(range(counts[rank])):
-            return None
-    return {
-        rank: [folder / format_part_name(rank, n, count * (n == count - 1)) for n in range(count)]
-        for rank, count in sorted(counts.items())
-    }
 
 
 class PartHeader:

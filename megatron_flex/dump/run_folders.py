@@ -1,126 +1,352 @@
-"""The folders of a dump on disk: runs, iterations and parts, complete or not."""
+"""The runs of a dump on disk: their manifests, and their iterations, complete or not.
+
+Readers, verification, pruning, listings, and writers that look for earlier runs all see a dump through
+`DumpRun` and `StoredIteration`. An iteration is complete if each rank that writes has closed it: the rank's
+last part exists, whose name says how many there are, and all parts before it. Names decide, not contents.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_flex.dump.part_format import (
+from megatron_flex.dump.file_names import (
+    MANIFEST_NAME,
     WRITERS_LOCK,
+    format_iteration_folder,
+    format_part_name,
     format_run_folder,
     parse_iteration_folder,
     parse_part_name,
+    parse_run_folder,
 )
-from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
-from megatron_flex.errors import DumpError
+from megatron_flex.dump.schema import Manifest
+from megatron_flex.errors import DumpError, FlexWarning
 
-RUN_NUMBER = re.compile(r"run-(\d{4,18})", re.ASCII)
+IterationKey = tuple[int, int]  # the number of an iteration, and which run of the schedule in it
+PartNumber = tuple[int, int]  # of a part, from 0; and in the last part how many there are, else 0
+RankParts = Mapping[int, tuple[PartNumber, ...]]  # the parts of each rank, in order
+
+REPLICA_AXIS, STAGE_AXIS = "dp", "pp"  # the axes along which ranks hold other samples, and other sites
 
 
-@dataclass(slots=True)
-class IterationFolder:
-    """The folder of an iteration in a run.
+@dataclass(frozen=True, slots=True)
+class StoredIteration:
+    """An iteration in the folder of a run, by the names of its files.
 
     Attributes:
-        path: the folder.
-        number: of the iteration.
-        run_of: the run of the schedule in the iteration, from 0.
-        files: the parts' files by rank and number, with their sizes in bytes.
-        closed: for each rank whose last part exists, the number of its parts.
-        strays: files that are not parts: temporary files, and files of other origin.
+        run: that wrote it.
+        iteration: its number.
+        run_of: which run of the schedule in it, from 0.
+        folder: where it is.
+        parts: the parts that exist, by rank.
+        strays: files that are not parts: drafts, and files of other origin.
     """
 
-    path: Path
-    number: int
+    run: DumpRun
+    iteration: int
     run_of: int
-    files: dict[tuple[int, int], tuple[Path, int]] = field(default_factory=dict)
-    closed: dict[int, int] = field(default_factory=dict)
-    strays: list[tuple[Path, int]] = field(default_factory=list)
+    folder: Path
+    parts: RankParts
+    strays: tuple[Path, ...]
 
     @property
-    def nbytes(self) -> int:
+    def key(self) -> IterationKey:
+        """The number, and which run of the schedule."""
+        return self.iteration, self.run_of
+
+    @property
+    def complete(self) -> bool:
+        """Whether no part is missing."""
+        return not self.missing()
+
+    def missing(self) -> dict[int, list[int]]:
+        """The missing parts by rank; of a rank that has not closed the iteration the next number, for all."""
+        return find_missing_parts(self.parts, self.run.writers)
+
+    def is_closed(self, rank: int) -> bool:
+        """Whether the last part of a rank exists."""
+        return any(count for _, count in self.parts.get(rank, ()))
+
+    def paths(self, rank: int) -> Iterable[Path]:
+        """The parts of a rank, in order."""
+        return _list_part_paths(self.folder, rank, self.parts.get(rank, ()))
+
+    def files(self) -> Iterator[tuple[int, int, Path]]:
+        """Rank, number and file of each part, also of ranks that the manifest does not have."""
+        for rank, parts in self.parts.items():
+            for number, count in parts:
+                yield rank, number, self.folder / format_part_name(rank, number, count)
+
+    def describe(self) -> str:
+        """The iteration in words."""
+        return describe_iteration(self.key)
+
+    def count_bytes(self) -> int:
         """The bytes of all files in the folder."""
-        return sum(n for _, n in self.files.values()) + sum(n for _, n in self.strays)
+        return count_file_bytes([*(path for _, _, path in self.files()), *self.strays])
 
-    def missing(self, ranks: Sequence[int]) -> dict[int, list[int]]:
-        """The missing parts by rank.
 
-        For a rank that has not closed the iteration, the next number represents all missing ones.
-        """
-        present: dict[int, set[int]] = {rank: set() for rank in ranks}
-        for rank, part in self.files:
-            if rank in present:
-                present[rank].add(part)
-        out = {}
-        for rank, parts in present.items():
-            count = self.closed.get(rank) or max(parts, default=-1) + 2
-            if absent := set(range(count)) - parts:
-                out[rank] = sorted(absent)
+@lru_cache(1 << 12)
+def _list_part_paths(folder: Path, rank: int, parts: Sequence[PartNumber]) -> tuple[Path, ...]:
+    """The parts of a rank. Each tensor that is read asks for them; a path is slow to make and to hash."""
+    return tuple(folder / format_part_name(rank, number, count) for number, count in parts)
+
+
+def list_parts(folder: Path) -> tuple[dict[int, tuple[PartNumber, ...]], tuple[Path, ...]]:
+    """The parts in the folder of an iteration by rank, and other files. Raises OSError."""
+    numbers: dict[int, dict[int, int]] = {}
+    strays = []
+    for name in os.listdir(folder):
+        if (parsed := parse_part_name(name)) is None:
+            strays.append(folder / name)
+        else:
+            rank, number, count = parsed
+            of_rank = numbers.setdefault(rank, {})
+            of_rank[number] = max(count, of_rank.get(number, 0))
+    return {rank: tuple(sorted(numbers[rank].items())) for rank in sorted(numbers)}, tuple(sorted(strays))
+
+
+def find_missing_parts(parts: RankParts, ranks: Iterable[int]) -> dict[int, list[int]]:
+    """The numbers of the parts that ranks lack; the next one where a rank's latest part is not its last."""
+    out = {}
+    for rank in ranks:
+        numbers = {number for number, _ in parts.get(rank, ())}
+        closed, latest = max((count for _, count in parts.get(rank, ())), default=0), max(numbers, default=-1)
+        if absent := set(range(closed if closed > latest >= 0 else latest + 2)) - numbers:
+            out[rank] = sorted(absent)
+    return out
+
+
+class MissingParts(NamedTuple):
+    """The parts of an iteration that a rank lacks.
+
+    Attributes:
+        stored: the iteration.
+        rank: the rank.
+        numbers: of the parts.
+        stopped: whether the rank wrote nothing after them: it was killed, or is still writing. Else they are
+            lost, for a rank closes an iteration before it begins the next.
+    """
+
+    stored: StoredIteration
+    rank: int
+    numbers: Sequence[int]
+    stopped: bool
+
+
+def list_missing_parts(iterations: Iterable[StoredIteration]) -> Iterator[MissingParts]:
+    """The missing parts of iterations of one run, in order; the last iterations of the run are among them."""
+    several = list(iterations)
+    latest = {rank: stored.key for stored in several for rank in stored.parts}
+    for stored in several:
+        for rank, numbers in stored.missing().items():
+            stopped = not stored.is_closed(rank) and latest.get(rank, stored.key) <= stored.key
+            yield MissingParts(stored, rank, numbers, stopped)
+
+
+def describe_iteration(key: IterationKey) -> str:
+    """An iteration in words."""
+    return f"iteration {key[0]}" + (f", pass {key[1]}" if key[1] else "")
+
+
+class DumpRun:
+    """A run of a dump: its manifest, its iterations, and which ranks wrote what. Each is read when asked for.
+
+    Args:
+        folder: of the run.
+        number: of the run, by the folder's name.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
+
+    # -- the manifest
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest. Raises DumpError if it cannot be read."""
+        return Manifest.read(self.folder)
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether there is a manifest, damaged or not."""
+        return (self.folder / MANIFEST_NAME).exists()
+
+    @cached_property
+    def damage(self) -> str:
+        """Why the manifest cannot be read; empty if it can be."""
+        try:
+            self.manifest  # noqa: B018 - reading it is the test
+        except DumpError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The mesh."""
+        return self.manifest.sizes
+
+    @cached_property
+    def coords(self) -> Mapping[int, Mapping[str, int]]:
+        """The coordinates of each rank that writes."""
+        return self.manifest.writers
+
+    @cached_property
+    def writers(self) -> list[int]:
+        """The ranks that write: those of the manifest; without one those that have written a part."""
+        if not self.damage:
+            return list(self.coords)
+        return sorted({rank for stored in self.iterations for rank in stored.parts})
+
+    @cached_property
+    def stage_ranks(self) -> dict[tuple[int, int], list[int]]:
+        """The ranks by pipeline stage and data parallel replica."""
+        out: dict[tuple[int, int], list[int]] = {}
+        for rank, coords in self.coords.items():
+            out.setdefault((coords.get(STAGE_AXIS, 0), coords.get(REPLICA_AXIS, 0)), []).append(rank)
         return out
 
+    def ranks(self, stage: int, replica: int) -> list[int]:
+        """The ranks of a pipeline stage of a data parallel replica."""
+        return self.stage_ranks.get((stage, replica), [])
 
-@dataclass(slots=True)
-class RunFolder:
-    """The folder of a run of the dump.
+    @cached_property
+    def replicas(self) -> list[int]:
+        """The data parallel replicas, in order."""
+        return sorted({replica for _, replica in self.stage_ranks})
 
-    Attributes:
-        path: the folder.
-        number: of the run.
-        manifest: of the run; None if it cannot be read.
-        damage: why the manifest cannot be read.
-        iterations: in order.
-        strays: files that belong to no iteration, except the manifest.
-    """
+    @cached_property
+    def stages(self) -> list[int]:
+        """The pipeline stages, in order."""
+        return sorted({stage for stage, _ in self.stage_ranks})
 
-    path: Path
-    number: int
-    manifest: Manifest | None
-    damage: str
-    iterations: list[IterationFolder]
-    strays: list[tuple[Path, int]]
+    # -- the folder
+
+    @cached_property
+    def _contents(self) -> tuple[list[IterationKey], list[Path]]:
+        keys, strays = [], []
+        try:
+            for entry in os.scandir(self.folder):
+                key = parse_iteration_folder(entry.name)
+                if key is not None and entry.is_dir():
+                    keys.append(key)
+                elif entry.name not in (MANIFEST_NAME, WRITERS_LOCK):
+                    strays.append(self.folder / entry.name)
+        except OSError as error:
+            raise _make_read_error(self.folder, error) from error
+        return sorted(keys), sorted(strays)
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks that write to the folder: those of the manifest, else those that have written a part."""
-        if self.manifest is not None:
-            return list(self.manifest.writers)
-        return sorted({rank for folder in self.iterations for rank, _ in folder.files})
+    def iteration_keys(self) -> list[IterationKey]:
+        """The iterations that have a folder, complete or not."""
+        return self._contents[0]
+
+    @property
+    def strays(self) -> list[Path]:
+        """Files that belong to no iteration, except the manifest and the lock."""
+        return self._contents[1]
+
+    @cached_property
+    def iterations(self) -> list[StoredIteration]:
+        """The iterations that have a folder, with their files."""
+        return [stored for key in self.iteration_keys if (stored := self.iteration(key)) is not None]
+
+    def iteration(self, key: IterationKey, like: StoredIteration | None = None) -> StoredIteration | None:
+        """An iteration as it is now; None if it has no folder.
+
+        Args:
+            key: its number, and which run of the schedule in it.
+            like: another iteration, whose `parts` are shared if they are the same.
+
+        Raises:
+            DumpError: the folder cannot be read.
+        """
+        folder = self.folder / format_iteration_folder(*key)
+        try:
+            parts, strays = list_parts(folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _make_read_error(folder, error) from error
+        shared = like.parts if like is not None and like.parts == parts else parts
+        return StoredIteration(self, *key, folder, shared, strays)
+
+    def complete_iteration(
+        self, key: IterationKey, like: StoredIteration | None = None
+    ) -> StoredIteration | None:
+        """An iteration as `iteration` returns it; None unless it is complete."""
+        stored = self.iteration(key, like)
+        return stored if stored is not None and stored.complete else None
 
 
-def list_run_folders(path: Path) -> list[RunFolder]:
-    """List the runs of a dump, by number, including those without a manifest.
-
-    Raises:
-        DumpError: there is no dump.
-    """
-    numbered = run_paths(path)
-    if not numbered:
-        inside = RUN_NUMBER.fullmatch(path.resolve().name)
-        fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
-        fix = "".join(f"; {renamed.text}" for renamed in renamed_runs(path)) or fix
-        raise DumpError(f"{path} is not a dump: it has no run-0000{fix}", path=path)
-    return [_list_run_folder(number, folder) for number, folder in numbered]
-
-
-def run_paths(path: Path) -> list[tuple[int, Path]]:
-    """Return the folders that have the name of a run, by number, without reading their contents.
+def scan_runs(path: Path) -> list[DumpRun]:
+    """The folders that have the name of a run, by number, with a manifest or without.
 
     Raises:
         DumpError: the folder cannot be read.
     """
     try:
-        return sorted((n, f) for f in path.iterdir() if (n := _number(f.name)) is not None and f.is_dir())
+        numbered = sorted((n, f) for f in path.iterdir() if (n := parse_run_folder(f.name)) is not None)
     except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
+        raise _make_read_error(path, error) from error
+    return [DumpRun(folder, number) for number, folder in numbered if folder.is_dir()]
 
 
-def _number(name: str) -> int | None:
-    """The number of a run by the name of its folder, which has one spelling."""
-    matched = RUN_NUMBER.fullmatch(name)
-    return int(matched[1]) if matched is not None and format_run_folder(int(matched[1])) == name else None
+def list_runs(path: Path) -> list[DumpRun]:
+    """List the runs of a dump, by number, including those without a manifest.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    runs = scan_runs(path)
+    if not runs:
+        inside = path.resolve()
+        is_run = parse_run_folder(inside.name) is not None
+        fix = f"; name the folder that it is in: {inside.parent}" if is_run else ""
+        fix = "".join(f"; {renamed.text}" for renamed in renamed_runs(path)) or fix
+        raise DumpError(f"{path} is not a dump: it has no run-0000{fix}", path=path)
+    return runs
+
+
+def read_runs(path: Path) -> list[DumpRun]:
+    """The runs of an undamaged dump. A folder of a run without a manifest and without a part is left out.
+
+    Raises:
+        DumpError: the folder is not a dump; a manifest is damaged or missing; a run's folder was renamed.
+    """
+    scanned = scan_runs(path)
+    for renamed in renamed_runs(path):
+        if renamed.lost:
+            raise DumpError(f"{path}: {renamed.text}, or move it out of the dump", path=path)
+    runs = []
+    for run in scanned:
+        manifest = run.folder / MANIFEST_NAME
+        if run.has_manifest:
+            if run.manifest.run != run.number:
+                fix = f"name it {format_run_folder(run.manifest.run)}, or move it out of the dump"
+                raise DumpError(f"{manifest}: it is of run {run.manifest.run}: {fix}", path=manifest)
+            runs.append(run)
+        elif any(stored.parts for stored in run.iterations):
+            raise DumpError(
+                f"{manifest} is missing, but the run has iterations: restore it, or move "
+                f"{run.folder.name} out of the dump; megatron_flex.dump.reader.open_damaged_dump reads the "
+                "other runs",
+                path=manifest,
+            )
+        else:
+            text = f"{run.folder} is left out: it has neither a manifest nor a part of an iteration"
+            warnings.warn(f"{text}; `megatron-flex dump prune` removes it", FlexWarning, 5)
+    if not runs:
+        raise DumpError(
+            f"{path} has no run of a dump in it; name the folder that mf.Dump was given", path=path
+        )
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +370,10 @@ def renamed_runs(path: Path) -> list[Renamed]:
     Raises:
         DumpError: the folder cannot be read.
     """
-    numbers = {number for number, _ in run_paths(path)}
+    numbers = {run.number for run in scan_runs(path)}
     out = []
     for folder in sorted(path.iterdir()):
-        if folder.name.startswith(".") or _number(folder.name) is not None:
+        if folder.name.startswith(".") or parse_run_folder(folder.name) is not None:
             continue
         if not (folder / MANIFEST_NAME).is_file():
             continue
@@ -164,75 +390,22 @@ def renamed_runs(path: Path) -> list[Renamed]:
     return out
 
 
-def has_parts(path: Path) -> bool:
-    """Return whether any iteration in the folder of a run has a part.
-
-    Raises:
-        DumpError: the folder cannot be read.
-    """
-    try:
-        inside = [f for f in os.scandir(path) if parse_iteration_folder(f.name) is not None and f.is_dir()]
-        return any(parse_part_name(name) is not None for f in inside for name in os.listdir(f))
-    except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
-
-
-def _list_run_folder(number: int, path: Path) -> RunFolder:
-    manifest, damage = None, ""
-    try:
-        manifest = Manifest.read(path)
-    except DumpError as error:
-        damage = str(error)
-    run = RunFolder(path, number, manifest, damage, [], [])
-    for item, nbytes in _list_files(path):
-        named = parse_iteration_folder(item.name)
-        if named is not None and item.is_dir():
-            run.iterations.append(list_iteration_folder(item, *named))
-        elif item.name not in (MANIFEST_NAME, WRITERS_LOCK):
-            run.strays.append((item, nbytes))
-    run.iterations.sort(key=lambda f: (f.number, f.run_of))
-    return run
-
-
-def list_iteration_folder(path: Path, number: int, run_of: int) -> IterationFolder:
-    """List the contents of the folder of an iteration."""
-    folder = IterationFolder(path, number, run_of)
-    for item, nbytes in _list_files(path):
-        if (named := parse_part_name(item.name)) is not None and item.is_file():
-            rank, part, parts = named
-            folder.files[rank, part] = item, nbytes
-            if parts:
-                folder.closed[rank] = parts
-        else:
-            folder.strays.append((item, nbytes))
-    return folder
-
-
-def _list_files(path: Path) -> Iterator[tuple[Path, int]]:
-    """List the files of a folder, with their sizes in bytes; a file that disappears meanwhile is left out."""
-    try:
-        items = sorted(path.iterdir())
-    except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
-    for item in items:
+def count_file_bytes(paths: Iterable[Path]) -> int:
+    """The bytes of files; a file that disappears meanwhile has none."""
+    total = 0
+    for path in paths:
         try:
-            yield item, item.stat().st_size
+            total += path.stat().st_size
         except FileNotFoundError:
             continue
+    return total
 
 
-def count_part_bytes(runs: list[RunFolder]) -> int:
+def count_part_bytes(runs: Iterable[DumpRun]) -> int:
     """Bytes of all parts."""
-    return sum(n for run in runs for folder in run.iterations for _, n in folder.files.values())
+    files = (path for run in runs for stored in run.iterations for _, _, path in stored.files())
+    return count_file_bytes(files)
 
 
-def is_temporary(path: Path) -> bool:
-    """Return whether a file is one that a writer did not finish."""
-    return path.is_file() and path.name.endswith(".tmp")
-
-
-def map_stages(manifest: Manifest | None) -> Mapping[str, int]:
-    """The stage of each site and parameter."""
-    if manifest is None:
-        return {}
-    return {record.name: record.stage for record in (*manifest.sites, *manifest.parameters)}
+def _make_read_error(path: Path, error: OSError) -> DumpError:
+    return DumpError(f"{path}: cannot be read: {error.strerror or error}", path=path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.checksums import ZERO_CHECKSUM, is_sealed, seal_json
+from megatron_flex.dump.file_names import DRAFT_SUFFIX, MANIFEST_NAME
 from megatron_flex.dump.json_form import (
     CONTROL_CHARACTER,
     MOST_DIMS,
@@ -34,7 +35,6 @@ from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 
 DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 3
-MANIFEST_NAME = "manifest.json"
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
     "gradient",
@@ -158,7 +158,7 @@ class Manifest:
         """Write the manifest atomically."""
         front = ManifestFront(DUMP_FORMAT, DUMP_VERSION, ZERO_CHECKSUM.decode())
         record = stringify_nonfinite({**to_json(front), **to_json(self)})
-        path = folder / (MANIFEST_NAME + ".tmp")
+        path = folder / (MANIFEST_NAME + DRAFT_SUFFIX)
         path.unlink(missing_ok=True)
         with path.open("xb") as file:  # and not through a link that somebody has put there
             file.write(seal_json(json.dumps(record, indent=1, allow_nan=False).encode()))

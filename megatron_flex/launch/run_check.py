@@ -91,7 +91,7 @@ def _describe_settings(settings: Settings, resolved: ResolvedSettings) -> Iterat
     for hook in resolved.edits:
         yield f"edit: {hook.describe()}"
     for dump in resolved.dumps:
-        runs = len(list(list_begun_runs(Path(dump.path)))) if Path(dump.path).is_dir() else 0
+        runs = len(list_begun_runs(Path(dump.path))) if Path(dump.path).is_dir() else 0
         more = f"; continues the {count_words(runs, 'run')} in it" if runs else ""
         yield f"dump: {count_words(len(dump.sites), 'pattern')} to {dump.path}{more}"
     for one in resolved.statistics:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flex.dump.reader import DamagedDump, OpenDump, open_damaged_dump
-from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
-from megatron_flex.dump.run_folders import RunFolder, count_part_bytes, list_run_folders, renamed_runs
+from megatron_flex.dump.reader.missing_parts import describe_gaps
+from megatron_flex.dump.run_folders import DumpRun, count_part_bytes, list_runs, renamed_runs
 from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
 
@@ -44,7 +44,7 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
     path = dump.path if isinstance(dump, OpenDump) else Path(dump)
     opened = dump if isinstance(dump, DamagedDump) else None
     if opened is None or opened.damage is None:
-        runs = list_run_folders(path)
+        runs = list_runs(path)
         large = count_part_bytes(runs) > MOST_BYTES
         damage = _find_by_names(runs) if large else _find_by_bytes(path)
         try:
@@ -54,7 +54,7 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
                 None, _first_notes([f"{shorten_paths(str(error), path)}: it cannot be shown", *damage])
             )
         opened.damage = damage
-    between = gaps_in_words(gaps((run.manifest, [n for n, _ in run.folders]) for run in opened.runs))
+    between = describe_gaps(opened.runs)
     return ReadableDump(opened, _first_notes(opened.damage or []) + ([info_note(between)] if between else []))
 
 
@@ -83,19 +83,20 @@ def _describe_finding(finding: DumpFinding) -> str:
     return f"{finding.text}{about}"
 
 
-def _find_by_names(runs: list[RunFolder]) -> list[str]:
+def _find_by_names(runs: list[DumpRun]) -> list[str]:
     """Check manifests and file names, for a dump too large to read completely."""
-    out = [renamed.text for renamed in renamed_runs(runs[0].path.parent) if renamed.lost]
+    out = [renamed.text for renamed in renamed_runs(runs[0].folder.parent) if renamed.lost]
     for run in runs:
-        if run.manifest is None:
-            out.append(f"run {run.number}: {shorten_paths(run.damage, run.path.parent)}")
+        if run.damage:
+            out.append(f"run {run.number}: {shorten_paths(run.damage, run.folder.parent)}")
         elif run.manifest.run != run.number:
             out.append(f"run {run.number}: its manifest is of run {run.manifest.run}")
-        for folder in run.iterations:
-            missing = folder.missing(run.ranks)
-            if missing:
+        for stored in run.iterations:
+            if missing := stored.missing():
                 ranks = ", ".join(map(str, list(missing)[:8])) + (" and more" if len(missing) > 8 else "")
-                out.append(f"run {run.number}, iteration {folder.number}: parts of rank {ranks} are missing")
+                out.append(
+                    f"run {run.number}, iteration {stored.iteration}: parts of rank {ranks} are missing"
+                )
     return out
 
 

@@ -46,8 +46,10 @@ from megatron_flex.dump import (
     layout_to_json,
 )
 from megatron_flex.dump.expert_routing import choice_to_json, pack_choice
+from megatron_flex.dump.file_names import format_run_folder
 from megatron_flex.dump.json_form import to_json
-from megatron_flex.dump.part_format import DTYPE_NAMES, format_iteration_folder, format_run_folder
+from megatron_flex.dump.part_format import DTYPE_NAMES
+from megatron_flex.dump.run_folders import IterationKey
 from megatron_flex.dump.schema import RowsRoute
 from megatron_flex.dump.token_selection import TOKEN_DIM, find_dim
 from megatron_flex.dump.writer.writer_threads import WriteTally
@@ -146,7 +148,7 @@ class DumpSink:
         self._routed = RoutingRecorder()
         self._runs: Counter[int] = Counter()  # number of runs of each wanted iteration
         self._done: set[int] = set()
-        self._names: list[str] = []  # the folders of the iterations that this run writes
+        self._begun: list[IterationKey] = []  # the iterations that this run writes
         self._writes = writes  # whether this rank's stage has anything that is dumped
         self._training = False
         self._dropped = self._turns = 0
@@ -197,7 +199,7 @@ class DumpSink:
         self.cycle.begin()
         self._training = torch.is_grad_enabled()
         self._done.add(number)
-        self._names.append(format_iteration_folder(number, run_of))
+        self._begun.append((number, run_of))
         taking.microbatches = start.microbatches
         self._turns = 0
         self._routed.begins()
@@ -246,7 +248,7 @@ class DumpSink:
         writer, parameters = self._taking.writer, self.chosen.parameters
         if failed:
             self._done.discard(self.cycle.iteration)
-            self._names.pop()
+            self._begun.pop()
             writer.abandon()
             return
         if parameters is not None and self._training and self.settings.gradients:
@@ -309,9 +311,9 @@ class DumpSink:
         if not self.mesh.is_first(a.name for a in self.mesh):
             return
         path, run = self._folder
-        earlier = find_earlier_runs(path, run, self._names)
+        earlier = find_earlier_runs(path, run, self._begun)
         if earlier:
-            numbers = sorted({int(name.partition(".")[0]) for names in earlier.values() for name in names})
+            numbers = sorted({number for keys in earlier.values() for number, _ in keys})
             self.cycle.warn_once(
                 "earlier",
                 f"{path}: {describe_numbers('iteration', numbers)} of {', '.join(list(earlier)[-3:])} are in "

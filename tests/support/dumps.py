@@ -31,6 +31,8 @@ from megatron_flex.dump import (
     make_mean_layout,
     select_entries,
 )
+from megatron_flex.dump.file_names import format_part_name
+from megatron_flex.dump.run_folders import find_missing_parts, list_parts
 from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim, number_first_sample
 from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.layout import Cut, Dim, Layout, count_parts, extract
@@ -44,6 +46,14 @@ GATED = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("b"), Dim("gate|up", (Cut(
 SUMMED = Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("b"), Dim("h")), partial=("tp",))
 WEIGHT = Layout((Dim("out", (Cut("tp"),)), Dim("in")))
 NORM = Layout((Dim("h"),))
+
+
+def complete_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
+    """The parts of ranks in the folder of an iteration; None unless all of them have closed it."""
+    parts, _ = list_parts(folder)
+    if find_missing_parts(parts, ranks):
+        return None
+    return {rank: [folder / format_part_name(rank, *part) for part in parts[rank]] for rank in ranks}
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,11 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex.checksums import compute_block_checksums
-from megatron_flex.dump.part_format import (
-    list_complete_parts,
-    parse_iteration_folder,
-    parse_part_name,
-    read_part,
-)
-from megatron_flex.dump.schema import Manifest, ShardEntry
+from megatron_flex.dump.file_names import parse_iteration_folder, parse_part_name
+from megatron_flex.dump.part_format import read_part
+from megatron_flex.dump.schema import ShardEntry
 from megatron_flex.dump.writer.run_creation import list_begun_runs
+from tests.support.dumps import complete_parts
 from tests.support.pool import _context
 
 Fed = Callable[[int, int, ShardEntry], Tensor]  # what a rank was fed: iteration, rank, of which tensor
@@ -125,14 +122,14 @@ class Watch(ABC):
         self._rough |= {*self.path.glob(".run-*"), *self.path.glob("run-*/*/.*.tmp")}
         seen: set[tuple[str, str]] = set()
         for run in list_begun_runs(self.path) if self.path.is_dir() else ():
-            ranks = [rank for rank, _ in Manifest.read(run).ranks]
-            for folder in (f for f in run.iterdir() if f.is_dir()):
-                parts = list_complete_parts(folder, ranks)
+            ranks = [rank for rank, _ in run.manifest.ranks]
+            for folder in (f for f in run.folder.iterdir() if f.is_dir()):
+                parts = complete_parts(folder, ranks)
                 if parts is None:
                     self._torn.add(folder)
                     continue
-                seen.add((run.name, folder.name))
-                if (run.name, folder.name) not in self.whole:
+                seen.add((run.folder.name, folder.name))
+                if (run.folder.name, folder.name) not in self.whole:
                     for rank, paths in parts.items():
                         self._right(folder, rank, paths)
         assert self.whole <= seen, f"lost: {sorted(self.whole - seen)}"

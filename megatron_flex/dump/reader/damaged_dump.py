@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from megatron_flex.dump.part_format import format_iteration_folder, parse_part_name
 from megatron_flex.dump.reader.dump_reader import OpenDump
 from megatron_flex.dump.reader.shard_files import ChecksumPolicy, LocatedShard, PartFiles
-from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
-from megatron_flex.dump.run_folders import list_run_folders
+from megatron_flex.dump.run_folders import DumpRun, IterationKey, StoredIteration, list_runs
 from megatron_flex.errors import DumpError
-from megatron_flex.ranges import normalize_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,71 +18,24 @@ class IncompleteIteration(StoredIteration):
     """An iteration of which some parts may be gone.
 
     Attributes:
-        files: that open them.
-        there: the parts of each rank that are.
-        complete: the ranks of which by the names of files no part is gone.
+        opened: the files of the dump, with the headers that were read.
     """
 
-    files: PartFiles
-    there: Mapping[int, tuple[Path, ...]]
-    complete: frozenset[int]
+    opened: PartFiles
 
     def paths(self, rank: int) -> Iterable[Path]:
         """The parts of a rank whose headers can be read, in order."""
-        for path in self.there.get(rank, ()):
+        for path in StoredIteration.paths(self, rank):
             try:
-                self.files.open(path)
+                self.opened.open(path)
             except DumpError:
-                continue  # `verify` tells of it; what was in it is found missing where it is read
+                continue  # `verify` reports it; what was in it is missing where it is read
             yield path
 
     def lacks_parts(self, ranks: Iterable[int]) -> bool:
         """Whether a part of these ranks is gone, or its header cannot be read."""
-        return any(r not in self.complete or len(list(self.paths(r))) < len(self.there[r]) for r in ranks)
-
-
-class IncompleteRun(DumpRun):
-    """A run of which iterations are given out that are not whole."""
-
-    def __init__(self, folder: Path, files: PartFiles) -> None:
-        super().__init__(folder)
-        self.files = files
-
-    def stored_iteration(
-        self, iteration: int, run_of: int, like: StoredIteration | None = None
-    ) -> IncompleteIteration | None:
-        """What is left of an iteration; None of nothing."""
-        complete = super().stored_iteration(iteration, run_of, like)
-        folder = self.folder / format_iteration_folder(iteration, run_of)
-        if complete is not None:
-            paths_by_rank = {rank: tuple(complete.paths(rank)) for rank in complete.parts}
-            return IncompleteIteration(
-                self,
-                iteration,
-                run_of,
-                folder,
-                complete.parts,
-                self.files,
-                paths_by_rank,
-                frozenset(paths_by_rank),
-            )
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError:
-            return None
-        present: dict[int, list[Path]] = {}
-        count: dict[int, int] = {}  # of the parts that there were, which the last one's name says
-        for name in names:
-            named = parse_part_name(name)
-            if named is not None and named[0] in self.coords:
-                present.setdefault(named[0], []).append(folder / name)
-                count[named[0]] = max(named[2], count.get(named[0], 0))
-        if not present:
-            return None
-        parts = {rank: len(paths) for rank, paths in present.items()}
-        paths_by_rank = {rank: tuple(paths) for rank, paths in present.items()}
-        good = frozenset(rank for rank, number in parts.items() if number == count[rank])
-        return IncompleteIteration(self, iteration, run_of, folder, parts, self.files, paths_by_rank, good)
+        missing = self.missing()
+        return any(r in missing or len(list(self.paths(r))) < len(self.parts[r]) for r in ranks)
 
 
 class DamagedDump(OpenDump):
@@ -99,27 +48,29 @@ class DamagedDump(OpenDump):
     damage: list[str] | None = None
     _warns = False
 
-    def __init__(self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> None:
-        self.path, self.check = Path(normalize_path("path", path)), check
-        self.files = PartFiles(check)
-        folders = [f for f in list_run_folders(self.path) if f.manifest is not None]
-        if not folders:
+    def _list_runs(self) -> list[DumpRun]:
+        readable = [run for run in list_runs(self.path) if not run.damage]
+        if not readable:
             raise DumpError(f"{self.path}: no run of it has a manifest that can be read", path=self.path)
-        self.runs = [IncompleteRun(f.path, self.files) for f in folders]
-        self._written = {}
+        return readable
 
     def _look(self, which: IterationKey) -> StoredIteration | None:
         """An iteration of the last run that has it complete; else of the one that has most of its parts."""
         if which not in self._written:
-            several = [
-                rest
-                for run in reversed(self.runs)
-                if isinstance(rest := run.stored_iteration(*which), IncompleteIteration)
-            ]
-            best = next((rest for rest in several if rest.complete.issuperset(rest.run.coords)), None)
-            most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
+            scanned = [self._scan(run, which) for run in reversed(self.runs)]
+            several = [stored for stored in scanned if stored is not None]
+            best = next((stored for stored in several if stored.complete), None)
+            most = max(several, key=lambda stored: sum(map(len, stored.parts.values())), default=None)
             self._written[which] = best or most
         return self._written[which]
+
+    def _scan(self, run: DumpRun, which: IterationKey) -> IncompleteIteration | None:
+        """The parts that a run's own ranks have of an iteration; None if they have none."""
+        stored = run.iteration(which)
+        parts = {} if stored is None else {r: stored.parts[r] for r in run.coords if r in stored.parts}
+        if stored is None or not parts:
+            return None
+        return IncompleteIteration(run, *which, stored.folder, parts, stored.strays, self.files)
 
     def has_gradients(self, which: IterationKey) -> bool:
         """Whether an iteration has gradients, by the first part that can be read."""

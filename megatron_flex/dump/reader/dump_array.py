@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_flex.dump.host_memory import allocate_on_host
 from megatron_flex.dump.reader.read_ahead import read_pieces
-from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.dump.run_folders import IterationKey
 from megatron_flex.errors import DumpError, error_attributes, format_value
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_flex.document import Document, Drawing, Note, Row, Table, shorten_notes
 from megatron_flex.dump.reader.missing_parts import MOST_DETAILED
-from megatron_flex.dump.reader.stored_runs import DumpRun
+from megatron_flex.dump.run_folders import DumpRun
 from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, Sizes
@@ -70,7 +70,7 @@ def describe_dump(dump: OpenDump) -> Document:
 def _make_run_cells(run: DumpRun) -> tuple[str, ...]:
     manifest = run.manifest
     mesh = describe_sizes(manifest.sizes)
-    ranks, iterations = len(manifest.ranks), len(run.folders)
+    ranks, iterations = len(manifest.ranks), len(run.iteration_keys)
     return str(manifest.run), manifest.created, manifest.framework, mesh, str(ranks), str(iterations)
 
 

@@ -24,8 +24,8 @@ from megatron_flex.dump.reader.shard_files import (
     RoutingKey,
     WeightedCache,
 )
-from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows, is_row_mask
+from megatron_flex.dump.run_folders import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
 from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
@@ -133,8 +133,11 @@ class OpenDump:
     ) -> None:
         self.path, self.check = Path(normalize_path("path", path)), check
         self.files = PartFiles(check, most_open)
-        self.runs: list[DumpRun] = read_runs(self.path)
+        self.runs = self._list_runs()
         self._written: dict[IterationKey, StoredIteration | None] = {}
+
+    def _list_runs(self) -> list[DumpRun]:
+        return read_runs(self.path)
 
     def __repr__(self) -> str:
         sites, parameters = len(self.site_records), len(self._parameter_records)
@@ -182,7 +185,7 @@ class OpenDump:
 
     @cached_property
     def _complete(self) -> dict[IterationKey, StoredIteration]:
-        every = sorted({which for run in self.runs for which in run.folders})
+        every = sorted({which for run in self.runs for which in run.iteration_keys})
         by_key = {which: self._look(which) for which in every}
         complete = {which: stored for which, stored in by_key.items() if stored is not None}
         if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
@@ -334,7 +337,7 @@ class OpenDump:
         """Return an iteration from the last run that completed it."""
         if which not in self._written:
             like = next(reversed(self._written.values()), None)
-            several = (run.stored_iteration(*which, like=like) for run in reversed(self.runs))
+            several = (run.complete_iteration(which, like) for run in reversed(self.runs))
             self._written[which] = next((w for w in several if w is not None), None)
         return self._written[which]
 

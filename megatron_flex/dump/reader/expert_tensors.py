@@ -17,8 +17,8 @@ from megatron_flex.dump.reader.shard_files import (
     PartFiles,
     parse_layout_text,
 )
-from megatron_flex.dump.reader.stored_runs import StoredIteration
 from megatron_flex.dump.reader.tensor_assembly import AssembledTensor, group_shards
+from megatron_flex.dump.run_folders import StoredIteration
 from megatron_flex.dump.schema import ROUTING, RowsRoute
 from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim
 from megatron_flex.errors import DumpError

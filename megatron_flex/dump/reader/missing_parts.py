@@ -8,12 +8,16 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.part_format import (
-    format_iteration_folder,
-    parse_iteration_folder,
+from megatron_flex.dump.file_names import parse_iteration_folder
+from megatron_flex.dump.run_folders import (
+    DumpRun,
+    IterationKey,
+    StoredIteration,
+    describe_iteration,
+    list_missing_parts,
+    renamed_runs,
+    scan_runs,
 )
-from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
-from megatron_flex.dump.run_folders import list_iteration_folder, renamed_runs, run_paths
 from megatron_flex.dump.schema import Manifest
 from megatron_flex.ranges import describe_numbers
 
@@ -32,14 +36,15 @@ def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationK
         DumpError: a folder cannot be read.
     """
     known = {run.folder.name for run in runs}
-    others = [folder.name for _, folder in run_paths(path) if folder.name not in known]
+    others = [run.folder.name for run in scan_runs(path) if run.folder.name not in known]
     out = [f"{name} has no manifest and cannot be read" for name in others]
     out += [renamed.text for renamed in renamed_runs(path)]
     for run in runs:
-        for which in run.folders:
+        for which in run.iteration_keys:
             if which not in complete:
-                out.append(_describe(run, which, _absent(run, which) if len(out) < MOST_DETAILED else []))
-    text = gaps_in_words(gaps((run.manifest, [number for number, _ in run.folders]) for run in runs))
+                stored = run.iteration(which) if len(out) < MOST_DETAILED else None
+                out.append(_describe(run, which, [] if stored is None else list(stored.missing())))
+    text = describe_gaps(runs)
     out += [text] if text else []
     return out if complete else [*out, "no iteration is complete: nothing can be read yet"]
 
@@ -54,21 +59,15 @@ def lost(runs: Sequence[DumpRun], complete: Collection[IterationKey]) -> list[st
     """
     out = []
     for run in runs:
-        incomplete = [which for which in run.folders if which not in complete]
-        if not incomplete:
+        first = next((which for which in run.iteration_keys if which not in complete), None)
+        if first is None:
             continue
-        later = [list_iteration_folder(run.folder / format_iteration_folder(*which), *which)
-                 for which in run.folders if which >= incomplete[0]]  # fmt: skip
-        latest = {rank: (f.number, f.run_of) for f in later for rank, _ in f.files}
-        for folder in later:
-            which = folder.number, folder.run_of
-            gone = [
-                rank
-                for rank in folder.missing(list(run.coords))
-                if which not in complete and (rank in folder.closed or latest.get(rank, (-1, 0)) > which)
-            ]
-            if gone:
-                out.append(_describe(run, which, gone))
+        later = [run.iteration(which) for which in run.iteration_keys if which >= first]
+        gone: dict[IterationKey, list[int]] = {}
+        for absent in list_missing_parts(stored for stored in later if stored is not None):
+            if absent.stored.key not in complete and not absent.stopped:
+                gone.setdefault(absent.stored.key, []).append(absent.rank)
+        out += [_describe(run, which, ranks) for which, ranks in gone.items()]
     return out
 
 
@@ -81,27 +80,17 @@ def replaced(runs: Sequence[DumpRun], complete: Mapping[IterationKey, StoredIter
     out = []
     for run in runs:
         later: dict[str, list[int]] = {}
-        for which in run.folders:
+        for which in run.iteration_keys:
             read = complete.get(which)
-            if read is not None and read.run is not run and run.stored_iteration(*which) is not None:
+            if read is not None and read.run is not run and run.complete_iteration(which) is not None:
                 later.setdefault(read.run.folder.name, []).append(which[0])
         for name, numbers in later.items():
             out.append(f"{describe_numbers('iteration', numbers)} of {run.folder.name} are read from {name}")
     return out
 
 
-def _absent(run: DumpRun, which: IterationKey) -> list[int]:
-    folder = list_iteration_folder(run.folder / format_iteration_folder(*which), *which)
-    return list(folder.missing(list(run.coords)))
-
-
 def _describe(run: DumpRun, which: IterationKey, ranks: Sequence[int]) -> str:
-    number, run_of = which
-    text = (
-        f"iteration {number}"
-        + (f", pass {run_of}" if run_of else "")
-        + f" of {run.folder.name} is incomplete"
-    )
+    text = f"{describe_iteration(which)} of {run.folder.name} is incomplete"
     return text + (f": parts of rank {_some(ranks)} are missing" if ranks else "")
 
 
@@ -164,8 +153,10 @@ def _expected_iterations(
     return range(first, last + 1, steps) if steps and (last - first) % steps == 0 else ()
 
 
-def gaps_in_words(numbers: Sequence[int], most: int = 8) -> str:
-    """One line that names missing iterations; empty where none is missing."""
+def describe_gaps(runs: Iterable[DumpRun], most: int = 8) -> str:
+    """One line that names the iterations missing in the runs with a manifest; empty where none is missing."""
+    readable = [run for run in runs if not run.damage]
+    numbers = gaps((run.manifest, [number for number, _ in run.iteration_keys]) for run in readable)
     if not numbers:
         return ""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""

@@ -23,8 +23,9 @@ from megatron_flex.checksums import (
     count_checksum_blocks,
     get_block_checksum,
 )
-from megatron_flex.dump.part_format import StoredPart, parse_iteration_folder, parse_part_name, read_part
-from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.dump.file_names import parse_iteration_folder, parse_part_name
+from megatron_flex.dump.part_format import StoredPart, read_part
+from megatron_flex.dump.run_folders import IterationKey
 from megatron_flex.dump.schema import REPLICA, ShardEntry, layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries

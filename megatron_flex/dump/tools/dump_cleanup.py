@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_flex.document import Document, Note, Row, Table
-from megatron_flex.dump.run_folders import IterationFolder, RunFolder, is_temporary, list_run_folders
-from megatron_flex.dump.writer.run_creation import TEMPORARY_RUN_NAME
+from megatron_flex.dump.file_names import PRUNED_PREFIX, RUN_DRAFT, is_draft
+from megatron_flex.dump.run_folders import DumpRun, StoredIteration, count_file_bytes, list_runs
 from megatron_flex.dump.writer.writers_lock import is_being_written
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.progress import format_bytes, track
 from megatron_flex.wording import count_words
 
-PRUNED_PREFIX = (
-    ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
-)
 RemovalReason = Literal["incomplete", "temporary", "not kept", "empty run", "left over"]
 LEFTOVER: RemovalReason = "left over"  # of a prune that was stopped
 
@@ -64,7 +61,7 @@ def list_removals(
     """
     if keep_every is not None and keep_every < 1:
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
-    runs = list_run_folders(path)
+    runs = list_runs(path)
     out = [
         Removal(leftover, _count_path_bytes(leftover), LEFTOVER)
         for leftover in sorted(path.glob(PRUNED_PREFIX + "*"))
@@ -74,38 +71,42 @@ def list_removals(
         out += [
             Removal(f, _count_path_bytes(f), "temporary")
             for f in sorted(path.iterdir())
-            if TEMPORARY_RUN_NAME.fullmatch(f.name)
+            if RUN_DRAFT.fullmatch(f.name)
         ]
     for run in runs if force else runs[:-1]:
-        if is_being_written(run.path):
+        if is_being_written(run.folder):
             continue
         out += _list_run_removals(run, keep_every, before)
     return out
 
 
-def _list_run_removals(run: RunFolder, keep_every: int | None, before: int | None) -> list[Removal]:
-    out = [Removal(f, n, "temporary", run.number) for f, n in run.strays if is_temporary(f)]
-    if run.manifest is None:
-        if run.iterations or len(out) < len(run.strays):
+def _list_run_removals(run: DumpRun, keep_every: int | None, before: int | None) -> list[Removal]:
+    out = _list_drafts(run.strays, run.number)
+    if run.damage:
+        if run.iteration_keys or len(out) < len(run.strays):
             return []  # its data may be all there: it is for a person to say what becomes of them
-        return [Removal(run.path, sum(n for _, n in run.strays), "empty run", run.number)]
-    ranks = run.ranks
-    for folder in run.iterations:
-        about = run.number, folder.number
-        if folder.missing(ranks):
-            out.append(Removal(folder.path, folder.nbytes, "incomplete", *about))
-        elif _is_unwanted(folder, keep_every, before):
-            out.append(Removal(folder.path, folder.nbytes, "not kept", *about))
+        return [Removal(run.folder, count_file_bytes(run.strays), "empty run", run.number)]
+    for stored in run.iterations:
+        about = run.number, stored.iteration
+        if not stored.complete:
+            out.append(Removal(stored.folder, stored.count_bytes(), "incomplete", *about))
+        elif _is_unwanted(stored, keep_every, before):
+            out.append(Removal(stored.folder, stored.count_bytes(), "not kept", *about))
         else:
-            out += [Removal(f, n, "temporary", *about) for f, n in folder.strays if is_temporary(f)]
+            out += _list_drafts(stored.strays, *about)
     return out
 
 
-def _is_unwanted(folder: IterationFolder, keep_every: int | None, before: int | None) -> bool:
+def _list_drafts(strays: Sequence[Path], run: int, iteration: int | None = None) -> list[Removal]:
+    drafts = [path for path in strays if is_draft(path)]
+    return [Removal(path, count_file_bytes([path]), "temporary", run, iteration) for path in drafts]
+
+
+def _is_unwanted(stored: StoredIteration, keep_every: int | None, before: int | None) -> bool:
     if keep_every is None and before is None:
         return False
-    old = before is None or folder.number < before
-    return old and (keep_every is None or folder.number % keep_every != 0)
+    old = before is None or stored.iteration < before
+    return old and (keep_every is None or stored.iteration % keep_every != 0)
 
 
 def prune_dump(path: Path, removals: Sequence[Removal]) -> int:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.document import Document, Renderable
-from megatron_flex.dump.part_format import format_run_folder, read_part
+from megatron_flex.dump.file_names import format_run_folder
+from megatron_flex.dump.part_format import read_part
 from megatron_flex.dump.reader import DumpArray, OpenDump
-from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
-from megatron_flex.dump.reader.shard_files import PartFiles
-from megatron_flex.dump.reader.stored_runs import DumpRun
-from megatron_flex.dump.run_folders import RunFolder, list_run_folders, renamed_runs
+from megatron_flex.dump.reader.missing_parts import describe_gaps
+from megatron_flex.dump.run_folders import DumpRun, count_file_bytes, list_runs, renamed_runs
 from megatron_flex.dump.schema import (
     GRADIENT,
     PARAMETER_GRADIENT,
@@ -122,62 +121,57 @@ def list_dump_contents(path: Path) -> DumpContents:
     Raises:
         DumpError: there is no dump.
     """
-    folders = list_run_folders(path)
-    runs = [_make_run_row(folder) for folder in folders]
-    sizes = _sum_bytes(folders)
+    runs = list_runs(path)
+    rows = [_make_run_row(run) for run in runs]
+    sizes = _sum_bytes(runs)
     tensors: list[TensorRow] = []
     replaced: list[str] = []
-    iterations: list[int] = sorted({n for run in runs for n in run.whole})
+    iterations: list[int] = sorted({n for row in rows for n in row.whole})
     if any(not run.damage for run in runs):
-        with _Readable(path, folders) as dump:
+        with QuietDump(path, check="never") as dump:
             replaced = dump.replaced
             tensors = [_make_tensor_row(dump, name, "site", sizes) for name in list_site_names(dump)]
             tensors += [
                 _make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)
             ]
     notes = [
-        f"{f.path.name} is run {f.manifest.run} under another name: name it "
-        f"{format_run_folder(f.manifest.run)}"
-        for f in folders
-        if f.manifest is not None and f.manifest.run != f.number
+        f"{run.folder.name} is run {run.manifest.run} under another name: name it "
+        f"{format_run_folder(run.manifest.run)}"
+        for run in runs
+        if not run.damage and run.manifest.run != run.number
     ]
     notes += [one.text for one in renamed_runs(path)]
-    text = gaps_in_words(gaps((f.manifest, [i.number for i in f.iterations])
-                              for f in folders if f.manifest is not None))  # fmt: skip
+    text = describe_gaps(runs)
     notes += [text] if text else []
     notes += replaced
-    return DumpContents(runs, tensors, iterations, sum(run.nbytes for run in runs), notes)
+    return DumpContents(rows, tensors, iterations, sum(row.nbytes for row in rows), notes)
 
 
-class _Readable(OpenDump):
-    """The runs whose manifests can be read; incomplete ones are listed elsewhere."""
+class QuietDump(OpenDump):
+    """A dump's runs whose manifests can be read, without warnings: who opens it lists what is incomplete."""
 
     _warns = False
 
-    def __init__(self, path: Path, folders: Sequence[RunFolder]) -> None:
-        self.path, self.check, self.files = path, "never", PartFiles("never")
-        self.runs = [DumpRun(folder.path) for folder in folders if folder.manifest is not None]
-        self._written = {}
+    def _list_runs(self) -> list[DumpRun]:
+        return [run for run in list_runs(self.path) if not run.damage]
 
 
-def _make_run_row(folder: RunFolder) -> RunRow:
-    row = RunRow(folder.number, ranks=len(folder.ranks), damage=folder.damage)
-    row.nbytes = sum(f.nbytes for f in folder.iterations) + sum(n for _, n in folder.strays)
-    for iteration in folder.iterations:
-        incomplete = folder.manifest is None or bool(iteration.missing(folder.ranks))
-        numbers = row.incomplete if incomplete else row.whole
-        if iteration.number not in numbers:
-            numbers.append(iteration.number)
-    if folder.manifest is not None:
-        row.created, row.framework = folder.manifest.created, folder.manifest.framework
-        row.mesh = {**folder.manifest.axes, **folder.manifest.experts}
+def _make_run_row(run: DumpRun) -> RunRow:
+    row = RunRow(run.number, ranks=len(run.writers), damage=run.damage)
+    row.nbytes = sum(stored.count_bytes() for stored in run.iterations) + count_file_bytes(run.strays)
+    for stored in run.iterations:
+        numbers = row.whole if not run.damage and stored.complete else row.incomplete
+        if stored.iteration not in numbers:
+            numbers.append(stored.iteration)
+    if not run.damage:
+        row.created, row.framework, row.mesh = run.manifest.created, run.manifest.framework, run.sizes
     return row
 
 
-def _sum_bytes(folders: list[RunFolder]) -> Counter[str]:
+def _sum_bytes(runs: Sequence[DumpRun]) -> Counter[str]:
     """Bytes on disk by name, of what can be read."""
     out: Counter[str] = Counter()
-    files = [f for folder in folders for iteration in folder.iterations for f, _ in iteration.files.values()]
+    files = [path for run in runs for stored in run.iterations for _, _, path in stored.files()]
     for path in track(files, "reading headers", unit="files"):
         try:
             part = read_part(path)

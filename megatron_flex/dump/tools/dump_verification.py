@@ -10,19 +10,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron_flex.document import Document, Note, Renderable, Span, Tone
 from megatron_flex.dump.export import read_blocks
+from megatron_flex.dump.file_names import MANIFEST_NAME, is_draft
 from megatron_flex.dump.part_format import StoredPart, read_part
-from megatron_flex.dump.reader import DumpArray, OpenDump
+from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.dump_reader import NoActivationError
-from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
+from megatron_flex.dump.reader.missing_parts import describe_gaps
 from megatron_flex.dump.reader.shard_files import count_shard_blocks, find_wrong_blocks
-from megatron_flex.dump.reader.stored_runs import IterationKey
 from megatron_flex.dump.run_folders import (
-    IterationFolder,
-    RunFolder,
+    DumpRun,
+    IterationKey,
+    StoredIteration,
+    count_file_bytes,
     count_part_bytes,
-    is_temporary,
-    list_run_folders,
-    map_stages,
+    list_missing_parts,
+    list_runs,
     renamed_runs,
 )
 from megatron_flex.dump.schema import (
@@ -37,7 +38,12 @@ from megatron_flex.dump.schema import (
     layout_from_json,
     list_dim_names,
 )
-from megatron_flex.dump.tools.dump_contents import get_named_array, list_parameter_names, list_site_names
+from megatron_flex.dump.tools.dump_contents import (
+    QuietDump,
+    get_named_array,
+    list_parameter_names,
+    list_site_names,
+)
 from megatron_flex.dump.writer.run_creation import check_same_dump
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
@@ -251,7 +257,7 @@ def verify_dump(path: Path, live: bool = False) -> Verification:
     Raises:
         DumpError: there is no dump.
     """
-    runs = list_run_folders(path)
+    runs = list_runs(path)
     with progress("verifying", 2 * count_part_bytes(runs), BYTES) as bar:
         return _Verifier(path, runs, bar, live).run()
 
@@ -269,34 +275,28 @@ class _RunContents:
     sites: set[str] = field(default_factory=set)
 
 
-class _QuietDump(OpenDump):
-    _warns = False  # what it would warn of is among the findings
-
-
 class _Verifier:
-    def __init__(self, path: Path, runs: list[RunFolder], bar: ProgressBar, live: bool) -> None:
+    def __init__(self, path: Path, runs: list[DumpRun], bar: ProgressBar, live: bool) -> None:
         self.path, self.runs, self.bar, self.live = path, runs, bar, live
         self.out = Verification()
         self.complete = {
-            (f.number, f.run_of)
-            for r in runs
-            for f in r.iterations
-            if r.manifest is not None and not f.missing(r.ranks)
+            stored.key for run in runs for stored in run.iterations if not run.damage and stored.complete
         }
 
     def run(self) -> Verification:
         self.out.complete = sorted({number for number, _ in self.complete})
-        first = next((r.manifest for r in self.runs if r.manifest is not None), None)
+        readable = [run for run in self.runs if not run.damage]
         for run in self.runs:
-            if run.manifest is None:
-                self._add("manifest", run.path / "manifest.json", f"run {run.number}: {run.damage}")
+            path = run.folder / MANIFEST_NAME
+            if run.damage:
+                self._add("manifest", path, f"run {run.number}: {run.damage}")
             elif run.manifest.run != run.number:
-                self._add("contradiction", run.path / "manifest.json", f"it is of run {run.manifest.run}")
-            if run.manifest is not None and first is not None:
+                self._add("contradiction", path, f"it is of run {run.manifest.run}")
+            if not run.damage:
                 try:
-                    check_same_dump(self.path, first, run.manifest)
+                    check_same_dump(self.path, readable[0].manifest, run.manifest)
                 except DumpError as error:
-                    self._add("contradiction", run.path / "manifest.json", str(error))
+                    self._add("contradiction", path, str(error))
             self._run(run)
         self._beside()
         if self.out.good:
@@ -306,7 +306,7 @@ class _Verifier:
     def _read(self) -> None:
         """Read each array as a reader does, in blocks: what reading refuses is an error here, too."""
         try:
-            with _QuietDump(self.path, check="never") as dump:  # checksums were compared
+            with QuietDump(self.path, check="never") as dump:  # checksums were compared
                 names = [*list_site_names(dump), *list_parameter_names(dump)]
                 arrays = {name: get_named_array(dump, name) for name in names}
                 for which in dump.iteration_keys:
@@ -332,32 +332,31 @@ class _Verifier:
         for one in renamed_runs(self.path):
             kind = "contradiction" if one.lost else "stray"
             self._add(kind, one.path, one.text, error=one.lost)
-        known = [(r.manifest, [f.number for f in r.iterations]) for r in self.runs if r.manifest is not None]
-        if values := gaps_in_words(gaps(known)):
-            self._add("gap", self.path, values, error=False)
+        if text := describe_gaps(self.runs):
+            self._add("gap", self.path, text, error=False)
 
     def _add(self, kind: str, where: Path, text: str, **more: Any) -> None:
         self.out.findings.append(DumpFinding(kind, str(where.relative_to(self.path)), text, **more))
 
     # -- what is there ---------------------------------------------------------------------------------
 
-    def _run(self, run: RunFolder) -> None:
+    def _run(self, run: DumpRun) -> None:
         contents, late = _RunContents(), []
-        for folder in run.iterations:
-            replicas = ReplicaChecksums(run.manifest)
-            for (rank, number), (file, nbytes) in sorted(folder.files.items()):
-                part = self._part(run, folder, rank, number, file)
+        for stored in run.iterations:
+            replicas = ReplicaChecksums(None if run.damage else run.manifest)
+            for rank, number, file in stored.files():
+                part = self._part(stored, rank, number, file)
                 if part is None:
-                    late.append((file, rank, number, folder.number))
+                    late.append((file, rank, number, stored.iteration))
                 else:
                     contents.names.setdefault(
                         (rank, number), tuple(_format_entry_name(e) for e in part.index.entries)
                     )
                     contents.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
-                self.bar.advance(nbytes)
-            self._replicas(folder, replicas)
-            self._strays(folder.strays)
+                self.bar.advance(count_file_bytes([file]))
+            self._replicas(stored, replicas)
+            self._strays(stored.strays)
         self._strays(run.strays)
         for file, rank, number, iteration in late:
             text, sites = self._lost(run, contents, rank, [number], rest=False)
@@ -368,32 +367,30 @@ class _Verifier:
             ]  # fmt: skip
         self._absent(run, contents)
 
-    def _part(
-        self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path
-    ) -> StoredPart | None:
-        about: dict[str, Any] = {"rank": rank, "iteration": folder.number}
+    def _part(self, stored: StoredIteration, rank: int, number: int, file: Path) -> StoredPart | None:
+        about: dict[str, Any] = {"rank": rank, "iteration": stored.iteration}
         try:
             part = read_part(file)
         except DumpError as error:
             text = str(error).removeprefix(f"{file}: ")
-            self._add("header", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+            self._add("header", file, f"rank {rank}, iteration {stored.iteration}: {text}", **about)
             return None
         self.out.files += 1
-        for text in _find_contradictions(run, folder, rank, number, part):
-            self._add("contradiction", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+        for text in _find_contradictions(stored, rank, number, part):
+            self._add("contradiction", file, f"rank {rank}, iteration {stored.iteration}: {text}", **about)
         try:
             with file.open("rb") as handle:
                 for entry in part.index.entries:
                     if entry.kind != REPLICA and (wrong := self._describe_wrong_blocks(handle, part, entry)):
                         text = (
-                            f"rank {rank}, iteration {folder.number}: the checksum of "
+                            f"rank {rank}, iteration {stored.iteration}: the checksum of "
                             f"{_format_entry_name(entry)}"
                             f"{_format_entry_call(entry)} is wrong in {wrong}: its bytes are not those "
                             "that were written"
                         )
                         self._add("checksum", file, text, sites=(_format_entry_name(entry),), **about)
         except OSError as error:
-            text = f"rank {rank}, iteration {folder.number}: cannot be read: {error.strerror or error}"
+            text = f"rank {rank}, iteration {stored.iteration}: cannot be read: {error.strerror or error}"
             self._add("header", file, text, **about)
             return None
         return part
@@ -405,57 +402,52 @@ class _Verifier:
         wrong = [str(number) for number in find_wrong_blocks(part, entry, handle)]
         return f"block {_format_names(wrong)} of {count_shard_blocks(part, entry)}" if wrong else ""
 
-    def _replicas(self, folder: IterationFolder, replicas: ReplicaChecksums) -> None:
+    def _replicas(self, stored: StoredIteration, replicas: ReplicaChecksums) -> None:
         self.out.replicas += replicas.compared
         for rank, owner, entry in replicas.differing():
             text = (
-                f"iteration {folder.number}: rank {rank} held another "
+                f"iteration {stored.iteration}: rank {rank} held another "
                 f"{_format_entry_name(entry)}{_format_entry_call(entry)} than "
                 f"rank {owner}, which wrote it: the replicas are out of step"
             )
             about: dict[str, Any] = {
                 "rank": rank,
-                "iteration": folder.number,
+                "iteration": stored.iteration,
                 "sites": (_format_entry_name(entry),),
             }
-            self._add("replica", folder.path, text, **about)
+            self._add("replica", stored.folder, text, **about)
 
-    def _strays(self, strays: Sequence[tuple[Path, int]]) -> None:
-        for path, nbytes in strays:
-            what = "a file that its writer did not finish" if is_temporary(path) else "not of a dump"
-            self._add("stray", path, f"{what}, {nbytes} bytes", error=False)
+    def _strays(self, strays: Sequence[Path]) -> None:
+        for path in strays:
+            what = "a file that its writer did not finish" if is_draft(path) else "not of a dump"
+            self._add("stray", path, f"{what}, {count_file_bytes([path])} bytes", error=False)
 
     # -- what is not -----------------------------------------------------------------------------------
 
-    def _absent(self, run: RunFolder, contents: _RunContents) -> None:
+    def _absent(self, run: DumpRun, contents: _RunContents) -> None:
         newest = run is self.runs[-1]
-        ranks = run.ranks
-        latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
-        for n, folder in enumerate(run.iterations):
-            in_another_run = (folder.number, folder.run_of) in self.complete
-            for rank, absent in folder.missing(ranks).items():
-                closed = rank in folder.closed
-                stopped = not closed and latest.get(rank, -1) <= n
-                if stopped and newest and self.live:
-                    continue
-                what, sites = self._lost(run, contents, rank, absent, rest=not closed)
-                numbers = ", ".join(map(str, absent))
-                if stopped:
-                    reason = f"rank {rank} stopped before its part {numbers}"
-                    text = f"iteration {folder.number} is incomplete: {reason}"
-                else:
-                    text = f"iteration {folder.number}: part {numbers} of rank {rank} is missing"
-                text += f"; lost: {what}" + ("; another run has it complete" if in_another_run else "")
-                about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": sites}
-                kind = "incomplete" if stopped else "missing"
-                self._add(kind, folder.path, text, error=not in_another_run, **about)
-        if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
-            for name in sorted(set(map_stages(run.manifest)) - contents.sites):
+        for stored, rank, absent, stopped in list_missing_parts(run.iterations):
+            if stopped and newest and self.live:
+                continue
+            in_another_run = stored.key in self.complete
+            what, sites = self._lost(run, contents, rank, absent, rest=not stored.is_closed(rank))
+            numbers = ", ".join(map(str, absent))
+            if stopped:
+                reason = f"rank {rank} stopped before its part {numbers}"
+                text = f"iteration {stored.iteration} is incomplete: {reason}"
+            else:
+                text = f"iteration {stored.iteration}: part {numbers} of rank {rank} is missing"
+            text += f"; lost: {what}" + ("; another run has it complete" if in_another_run else "")
+            about: dict[str, Any] = {"rank": rank, "iteration": stored.iteration, "sites": sites}
+            kind = "incomplete" if stopped else "missing"
+            self._add(kind, stored.folder, text, error=not in_another_run, **about)
+        if any(stored.complete for stored in run.iterations):
+            for name in sorted(set(_map_stages(run)) - contents.sites):
                 text = f"{name}: the manifest has it, and no part does: nothing was recorded there"
-                self._add("contradiction", run.path, text, error=False, sites=(name,))
+                self._add("contradiction", run.folder, text, error=False, sites=(name,))
 
     def _lost(
-        self, run: RunFolder, contents: _RunContents, rank: int, numbers: Sequence[int], rest: bool
+        self, run: DumpRun, contents: _RunContents, rank: int, numbers: Sequence[int], rest: bool
     ) -> tuple[str, tuple[str, ...]]:
         """What was in parts that are not there, from the same parts of other iterations."""
         last = numbers[-1]
@@ -464,19 +456,17 @@ class _Verifier:
         sites = tuple(dict.fromkeys(name for names in entry_names for name in names))
         if sites:
             return _format_names(sites), sites
-        coords = next((c for r, c in run.manifest.ranks if r == rank), {}) if run.manifest else {}
+        coords = {} if run.damage else dict(run.manifest.ranks).get(rank, {})
         stage = coords.get("pp", 0)
-        sites = tuple(name for name, at in map_stages(run.manifest).items() if at == stage)
+        sites = tuple(name for name, at in _map_stages(run).items() if at == stage)
         return (f"of {_format_names(sites)} what it wrote" if sites else "what it wrote"), sites
 
 
-def _find_contradictions(
-    run: RunFolder, folder: IterationFolder, rank: int, number: int, part: StoredPart
-) -> Iterator[str]:
+def _find_contradictions(stored: StoredIteration, rank: int, number: int, part: StoredPart) -> Iterator[str]:
     """Where a part, its name and the manifest disagree."""
-    index = part.index
+    run, index = stored.run, part.index
     stated = index.rank, index.part, index.iteration, index.run_of
-    if stated != (rank, number, folder.number, folder.run_of):
+    if stated != (rank, number, *stored.key):
         yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*stated)
     for entry in index.entries:
         if not 0 <= entry.layout < len(index.layouts):
@@ -485,14 +475,14 @@ def _find_contradictions(
             yield f"{_format_entry_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
     if named := sorted(set(part.where) - {e.tensor for e in index.entries}):
         yield f"the tensor {named[0]!r} is not in its index"
-    if run.manifest is None:
+    if run.damage:
         return
     coords = dict(run.manifest.ranks)
     if rank not in coords:
         yield f"the manifest has no rank {rank}"
     elif dict(index.coords) != dict(coords[rank]):
         yield f"coordinates {dict(index.coords)}; the manifest has {dict(coords[rank])}"
-    known = map_stages(run.manifest)
+    known = _map_stages(run)
     of_sites = [e for e in index.entries if e.kind != ROUTING]  # which is of a layer, and not of a site
     for name in sorted({e.site.removesuffix(GRADIENT_SUFFIX) for e in of_sites} - set(known)):
         yield f"the manifest has no site or parameter {name!r}"
@@ -501,6 +491,12 @@ def _find_contradictions(
         {e.site for e in of_sites if e.kind in (VALUE, GRADIENT) and known.get(e.site, stage) != stage}
     ):
         yield f"{name} passed in stage {stage}, and the manifest has it in stage {known[name]}"
+
+
+def _map_stages(run: DumpRun) -> dict[str, int]:
+    """The stage of each site and parameter."""
+    records = () if run.damage else (*run.manifest.sites, *run.manifest.parameters)
+    return {record.name: record.stage for record in records}
 
 
 def _format_entry_name(entry: ShardEntry) -> str:

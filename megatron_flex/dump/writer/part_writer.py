@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_flex.checksums import CHECKSUM_BLOCK, compute_block_checksums
-from megatron_flex.dump.part_format import (
-    TENSOR_ALIGNMENT,
-    PartHeader,
-    format_iteration_folder,
-    format_part_name,
-)
+from megatron_flex.dump.file_names import format_iteration_folder, format_part_draft, format_part_name
+from megatron_flex.dump.part_format import TENSOR_ALIGNMENT, PartHeader
 from megatron_flex.dump.schema import REPLICA, PartIndex, ShardEntry, layout_to_json
 from megatron_flex.layout import Layout
 
@@ -162,7 +158,7 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
     where = folder / part.running.folder
     _make_folder(where, durable and not index.part)  # earlier parts are committed earlier
     name = format_part_name(index.rank, index.part, index.parts)
-    draft = PartDraft(where / f".{name}.tmp", where / name)
+    draft = PartDraft(where / format_part_draft(name), where / name)
     try:
         with suppress(FileNotFoundError):  # what a writer left that was killed
             draft.file.unlink()

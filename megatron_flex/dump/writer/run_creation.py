@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from secrets import token_hex
 from shutil import rmtree
 from typing import NamedTuple
 
-from megatron_flex.dump.part_format import format_run_folder, list_complete_parts
-from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
+from megatron_flex.dump.file_names import RUN_DRAFT, format_run_draft, format_run_folder, parse_run_folder
+from megatron_flex.dump.run_folders import DumpRun, IterationKey, scan_runs
+from megatron_flex.dump.schema import Manifest
 from megatron_flex.dump.writer.part_writer import sync_folder
 from megatron_flex.errors import DumpError
 
 VISIBLE_SECONDS = 120.0  # a network's file system may show a new folder after its caches expire, in 60 s
 CHANGEABLE_SETTINGS = ("every", "iterations")  # settings in which runs of one dump may differ
-
-
-RUN_NAME = re.compile(r"run-[0-9]{4,}")
-
-
-TEMPORARY_RUN_NAME = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
 
 
 def create_run(path: Path, manifest: Manifest) -> Manifest:
@@ -44,18 +37,15 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        earlier = list(list_begun_runs(path))
-        foreign = [
-            f.name
-            for f in path.iterdir()
-            if not (RUN_NAME.fullmatch(f.name) or TEMPORARY_RUN_NAME.fullmatch(f.name))
-        ]
+        earlier = list_begun_runs(path)
+        names = [f.name for f in path.iterdir() if not RUN_DRAFT.fullmatch(f.name)]
+        foreign = [name for name in names if parse_run_folder(name) is None]
         if foreign and not earlier:
             raise DumpError(
                 f"{path} is not a dump, and not empty ({min(foreign)!r}); name another folder", path=path
             )
-        for folder in earlier:
-            check_same_dump(path, Manifest.read(folder), manifest)
+        for run in earlier:
+            check_same_dump(path, run.manifest, manifest)
         return _create_run_folder(path, manifest)
     except OSError as error:
         raise DumpError(
@@ -103,10 +93,10 @@ def find_access_problem(path: Path, created: RunMade, seconds: float = VISIBLE_S
 
 def _create_run_folder(path: Path, manifest: Manifest) -> Manifest:
     """Make the folder under the next number that is free; another job may be opening the dump too."""
-    rough = path / f".run-{os.getpid()}-{token_hex(4)}.tmp"
+    rough = path / format_run_draft()
     rough.mkdir()
     try:
-        number = max((int(f.name[4:]) for f in path.iterdir() if RUN_NAME.fullmatch(f.name)), default=-1) + 1
+        number = max((run.number for run in scan_runs(path)), default=-1) + 1
         while True:
             manifest = replace(manifest, run=number)
             manifest.write(rough)
@@ -125,12 +115,9 @@ def _create_run_folder(path: Path, manifest: Manifest) -> Manifest:
         raise
 
 
-def list_begun_runs(path: Path) -> Iterator[Path]:
-    """The folders of runs that have begun, in order."""
-    folders = sorted(
-        (f for f in path.glob("run-*") if RUN_NAME.fullmatch(f.name)), key=lambda f: int(f.name[4:])
-    )
-    return (f for f in folders if (f / MANIFEST_NAME).exists())
+def list_begun_runs(path: Path) -> list[DumpRun]:
+    """The runs that have begun, in order. Raises DumpError if the folder cannot be read."""
+    return [run for run in scan_runs(path) if run.has_manifest]
 
 
 def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
@@ -152,28 +139,22 @@ def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
             )
 
 
-def find_earlier_runs(path: Path, run: int, names: Sequence[str]) -> dict[str, list[str]]:
+def find_earlier_runs(path: Path, number: int, keys: Sequence[IterationKey]) -> dict[str, list[IterationKey]]:
     """Which iterations runs before this one have completed too.
 
     Args:
         path: the dump's folder.
-        run: the number of this run.
-        names: of the folders of its iterations.
+        number: of this run.
+        keys: its iterations.
 
     Returns:
-        The names of runs, each with those of the iterations.
+        The names of runs, each with the iterations.
     """
-    out: dict[str, list[str]] = {}
-    for folder in list_begun_runs(path):
-        if int(folder.name[4:]) >= run:
+    out: dict[str, list[IterationKey]] = {}
+    for run in list_begun_runs(path):
+        if run.number >= number:
             break
-        with suppress(OSError, DumpError):  # a run that was removed meanwhile, or cannot be read
-            ranks = list(Manifest.read(folder).writers)
-            both = [
-                n
-                for n in names
-                if (folder / n).is_dir() and list_complete_parts(folder / n, ranks) is not None
-            ]
-            if both:
-                out[folder.name] = both
+        with suppress(DumpError):  # a run that was removed meanwhile, or cannot be read
+            if both := [key for key in keys if run.complete_iteration(key) is not None]:
+                out[run.folder.name] = both
     return out

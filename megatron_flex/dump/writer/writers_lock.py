@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import finalize
 
-from megatron_flex.dump.part_format import WRITERS_LOCK
+from megatron_flex.dump.file_names import WRITERS_LOCK
 
 ATTEMPTS, PAUSE = 50, 0.02  # while another process asks for the lock, or removes the file
 

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.compare import compare
-from megatron_flex.dump.schema import MANIFEST_NAME
+from megatron_flex.dump.file_names import MANIFEST_NAME
 from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError, FlexWarning

@@ -22,11 +22,12 @@ from megatron_flex.dump import (
     find_access_problem,
     layout_to_json,
 )
-from megatron_flex.dump.part_format import format_part_name, format_run_folder, list_complete_parts
-from megatron_flex.dump.schema import MANIFEST_NAME, SiteRecord
+from megatron_flex.dump.file_names import MANIFEST_NAME, format_part_name, format_run_folder
+from megatron_flex.dump.schema import SiteRecord
 from megatron_flex.dump.writer.run_creation import find_earlier_runs, list_begun_runs
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
+from tests.support.dumps import complete_parts
 from tests.support.messages import assert_names
 
 
@@ -77,11 +78,11 @@ def test_a_run_writes_again_what_earlier_runs_have(tmp_path: Path) -> None:
     write(path / "run-0000", 1, range(3))
     second = opened(path, ranks=1)
     assert (second.run, second.skipped) == (1, ())
-    names = [f"{n:010d}" for n in range(6)]
-    assert find_earlier_runs(path, 0, names) == {}
-    assert find_earlier_runs(path, 1, names) == {"run-0000": names[:3]}
+    keys = [(n, 0) for n in range(6)]
+    assert find_earlier_runs(path, 0, keys) == {}
+    assert find_earlier_runs(path, 1, keys) == {"run-0000": keys[:3]}
     write(path / "run-0001", 0, range(2, 5))
-    assert find_earlier_runs(path, 2, names[2:]) == {"run-0000": names[2:3], "run-0001": names[2:5]}
+    assert find_earlier_runs(path, 2, keys[2:]) == {"run-0000": keys[2:3], "run-0001": keys[2:5]}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -89,9 +90,8 @@ def test_an_iteration_without_one_of_its_parts_is_not_whole(tmp_path: Path, lost
     opened(tmp_path, ranks=1)
     write(tmp_path / "run-0000", 0, range(2))
     (tmp_path / "run-0000" / "0000000001" / format_part_name(0, lost, 3 * (lost == 2))).unlink()
-    names = ["0000000000", "0000000001"]
-    assert find_earlier_runs(tmp_path, 1, names) == {"run-0000": names[:1]}
-    assert list_complete_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
+    assert find_earlier_runs(tmp_path, 1, [(0, 0), (1, 0)]) == {"run-0000": [(0, 0)]}
+    assert complete_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
 
 
 def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
             file.unlink()
         for name in names:
             (tmp_path / f"{name}.safetensors").touch()
-        found = list_complete_parts(tmp_path, [0, 3])
+        found = complete_parts(tmp_path, [0, 3])
         return (
             None
             if found is None
-            else [p.name.removesuffix(".safetensors") for ps in found.values() for p in ps]
+            else [p.name.removesuffix(".safetensors") for rank in (0, 3) for p in found[rank]]
         )
 
     one, first, second = "00000-000-of-001", "00003-000", "00003-001-of-002"
@@ -129,7 +129,7 @@ def test_numbers_go_on_behind_the_last_run(tmp_path: Path) -> None:
         (tmp_path / format_run_folder(number) / MANIFEST_NAME).unlink()
         (tmp_path / format_run_folder(number)).rmdir()
     assert opened(tmp_path).run == 3
-    assert [r.name for r in list_begun_runs(tmp_path)] == ["run-0002", "run-0003"]
+    assert [r.folder.name for r in list_begun_runs(tmp_path)] == ["run-0002", "run-0003"]
 
 
 def test_leaders_that_open_at_once_get_runs_of_their_own(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import megatron_flex as mf
 from megatron_flex.dump import REPLICA, DumpWriter
 from megatron_flex.dump.part_format import read_part
 from megatron_flex.dump.reader import open_dump
-from megatron_flex.dump.run_folders import list_run_folders
+from megatron_flex.dump.run_folders import list_runs
 from megatron_flex.dump.tools.dump_cleanup import list_removals, prune_dump
 from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
@@ -255,7 +255,7 @@ def test_what_reading_refuses_is_an_error(dump, wrong):
 
 
 def runs(dump: Path) -> dict[int, list[int]]:
-    return {r.number: [f.number for f in r.iterations] for r in list_run_folders(dump)}
+    return {r.number: [number for number, _ in r.iteration_keys] for r in list_runs(dump)}
 
 
 def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_whole(dump):

@@ -26,11 +26,12 @@ from torch import Tensor
 from megatron_flex.checksums import CHECKSUM_BLOCK, combine_block_checksums, compute_block_checksums
 from megatron_flex.config import flex_config
 from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
-from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
+from megatron_flex.dump.part_format import DTYPE_NAMES, read_part
 from megatron_flex.dump.writer import part_writer, writer_threads
 from megatron_flex.dump.writer.writer_threads import SLAB_BYTES, CopyStream, HostBuffers
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import replicated
+from tests.support.dumps import complete_parts
 from tests.support.messages import any_names, assert_names, raises
 
 LAYOUT = replicated("s", "h")
@@ -56,7 +57,7 @@ def whole(path: Path, rank: int = 0) -> list[int]:
     """The iterations that are whole; all of them with right checksums."""
     out = []
     for folder in sorted(path.glob("0*")):
-        if (found := list_complete_parts(folder, [rank])) is not None:
+        if (found := complete_parts(folder, [rank])) is not None:
             out.append(int(folder.name))
             for file in found[rank]:
                 contents(file)
@@ -81,7 +82,7 @@ def contents(file: Path) -> dict[str, Tensor]:
 
 
 def of(path: Path, iteration: int) -> dict[str, Tensor]:
-    found = list_complete_parts(path / f"{iteration:010d}", [0])
+    found = complete_parts(path / f"{iteration:010d}", [0])
     assert found is not None
     return {site: t for file in found[0] for site, t in contents(file).items()}
 
@@ -181,7 +182,7 @@ def test_the_first_part_is_smaller_where_parts_are_large(
     at = writer(tmp_path, part_bytes=part_bytes)
     step(at, 0, tensors(0, 20, 1 << 18))
     at.close()
-    found = list_complete_parts(tmp_path / f"{0:010d}", [0])
+    found = complete_parts(tmp_path / f"{0:010d}", [0])
     assert found is not None
     assert [len(contents(file)) for file in found[0]] == parts
 
@@ -390,7 +391,7 @@ def test_of_a_replica_only_the_checksum_is_written(tmp_path: Path) -> None:
     at.put(ShardEntry("y", VALUE, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
     at.finish()
     at.close()
-    part = read_part(list_complete_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
+    part = read_part(complete_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
     first, second = part.index.entries
     assert list(part.where) == [second.tensor]
     assert first.checksum == second.checksum == combine_block_checksums(second.blocks)

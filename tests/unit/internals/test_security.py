@@ -10,7 +10,8 @@ import pytest
 
 
 def test_a_draft_is_made_anew(tmp_path: Path) -> None:
-    from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
+    from megatron_flex.dump.file_names import MANIFEST_NAME
+    from megatron_flex.dump.schema import Manifest
 
     aim = tmp_path / "aim"
     aim.write_text("mine")
