@@ -143,8 +143,7 @@ def table(figures: Figures, before: Figures | None = None) -> str:
             more = added(figures, way, "instructions", pair.layers)["pass"]
             if hand in figures:
                 cost = added(figures, hand, "instructions", pair.layers)
-                aim = "" if pair.aim is None else f" (aim {pair.aim:g})"
-                by_hand = [f"{cost['pass'] / 1e3:.0f}k", f"{more / cost['pass']:.2f}{aim}"]
+                by_hand = [f"{cost['pass'] / 1e3:.0f}k", f"{more / cost['pass']:.2f}"]
                 step = f"{max(0, cost['step']) / 1e3:.0f}k"
             else:
                 by_hand, step = ["", ""], ""

@@ -353,20 +353,18 @@ class Pair:
     Attributes:
         ours: the way of this package.
         hand: the hook by hand.
-        aim: of the instructions of a pass, over those by hand.
         layers: how many layers the model has, each of which is hooked.
     """
 
     ours: Way
     hand: Way
-    aim: float | None = None
     layers: int = 1
 
 
 IDLE = partial(attached, list)
 WAYS = {
     "idle": Pair(IDLE, nothing),
-    "read": Pair(_reads(), partial(reads_by_hand, Tensor.clone), 3.0),
+    "read": Pair(_reads(), partial(reads_by_hand, Tensor.clone)),
     "read of a position": Pair(_reads(select=mf.Select(positions=-1)), partial(reads_by_hand, _one_position)),
     "read of 32 sites": Pair(_reads(), partial(reads_by_hand, Tensor.clone), layers=MANY),
     "read of 32 sites by collectives": Pair(
@@ -375,17 +373,15 @@ WAYS = {
         layers=MANY,
     ),
     "local edit": Pair(
-        _edits(lambda: mf.edits.scale(FACTOR)), partial(edits_by_hand, lambda shard: shard * FACTOR), 2.0
+        _edits(lambda: mf.edits.scale(FACTOR)), partial(edits_by_hand, lambda shard: shard * FACTOR)
     ),
     "edit with a reduction": Pair(
         _edits(lambda: mf.edits.project_out(_direction())),
         partial(edits_by_hand, partial(_without_direction, _direction()[: SHARD[-1], None])),
-        1.3,
     ),
     "gathered edit": Pair(
         _edits(lambda: doubled),
         partial(edits_by_hand, lambda shard: Part.apply(Whole.apply(shard) * FACTOR)),
-        1.15,
     ),
     "statistics": Pair(statistics, statistics_by_hand),
     "dump": Pair(dumps, dump_by_hand),
