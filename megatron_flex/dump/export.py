@@ -227,7 +227,7 @@ def write_datasets(
         DumpError: a hook point has no samples or no tokens, or they differ from those of the first.
     """
     import datasets
-    import pyarrow as pa
+    from datasets.arrow_writer import ArrowWriter
 
     front = LABEL_COLUMNS if rows == "token" else LABEL_COLUMNS[:2]
     several = any(run_of for _, run_of in columns[0].array.iteration_keys)
@@ -238,26 +238,17 @@ def write_datasets(
         {name: datasets.Value("int64") for name in front}
         | {c.name: _make_feature(datasets, c, len(LABEL_COLUMNS) if rows == "token" else 2) for c in columns}
     )
+    # `save_to_disk` takes a dataset, not an iterator: rows go to a file first, which it maps and divides.
+    stream = path.with_name(path.name + ".rows")
+    with ArrowWriter(features=features, path=str(stream)) as writer:
+        for batch in _read_row_batches(columns, rows, several, bar):
+            writer.write_batch(batch)
+        writer.finalize()
     datasets.disable_progress_bars()
-    empty = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
-    empty.info.description = json.dumps(metadata, allow_nan=False)
-    empty.save_to_disk(str(path))  # for the files beside the data, which say how to read it
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    for one in state["_data_files"]:
-        (path / one["filename"]).unlink()
-    names: list[str] = []
-    batches = _make_record_batches(columns, rows, several, features.arrow_schema, bar)
-    batch = next(batches, None)
-    while batch is not None or not names:
-        names.append(f"data-{len(names):05d}.arrow")
-        size = 0
-        with (path / names[-1]).open("wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as stream:
-            while batch is not None and size < ARROW_FILE_BYTES:
-                stream.write_batch(batch)
-                size += batch.nbytes
-                batch = next(batches, None)
-    state["_data_files"] = [{"filename": name} for name in names]
-    (path / "state.json").write_text(json.dumps(state, indent=2, allow_nan=False), encoding="utf-8")
+    dataset = datasets.Dataset.from_file(str(stream))
+    dataset.info.description = json.dumps(metadata, allow_nan=False)
+    files = min(-(-stream.stat().st_size // ARROW_FILE_BYTES), len(dataset))
+    dataset.save_to_disk(str(path), num_shards=max(files, 1))  # a dataset without files cannot be loaded
 
 
 def _check_column(column: ExportColumn, first: ExportColumn, rows: ExportRows) -> None:
@@ -302,12 +293,10 @@ def _make_feature(datasets: Any, column: ExportColumn, depth: int) -> Any:
     return out
 
 
-def _make_record_batches(
-    columns: list[ExportColumn], rows: ExportRows, several: bool, schema: Any, bar: ProgressBar
-) -> Iterator[Any]:
-    """Record batches, each of about as many bytes as are read at a time."""
-    import pyarrow as pa
-
+def _read_row_batches(
+    columns: list[ExportColumn], rows: ExportRows, several: bool, bar: ProgressBar
+) -> Iterator[dict[str, Any]]:
+    """Rows by column, of about as many bytes as are read at a time."""
     depth = 2 if rows == "token" else 1
     for (number, run_of), current in _list_record_parts(columns):
         grid = current[0].array.shape[:depth]
@@ -316,18 +305,19 @@ def _make_record_batches(
         for where in split_into_slabs(grid, wide, EXPORT_BLOCK):
             lengths = tuple(w.stop - w.start for w in where)
             count = int(torch.tensor(lengths).prod())
-            labels = {"iteration": torch.full((count,), number), "run": torch.full((count,), run_of)}
+            labels = {"iteration": torch.full((count,), number)}
+            if several:
+                labels["run"] = torch.full((count,), run_of)
             sample_numbers = torch.arange(grid[0]) if samples is None else samples
             labels["sample"] = sample_numbers[where[0]].repeat_interleave(lengths[1] if depth == 2 else 1)
             if depth == 2:
                 labels["token"] = _list_row_tokens(tokens, grid, where)
-            label_columns = [labels[n] for n in schema.names if n in labels and (several or n != "run")]
-            arrays = [pa.array(t.numpy()) for t in label_columns]
+            batch = {name: numbers.numpy() for name, numbers in labels.items()}
             for column in current:
                 block = column.array[where].torch(column.dtype)
-                arrays.append(_nest_rows(pa, block.reshape(count, *block.shape[depth:])))
+                batch[column.name] = block.reshape(count, *block.shape[depth:]).numpy()
                 bar.advance(block.numel() * column.array.dtype.itemsize)
-            yield pa.record_batch(arrays, schema=schema)
+            yield batch
 
 
 def _list_record_parts(columns: list[ExportColumn]) -> Iterator[tuple[IterationKey, list[ExportColumn]]]:
@@ -351,14 +341,6 @@ def _count_row_bytes(column: ExportColumn, depth: int) -> int:
     for length in column.array.shape[depth:]:
         count *= length
     return max(count, 1)
-
-
-def _nest_rows(pa: Any, block: Tensor) -> Any:
-    """Rows of lists of fixed lengths."""
-    out = pa.array(block.contiguous().reshape(-1).numpy())
-    for length in reversed(block.shape[1:]):
-        out = pa.FixedSizeListArray.from_arrays(out, length)
-    return out
 
 
 EXPORT_ROWS: tuple[ExportRows, ...] = ("token", "sample")

@@ -16,7 +16,7 @@ EXPORT_MARK = "megatron_flex"  # the key of an export's metadata under which its
 MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
 EXPORT_FILES = {  # paths within an exported folder, by the file that has its metadata
     "zarr.json": re.compile(r"(.+/)?(zarr\.json|c(/[0-9]+)*)"),
-    "dataset_info.json": re.compile(r"dataset_info\.json|state\.json|data-[0-9]{5,}\.arrow"),
+    "dataset_info.json": re.compile(r"dataset_info\.json|state\.json|data-[0-9]{5,}-of-[0-9]{5,}\.arrow"),
 }
 
 

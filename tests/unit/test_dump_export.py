@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_flex.dump import sampled
+from megatron_flex.dump.export import ExportColumn, export_arrays
 from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
@@ -162,6 +163,15 @@ def test_datasets_have_the_positions_of_sampled_tokens(command, tmp_path):
         assert torch.equal(row[OUT], whole[at])
     with open_dump(tmp_path / "dump") as dump:
         assert found["token"][:].tolist() == dump[OUT].tokens.reshape(-1).tolist()
+
+
+def test_datasets_of_no_tokens_have_no_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
+    with open_dump(tmp_path / "dump") as dump:
+        export_arrays([ExportColumn(OUT, dump[OUT][:, :, :0])], tmp_path / "out", "datasets")
+    stored = datasets.load_from_disk(str(tmp_path / "out"))
+    assert (len(stored), stored.column_names) == (0, ["iteration", "sample", "token", OUT])
 
 
 def test_what_has_no_tokens_is_refused_for_rows_of_tokens(command, tmp_path):
