@@ -13,7 +13,10 @@ OF_A_CPU = (
 )
 OF_A_GPU = "Run on one {name}."
 UNVERIFIED = (
-    ("Hook points of Transformer Engine's layers", "Transformer Engine; the tests have stand-ins for it"),
+    (
+        "Hook points of Transformer Engine's layers",
+        "Transformer Engine's kernels; the tests run its Python on plain torch",
+    ),
     ("fp8 and fp4", "Transformer Engine"),
     (
         "Attention inside flash and fused kernels, and the errors that name them",

@@ -41,8 +41,8 @@ HYBRID = [
     Case("*E dp2 ep2", dp=2, ep=2, pattern="*E", experts=4),
 ]
 TRANSFORMER_ENGINE = [
-    Case("TE stand-ins, tp2 pp2", tp=2, pp=2, te=True, layers=2),
-    Case("TE stand-ins, tp2 sp, q/k norm", tp=2, sp=True, te=True, qk_norm=True, layers=2),
+    Case("TE, tp2 pp2", tp=2, pp=2, te=True, layers=2),
+    Case("TE, tp2 sp, q/k norm", tp=2, sp=True, te=True, qk_norm=True, layers=2),
 ]
 EXPERTS = [
     Case("ep2 dp2", ep=2, dp=2, experts=4, layers=2),
@@ -154,5 +154,5 @@ def test_estimate_of_experts(case: Case) -> None:
 
 @pytest.mark.parametrize("case", TRANSFORMER_ENGINE, ids=lambda c: c.name)
 def test_estimate_of_transformer_engines_layers(case: Case) -> None:
-    """Megatron's wrappers, in the run on stand-ins for Transformer Engine, in the estimate without any."""
+    """Megatron's wrappers, in the run on Transformer Engine's Python, in the estimate without it."""
     check(case)

@@ -19,7 +19,7 @@ CASES = [
     PREDICTING[1],
     ENCODERS[0],
     Case("mla tp2 sp, low-rank queries", tp=2, sp=True, mla="mended", q_rank=8, layers=2),
-    Case("TE stand-ins, tp2 pp2", tp=2, pp=2, te=True, layers=2),
+    Case("TE, tp2 pp2", tp=2, pp=2, te=True, layers=2),
 ]
 PATTERNS = [MAMBA[0], *(c for c in HYBRID if c.name.startswith(("E|*E", "G-", "M|-/*M")))]
 

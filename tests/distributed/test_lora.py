@@ -19,8 +19,8 @@ BRIDGE, MCORE = "decoder.layers.0.mlp.linear_fc{}.adapter", "decoder.layers.0.ml
 CASES = [
     Case("LoRA, tp2", tp=2, layers=1, adapters="bridge", gated=False, bias=True),
     Case("LoRA, tp2 sp", tp=2, sp=True, layers=1, adapters="bridge"),
-    Case("LoRA, TE stand-ins, tp2", tp=2, layers=1, adapters="mcore", te=True),
-    Case("LoRA, TE stand-ins, tp2 sp", tp=2, sp=True, layers=1, adapters="mcore", te=True),
+    Case("LoRA, TE, tp2", tp=2, layers=1, adapters="mcore", te=True),
+    Case("LoRA, TE, tp2 sp", tp=2, sp=True, layers=1, adapters="mcore", te=True),
 ]
 
 

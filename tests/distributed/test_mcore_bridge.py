@@ -1,4 +1,4 @@
-"""Models of mcore-bridge, on stand-ins for Transformer Engine: its bridge converts them by the same calls."""
+"""Models of mcore-bridge, on Transformer Engine's Python: its bridge converts them by the same calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs mcore-bridge: the extra mcore-bridge",
 )
 
-CASE = Case("TE stand-ins, tp2", tp=2, te=True, microbatches=1, layers=hugging_face.LAYERS)
+CASE = Case("TE, tp2", tp=2, te=True, microbatches=1, layers=hugging_face.LAYERS)
 GLM4 = {**hugging_face.COMMON, "head_dim": 8}  # norms after attention and MLP, which Megatron does not have
 
 

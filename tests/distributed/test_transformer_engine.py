@@ -1,7 +1,7 @@
-"""Layers of Megatron's Transformer Engine specs: real wrappers, and a stand-in for Transformer Engine.
+"""Layers of Megatron's Transformer Engine specs, on Transformer Engine's own Python (`tests/support/te.py`).
 
-What runs is upstream's own `megatron.core.extensions.transformer_engine` on classes in plain torch; nothing
-of this was run on a GPU, and the names of the cases say so.
+Values, gradients, edits and parameters at every hook point are compared with one process of Megatron's local
+layers. Nothing of this was run on a GPU: the compiled extension is plain torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.support.pool import run
 pytest.importorskip("megatron.core")
 
 CASES = [
-    Case("TE stand-ins, tp2 pp2", tp=2, pp=2, te=True, layers=2),
+    Case("TE, tp2 pp2", tp=2, pp=2, te=True, layers=2),
     Case(
-        "TE stand-ins, tp2 sp, gelu, bias, layernorm, learned positions",
+        "TE, tp2 sp, gelu, bias, layernorm, learned positions",
         tp=2,
         sp=True,
         te=True,
@@ -31,10 +31,10 @@ CASES = [
         bias=True,
         layers=2,
     ),
-    Case("TE stand-ins, tp4 sp, q/k norm, fewer groups", tp=4, sp=True, te=True, qk_norm=True, layers=2),
-    Case("TE stand-ins, tp2 sp, all recomputed", tp=2, sp=True, te=True, recompute=("full",), layers=2),
+    Case("TE, tp4 sp, q/k norm, fewer groups", tp=4, sp=True, te=True, qk_norm=True, layers=2),
+    Case("TE, tp2 sp, all recomputed", tp=2, sp=True, te=True, recompute=("full",), layers=2),
 ]
-EVERYWHERE = Case("TE stand-ins, tp2 sp", tp=2, sp=True, te=True, layers=2)
+EVERYWHERE = Case("TE, tp2 sp", tp=2, sp=True, te=True, layers=2)
 
 
 @pytest.mark.versions
@@ -102,9 +102,9 @@ def test_what_transformer_engine_hides() -> None:
 
 
 LATENT = [
-    Case("TE stand-ins, mla tp2 sp", tp=2, sp=True, te=True, mla="upstream", layers=2),
+    Case("TE, mla tp2 sp", tp=2, sp=True, te=True, mla="upstream", layers=2),
     Case(
-        "TE stand-ins, mla tp2 sp, low-rank queries, norms",
+        "TE, mla tp2 sp, low-rank queries, norms",
         tp=2,
         sp=True,
         te=True,
@@ -149,7 +149,7 @@ def modules_called(case: Case) -> tuple[list[str], list[str]]:
 
 
 def test_a_page_has_modules_in_the_order_in_which_a_step_calls_them() -> None:
-    case = Case("TE stand-ins, tp2 sp, one microbatch", tp=2, sp=True, te=True, layers=2, microbatches=1)
+    case = Case("TE, tp2 sp, one microbatch", tp=2, sp=True, te=True, layers=2, microbatches=1)
     for called, shown in run(2, modules_called, case):
         norm, mlp = (f"decoder.layers.1.{n}" for n in ("pre_mlp_layernorm", "mlp"))
         assert called.index(f"{norm}") < called.index(mlp)

@@ -45,7 +45,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 HANDLERS = ("excepthook", "unraisablehook", "displayhook")
 PATIENCE = 2.0  # seconds until a thread that ends must have ended
 
-MADE_BY = ("torch._dynamo.mutation_guard.",)  # whose changes are torch's own, at its first use
+# whose changes are their own, at the first use
+MADE_BY = ("torch._dynamo.mutation_guard.", "transformer_engine.pytorch.tensor._make_module_cast_func.")
 
 
 class Fingerprint:

@@ -57,7 +57,7 @@ class Case:
     bert: bool = False
     family: str = ""  # one of `families`
     vocabulary: int = VOCABULARY
-    te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
+    te: bool = False  # layers of Transformer Engine's spec, as in `te`
     adapters: str = ""  # around the linears, in one of the forms of `lora`
     device: str = "cpu"
     packed: str = ""  # sequences packed in one row, and what core attention returns of them
@@ -79,12 +79,17 @@ class Case:
         words = [*(f"{n}{v}" for n, v in sizes.items()), *(n for n, on in kinds.items() if on)]
         return " ".join(["megatron", *words])
 
+    def require(self) -> None:
+        """Skip the test where something that the case needs cannot be had."""
+        if self.te:
+            te.require()
+
     @property
     def model(self) -> str:
         """What the coverage table files the case under."""
         kinds = (
             (bool(self.adapters), "GPT with LoRA around its linears"),
-            (self.te, "GPT of Transformer Engine's layers (stand-ins; not run on a GPU)"),
+            (self.te, "GPT of Transformer Engine's layers (its Python; no kernels)"),
             (self.grouped, "GPT with grouped experts (stand-ins for Transformer Engine's linears)"),
             (bool(self.experts) and not self.pattern, "GPT with experts"),
             ("mtp_num_layers" in self.extra or "/" in self.pattern, "Multi-token prediction"),

@@ -162,6 +162,9 @@ def run(
     Raises:
         RankError: some rank raised, died, did not finish in time, or was left other than it was.
     """
+    for argument in args:
+        if hasattr(argument, "require"):
+            argument.require()
     topology = Topology(world, next((a.topology for a in args if hasattr(a, "topology")), ""))
     pool = None if alone else _pools.pop(topology, None)
     if pool is not None and not pool.alive:

@@ -1,239 +1,129 @@
-"""A stand-in for Transformer Engine, which needs a GPU: its linears, norms and attention in plain torch.
+"""Transformer Engine's own Python on a CPU, with its compiled extension in plain torch (`te_extension`).
 
-Only `transformer_engine` itself is stood in for. `stand_in` makes Megatron import it anew, so that Megatron's
-own wrappers (`TELinear`, `TERowParallelLinear`, ...) and its own layer specs run, on these classes instead of
-Transformer Engine's. They do what its documentation says of the same arguments, with Megatron's collectives,
-and are no proof of what its kernels do: cases that use them are called "TE stand-ins".
+The release that scripts/constraints.txt names comes from the package index when a test first asks for it, and
+is kept beside the environments. Megatron is imported anew on it, so that Megatron's wrappers (`TELinear`,
+`TERowParallelLinear`, ...) and layer specs run on Transformer Engine's real modules: their autograd
+functions, collectives, parameters and order of calls. Nothing is shown of its kernels, of 8-bit numbers, or
+of fused attention.
 """
 
 from __future__ import annotations
 
-import inspect
+import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
+import warnings
+from functools import cache, wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-VERSION = "2.1.0"
+from tests.support import te_extension
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+PACKAGE = "transformer_engine"
 HIDDEN = ("gemm_input", "partial", "scores", "probs")  # what its kernels keep to themselves
 
 
-def _parameter(module: nn.Module, name: str, shape: tuple[int, ...], dtype: Any) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    module.register_parameter(name, parameter)
-    return parameter
+@cache
+def version() -> str:
+    pin = re.search(rf"^{PACKAGE}==(.+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pin is not None, f"{CONSTRAINTS} must have {PACKAGE}"
+    return pin.group(1).strip()
 
 
-class Norm(nn.Module):
-    """`te.pytorch.LayerNorm` and `RMSNorm`."""
-
-    rms = False
-
-    def __init__(
-        self,
-        normalized_shape: int | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: Any = None,
-        zero_centered_gamma: bool = False,
-        device: Any = None,
-        hidden_size: int | None = None,  # what earlier versions called the shape
-    ) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        names = ["weight"] if self.rms else ["weight", "bias"]
-        for name in names:
-            _parameter(
-                self, name, (normalized_shape or hidden_size,), params_dtype
-            ).sequence_parallel = sequence_parallel
-        nn.init.constant_(self.weight, 0.0 if zero_centered_gamma else 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return normalize(x, self.weight, getattr(self, "bias", None), self)
+def folder() -> Path:
+    """Where its Python is or will be: beside the environments, as it must not be importable in them."""
+    venvs = Path(os.environ.get("FLEX_VENVS") or ROOT / ".venvs")
+    return venvs / f"{PACKAGE}-{version()}"
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, like: Any) -> Tensor:
-    gamma = weight + 1 if like.zero_centered_gamma else weight
-    shape = [x.shape[-1]]
-    if bias is None:
-        return F.rms_norm(x, shape, gamma, like.eps)
-    return F.layer_norm(x, shape, gamma, bias, like.eps)
+@cache
+def _fetch() -> str:
+    """Have `folder()`; why it cannot be had, or nothing."""
+    target = folder()
+    if target.exists():
+        return ""
+    target.parent.mkdir(exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=target.parent))
+    pip = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-deps"]
+    pip += ["--only-binary", ":all:", "--target", str(draft), f"{PACKAGE}=={version()}"]
+    done = subprocess.run(pip, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    try:
+        if done.returncode != 0:
+            return done.stderr.strip().splitlines()[-1]
+        if not target.exists():  # another process may have been faster
+            draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return ""
 
 
-class LayerNorm(Norm):
-    pass
+def require() -> None:
+    """Skip the test where Transformer Engine's Python cannot be had."""
+    if reason := _fetch():
+        pytest.skip(f"{PACKAGE} {version()} cannot be fetched: {reason}")
 
 
-class RMSNorm(Norm):
-    rms = True
+# Kernels and exports, whose packages (triton, onnxscript) are not needed otherwise
+KERNELS = ("cross_entropy", "grouped_dbias_dscales", "mhc", "pad", "permutation")
+UNUSED = ("onnx_extensions", "triton", *(f"triton.{name}" for name in KERNELS))
 
 
-class Linear(nn.Module):
-    """`te.pytorch.Linear`: column-parallel, row-parallel, or, with no mode, the same everywhere."""
+class _Unused(ModuleType):
+    """A module of Transformer Engine from which others import names that nothing here calls."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        init_method: Any = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: Any = None,
-        parallel_mode: str | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features //= tp_size
-        elif parallel_mode == "row":
-            self.in_features //= tp_size
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.use_bias, self.return_bias = bias, return_bias
-        weight = _parameter(self, "weight", (self.out_features, self.in_features), params_dtype)
-        weight.tensor_model_parallel, weight.partition_dim = True, int(parallel_mode == "row")
-        if init_method is not None:
-            init_method(weight)
-        added = nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)) if bias else None
-        self.register_parameter("bias", added)
-
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        if self.parallel_mode == "column":
-            cut = self.sequence_parallel
-            name = "gather_from_sequence_parallel" if cut else "copy_to_tensor_model_parallel"
-            inp = self._collective(name, inp)
-        out = F.linear(inp, self.weight)
-        if self.parallel_mode == "row":
-            cut = self.sequence_parallel
-            name = "reduce_scatter_to_sequence_parallel" if cut else "reduce_from_tensor_model_parallel"
-            out = self._collective(name, out)
-        if self.return_bias:
-            return out, self.bias
-        return out if self.bias is None else out + self.bias
-
-    def _collective(self, name: str, tensor: Tensor) -> Tensor:
-        from megatron.core.tensor_parallel import mappings
-
-        function = getattr(mappings, f"{name}_region")
-        known = "group" in inspect.signature(function).parameters
-        moved: Tensor = function(tensor, **({"group": self.tp_group} if known else {}))
-        return moved
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
-class LayerNormLinear(Linear):
-    """`te.pytorch.LayerNormLinear`: a norm and a column-parallel linear."""
+def _on_any_device(owner: type, name: str) -> None:
+    """Let a method of Transformer Engine, which refuses tensors that are not on a GPU, take any."""
+    method = getattr(owner, name)
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        normalization: str = "LayerNorm",
-        zero_centered_gamma: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, **kwargs)
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.return_layernorm_output = False
-        if normalization == "RMSNorm":
-            self.register_parameter("layer_norm_bias", None)
-        for name in ["weight"] if normalization == "RMSNorm" else ["weight", "bias"]:
-            parameter = _parameter(self, f"layer_norm_{name}", (in_features,), kwargs["params_dtype"])
-            parameter.sequence_parallel = self.sequence_parallel
-        nn.init.constant_(self.layer_norm_weight, 0.0 if zero_centered_gamma else 1.0)
+    @wraps(method)
+    def on_any_device(*args: Any, **kwargs: Any) -> Any:
+        if "is_cuda" in vars(torch.Tensor):  # attention calls the other method
+            return method(*args, **kwargs)
+        torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+        try:
+            return method(*args, **kwargs)
+        finally:
+            del torch.Tensor.is_cuda
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        normed = normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self)
-        out = super().forward(normed, is_first_microbatch)
-        if not self.return_layernorm_output:
-            return out
-        return (*out[:1], out[1], normed) if self.return_bias else (out, normed)
-
-
-class DotProductAttention(nn.Module):
-    """`te.pytorch.DotProductAttention`, causal, without dropout."""
-
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        keys = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
-        self.softmax_scale = softmax_scale or keys**-0.5
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
-    ) -> Tensor:
-        times = query.shape[2] // key.shape[2]
-        key, value = (t.repeat_interleave(times, 2) for t in (key, value))
-        scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * self.softmax_scale
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        probs = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return torch.einsum("bnqk,kbnd->qbnd", probs, value).flatten(2).contiguous()
-
-
-class GroupedLinear(nn.Module):
-    """Only a name to derive from: no case here has experts."""
-
-
-class _Any:
-    """A class of Transformer Engine that is derived from, or asked for, and never made."""
+    setattr(owner, name, on_any_device)
 
 
 def stand_in() -> None:
-    """Let this process's Megatron find Transformer Engine; to be called once, before a model is built."""
-    if "transformer_engine" in sys.modules:
+    """Let this process's Megatron find Transformer Engine; to be called before a model is built."""
+    if PACKAGE in sys.modules:
         return
     for name in [n for n in sys.modules if n == "megatron" or n.startswith("megatron.")]:
         del sys.modules[name]
-    nothing = {"FP8GlobalStateManager": _State, "fp8_autocast": None, "fp8_model_init": None}
-    classes = (LayerNorm, RMSNorm, Linear, LayerNormLinear, DotProductAttention, GroupedLinear)
-    modules: dict[str, dict[str, Any]] = {
-        "transformer_engine": {"__version__": VERSION},
-        "transformer_engine.common": {},
-        "transformer_engine.common.recipe": {"DelayedScaling": _Any},
-        "transformer_engine.pytorch": {c.__name__: c for c in classes},
-        "transformer_engine.pytorch.ops": {"__getattr__": lambda name: _Any},
-        "transformer_engine.pytorch.fp8": nothing,
-        "transformer_engine.pytorch.distributed": {"CudaRNGStatesTracker": _Any, **FUNCTIONS},
-        "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _Any},
-        "transformer_engine.pytorch.tensor": {"QuantizedTensor": _Any},
-        "transformer_engine.pytorch.tensor.float8_tensor": {"Float8Tensor": _Any},
-    }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        vars(module).update(content)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    sys.path.insert(0, str(folder()))
+    sys.modules[te_extension.NAME] = te_extension.module()
+    for name in (f"{PACKAGE}.pytorch.{n}" for n in UNUSED):
+        sys.modules[name] = _Unused(name)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # load no library
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it has not found its extension yet
+        from transformer_engine import common
+    del os.environ["NVTE_PROJECT_BUILDING"]
+    common.load_framework_extension = lambda framework: None
+    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-
-class _State:
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
-FUNCTIONS = dict.fromkeys(
-    (
-        "checkpoint",
-        "is_fp8_activation_recompute_enabled",
-        "in_fp8_activation_recompute_phase",
-        "activation_recompute_forward",
-    )
-)
+    _on_any_device(TransformerEngineBaseModule, "prepare_forward")
+    _on_any_device(DotProductAttention, "forward")
 
 
 def visible(sites: list[str]) -> list[str]:

@@ -169,7 +169,7 @@ BIASED = Case("tp2 bias", tp=2, gated=False, rms=False, bias=True, layers=2)
 ONE_KEY = Case("one key head, tp2", tp=2, layers=2, groups=1, bias=True, gated=False, rms=False)
 ATTENTION, MLP = "decoder.layers.1.self_attention", "decoder.layers.1.mlp"
 DELTA = Case("G- tp2", tp=2, pattern="G-", extra=ssm.DELTA)
-LORA = Case("LoRA, TE stand-ins, tp2 sp", tp=2, sp=True, layers=1, adapters="mcore", te=True)
+LORA = Case("LoRA, TE, tp2 sp", tp=2, sp=True, layers=1, adapters="mcore", te=True)
 
 ROWS = [
     Row(
@@ -269,7 +269,7 @@ ROWS = [
         "LoRA under sequence parallelism",
         ("modelscope/mcore-bridge#173", "NVIDIA-NeMo/Megatron-Bridge#5634"),
         "The factor of an adapter that all ranks hold gets the gradient of a rank's own tokens.",
-        "LoRA around the linears of Transformer Engine (stand-ins), `tp=2`, sequence parallel",
+        "LoRA around the linears of Transformer Engine, `tp=2`, sequence parallel",
         LORA,
         "decoder.layers.0.mlp.linear_fc2.lora_B.default.weight",
         REPLICAS,
@@ -369,7 +369,7 @@ ROWS = [
         ("ROCm/TransformerEngine#715",),
         "Weights that all tensor parallel ranks hold are marked as shards: the gradient norm counts them "
         "`tp` times.",
-        "Multi-latent attention of Transformer Engine (stand-ins), `tp=2`, sequence parallel",
+        "Multi-latent attention of Transformer Engine, `tp=2`, sequence parallel",
         Case("latent TE, tp2 sp", tp=2, sp=True, te=True, mla="upstream", q_rank=8, layers=2),
         "decoder.layers.0.self_attention.linear_",
         r"counted 2 times",
