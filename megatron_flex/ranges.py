@@ -121,7 +121,7 @@ def check_slice(given: slice, what: str, from_end: bool = False, in_order: bool 
         return slice(start, stop, step)
     empty = stop == 0 or (stop is not None and ((start or 0) < 0) == (stop < 0) and stop <= (start or 0))
     if empty and not (start is None and stop is not None and stop < 0):
-        raise FlexError(f"{what}: nothing is in this range, as its end is not above its start")
+        raise FlexError(f"{what}: the range is empty, because its end is not above its start")
     return slice(start, stop, step)
 
 

@@ -286,8 +286,8 @@ def check_pattern(pattern: str) -> None:
     wrong = re.search(r"[^\w.:*?\[\]!#-]", pattern)
     if wrong is not None:
         raise SiteError(
-            f"pattern {pattern!r} has {wrong[0]!r}, which no name has; names are a module's path and perhaps "
-            "a colon and a point, patterns have *, **, ? and [0-3]; several patterns are given one by one",
+            f"pattern {pattern!r} contains {wrong[0]!r}, which names do not contain; a name is module.path "
+            "or module.path:point, and patterns add *, **, ? and [0-3]; pass several patterns separately",
             site=pattern,
         )
     if re.search(r"[\[\]]", re.sub(r"\[!?[^\[\]]+\]", "", pattern)):

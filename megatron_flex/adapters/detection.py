@@ -310,8 +310,8 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
     several = _has_several_ranks(process_group)
     if failed and several and all(c.framework.around for c in winning):
         raise FlexError(
-            f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; repair or "
-            "uninstall it, or set FLEX_ADAPTERS_OFF to its name, so that no shard is used as full tensor"
+            f"no framework claims this model, and an adapter failed: {'; '.join(failed)}; repair or "
+            "uninstall it, or set FLEX_ADAPTERS_OFF to its name (shards could be mistaken for full tensors)"
         )
     none = FrameworkMatch(
         "plain",

@@ -29,7 +29,7 @@ IterationsOption = Annotated[
         show_default=False,
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace an earlier export, and nothing else.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an earlier export, but no other folder.")]
 
 
 def select_iterations(text: str | None, available: list[int], where: str = "the dump") -> list[int]:

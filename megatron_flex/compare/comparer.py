@@ -352,7 +352,7 @@ class _Comparer:
             left_out = (self.a if name == "A" else self.b).left_out
             if left_out:
                 self.notes.append(
-                    f"of {name} left out, as a GPTModel has no such site: {list_some(left_out)}"
+                    f"left out of {name}, because a GPTModel does not have them: {list_some(left_out)}"
                 )
         if not common:
             names = [i.name for i in items_b]

@@ -91,7 +91,7 @@ def _find_added_file(folder: Path, pattern: re.Pattern[str]) -> str:
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
         if path.is_symlink() or (not path.is_dir() and not pattern.fullmatch(relative)):
-            return f"it has {relative}, which no export wrote"
+            return f"it has {relative}, which is not from an export"
     return ""
 
 

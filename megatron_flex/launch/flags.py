@@ -352,7 +352,7 @@ def _parse_edit_words(words: list[str]) -> dict[str, str]:
     if len(words) == 1:
         words = "|".join(part.strip() for part in words[0].split("|")).split(maxsplit=1)
     if len(words) > 2:
-        raise FlexError(f"--flex-edit {shlex.join(words)}: give SITE and EDIT, and nothing after them")
+        raise FlexError(f"--flex-edit {shlex.join(words)}: give SITE and EDIT only")
     return {"site": words[0], "edit": words[1]} if len(words) == 2 else {"edit": words[0]}
 
 

@@ -283,7 +283,7 @@ class Settings(SettingsPart):
             if not part.sites and not part.parameters:
                 flag = "--flex-dump" if isinstance(part, DumpSettings) else "--flex-stats"
                 raise FlexError(
-                    f"{flag} {part.path}: nothing is named; give --flex-sites PATTERN, or parameters"
+                    f"{flag} {part.path}: hook points are missing; give --flex-sites PATTERN, or parameters"
                 )
 
 

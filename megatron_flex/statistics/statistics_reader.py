@@ -70,7 +70,7 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
     opened = OpenStatistics(folder, read.headers, read.rows, read.incomplete, read.damaged, read.replaced)
     if words and not opened.sites:
         known = [p.name for h in opened.headers for p in h.sites]
-        raise FlexError(f"{folder}: nothing is named {words[0]!r}{suggest_nearest(words[0], known)}")
+        raise FlexError(f"{folder}: no hook point matches {words[0]!r}{suggest_nearest(words[0], known)}")
     if opened.damaged:
         more = f"; and {len(opened.damaged) - MAX_NAMED} more" if len(opened.damaged) > MAX_NAMED else ""
         record = f"{folder}: damaged, and left out: {'; '.join(opened.damaged[:MAX_NAMED])}{more}"

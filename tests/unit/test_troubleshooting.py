@@ -84,7 +84,7 @@ def read_another_capture() -> None:
 MISTAKES: dict[str, Callable[[], Any]] = {
     "matches no site; nearest:": lambda: step(mf.HookFunction("layer.0")),
     "matches no site; of": lambda: step(mf.HookFunction("layers.7")),
-    "which no name has": lambda: step(mf.HookFunction("layers.0, layers.1")),
+    "which names do not contain": lambda: step(mf.HookFunction("layers.0, layers.1")),
     "unpack_idx=": lambda: step(mf.HookFunction("layers.0", unpack_idx=3)),
     "cannot be called with the four arguments": lambda: step(mf.HookFunction("layers.0", lambda x: x)),
     "takes a HookFunction": lambda: mf.attach(Model(), ["layers.0"]),  # type: ignore[list-item]

@@ -190,7 +190,8 @@ class OpenDump:
         complete = {which: stored for which, stored in by_key.items() if stored is not None}
         if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
-            text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
+            named = "; ".join(available[:MOST_DETAILED])
+            text = f"{self.path}: left out, because parts are missing: {named}{more}"
             warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
         if self._warns and (several := replaced(self.runs, complete)):
             warnings.warn(f"{self.path}: {'; '.join(several[-MOST_DETAILED:])}", FlexWarning, 4)
