@@ -50,25 +50,6 @@ def launch(context: typer.Context) -> None:
     os.execv(command[0], command)
 
 
-def two_layouts(context: typer.Context) -> None:
-    """Run the same weights in two layouts, and compare the runs.
-
-    The command runs a training script three times. The first run saves a torch_dist checkpoint. The other two
-    load the checkpoint with --finetune, each in its own layout, and write dumps. Then the dumps are compared.
-
-    The options may be anywhere in the command. The exit status is that of compare.
-
-    For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
-    --against '--tensor-model-parallel-size 1'
-    """
-    with spinner("loading"):
-        from megatron_flex.cli.two_layouts_command import run_two_layouts
-
-    status = run_two_layouts(context.args)
-    if status:
-        raise typer.Exit(status)
-
-
 def patch(context: typer.Context) -> None:
     """Write hook points and flags into the source of Megatron or fairscale.
 
@@ -83,40 +64,12 @@ def patch(context: typer.Context) -> None:
         raise typer.Exit(status)
 
 
-class ForwardedCommand(typer.core.TyperCommand):
-    """A command that parses its words itself; its help lists `rows` among the options.
+class PatchCommand(typer.core.TyperCommand):
+    """`patch`, which parses its words itself.
 
     Attributes:
         rows: each option, and what it does.
     """
-
-    rows: tuple[tuple[str, str], ...] = ()
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options."""
-        with formatter.section("Options"):
-            formatter.write_dl([*self.rows, ("--help", "Show this message and exit.")])
-
-
-class TwoLayoutsCommand(ForwardedCommand):
-    """`two-layouts`."""
-
-    rows = (
-        ("--against 'FLAGS'", "Flags of the second layout."),
-        ("--without 'FLAGS'", "Flags that only the first layout has."),
-        ("--out DIR", "The folder of the checkpoint, the dumps and the logs.  [default: two-layouts]"),
-        ("--iterations N", "The number of iterations to dump.  [default: 2]"),
-        ("--sites 'PATTERNS'", "The hook points to dump."),
-        ("--processes 4,2", "The number of ranks of each run."),
-        ("--checkpoint DIR", "A checkpoint to load instead of saving one."),
-        ("--no-parameters", "Do not dump parameters."),
-        ("--html FILE", "Also write an HTML page of the two dumps."),
-        ("--dry", "Print the commands only."),
-    )
-
-
-class PatchCommand(ForwardedCommand):
-    """`patch`."""
 
     rows = (
         (
@@ -126,7 +79,13 @@ class PatchCommand(ForwardedCommand):
         ("--diff", "Print the patch as a diff for git apply, and write nothing."),
         ("--apply", "Apply the patch. Files that are patched already stay as they are."),
         ("--revert", "Remove the patch. The original files are restored byte for byte."),
+        ("--help", "Show this message and exit."),
     )
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options."""
+        with formatter.section("Options"):
+            formatter.write_dl(self.rows)
 
 
 app = typer.Typer(
@@ -140,7 +99,6 @@ app = typer.Typer(
 )
 for name, command, kind, usage in (
     ("run", launch, typer.core.TyperCommand, "[--dry] [TORCHRUN OPTIONS] SCRIPT [FLAGS]"),
-    ("two-layouts", two_layouts, TwoLayoutsCommand, "[OPTIONS] -- SCRIPT [FLAGS]"),
     ("patch", patch, PatchCommand, "--check | --diff | --apply | --revert PATH..."),
 ):
     app.command(

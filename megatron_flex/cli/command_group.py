@@ -52,6 +52,9 @@ SOURCES = {
     ),
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
     "stats": CommandSource("stats_command", "stats_app", "List and show the statistics that a run wrote."),
+    "two-layouts": CommandSource(
+        "two_layouts_command", "two_layouts_app", "Run the same weights in two layouts, and compare the runs."
+    ),
 }
 
 
@@ -70,12 +73,11 @@ class LazyCommands(MutableMapping[str, Any]):
             source = SOURCES[name]
             with spinner("loading"):  # torch, for most commands
                 found = getattr(import_module(f"megatron_flex.cli.{source.module}"), source.name)
-            if isinstance(found, typer.Typer):
-                command: Any = typer.main.get_group(found)
-            else:
+            if not isinstance(found, typer.Typer):
                 alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-                alone.command(name)(found)
-                command = typer.main.get_command(alone)
+                alone.command()(found)
+                found = alone
+            command: Any = typer.main.get_command(found)
             command.name = name
             self._made[name] = keep_names_whole(command)
         return self._made[name]

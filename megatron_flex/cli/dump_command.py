@@ -54,7 +54,10 @@ from megatron_flex.wording import count_words, format_series
 
 ENTRY_AXES = {"positions": ("token",), "samples": ("sample",), "heads": HEAD_DIMS}  # of a dumped array
 dump_app = typer.Typer(
-    help="List, show, verify, export and prune dumps.", no_args_is_help=True, rich_markup_mode=None
+    add_completion=False,
+    help="List, show, verify, export and prune dumps.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

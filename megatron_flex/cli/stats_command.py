@@ -26,7 +26,10 @@ from megatron_flex.statistics.statistics_reader import (
 from megatron_flex.wording import count_words, format_number, format_series
 
 stats_app = typer.Typer(
-    help="List and show the statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
+    add_completion=False,
+    help="List and show the statistics that a run wrote.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_LENGTH = 16  # characters of a curve

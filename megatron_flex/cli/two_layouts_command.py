@@ -8,9 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from megatron_flex.cli.compare_command import print_comparison
 from megatron_flex.cli.spinner import spinner
@@ -25,43 +26,87 @@ from megatron_flex.page import write
 from megatron_flex.page.page_builder import fill_page
 from megatron_flex.ranges import parse_count
 
-OPTIONS = (
-    *("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint"),
-    "--html",
-)
-SWITCHES = ("--dry", "--no-parameters")
 RANK_MARK = re.compile(r"\[rank(\d+)\]:")  # at the beginning of each line of an exception
 LAUNCHERS_REPORT = "failed (exitcode: "  # in the first line that torchrun prints of a failed process
 LINES_OF_FAILURE = 12  # that are shown of a log
 
 
-def run_two_layouts(words: Sequence[str]) -> int:
-    """Run the three trainings, print the comparison, and return its exit status.
+class ScriptCommand(typer.core.TyperCommand):
+    """A command whose options may also be among the flags of the script, and behind `--`."""
 
-    Args:
-        words: the options of the command, the script, and the script's flags; options may be among these.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options; all other words are in `ctx.args`, in order."""
+        return super().parse_args(ctx, [word for word in args if word != "--"])
 
-    Raises:
-        FlexError: an option has no value, or a training failed; its own messages are above.
+
+def two_layouts(
+    context: typer.Context,
+    against: Annotated[
+        str, typer.Option(metavar="'FLAGS'", help="Flags of the second layout.", show_default=False)
+    ] = "",
+    without: Annotated[
+        str, typer.Option(metavar="'FLAGS'", help="Flags that only the first layout has.", show_default=False)
+    ] = "",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="The folder of the checkpoint, the dumps and the logs.")
+    ] = Path("two-layouts"),
+    iterations: Annotated[str, typer.Option(metavar="N", help="The number of iterations to dump.")] = "2",
+    sites: Annotated[str | None, typer.Option(metavar="'PATTERNS'", help="The hook points to dump.")] = None,
+    processes: Annotated[
+        str, typer.Option(metavar="4,2", help="The number of ranks of each run.", show_default=False)
+    ] = "",
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint to load instead of saving one.")
+    ] = None,
+    no_parameters: Annotated[bool, typer.Option("--no-parameters", help="Do not dump parameters.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write an HTML page of the two dumps.")
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Print the commands only.")] = False,
+) -> None:
+    """Run the same weights in two layouts, and compare the runs.
+
+    The command runs a training script three times. The first run saves a torch_dist checkpoint. The other two
+    load the checkpoint with --finetune, each in its own layout, and write dumps. Then the dumps are compared.
+
+    The options may be anywhere in the command. The exit status is that of compare.
+
+    For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
+    --against '--tensor-model-parallel-size 1'
     """
-    given, rest = take_options(words)
-    out = Path(given.get("--out", "two-layouts"))
     plan = plan_two_layouts(
-        rest,
-        given.get("--against", ""),
+        context.args,
+        against,
         out,
-        without=given.get("--without", "").split(),
-        iterations=parse_count(given.get("--iterations", "2"), "--iterations"),
-        sites=given["--sites"].split() if "--sites" in given else DEFAULT_SITES,
-        parameters="--no-parameters" not in given,
-        processes=[parse_count(n, "--processes") for n in given.get("--processes", "").split(",") if n],
-        checkpoint=Path(given["--checkpoint"]) if "--checkpoint" in given else None,
+        without=without.split(),
+        iterations=parse_count(iterations, "--iterations"),
+        sites=DEFAULT_SITES if sites is None else sites.split(),
+        parameters=not no_parameters,
+        processes=[parse_count(n, "--processes") for n in processes.split(",") if n],
+        checkpoint=checkpoint,
     )
-    if "--dry" in given:
+    if dry:
         for run in plan.runs:
             typer.echo(run.shell())
         typer.echo(f"megatron-flex compare {plan.dumps[0]} {plan.dumps[1]}")
-        return 0
+    elif status := _run_plan(plan, out, html):
+        raise typer.Exit(status)
+
+
+two_layouts_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+two_layouts_app.command(
+    cls=ScriptCommand,
+    options_metavar="[OPTIONS] -- SCRIPT [FLAGS]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(two_layouts)
+
+
+def _run_plan(plan: TwoLayouts, out: Path, html: Path | None) -> int:
+    """Run the three trainings, print the comparison, and return its exit status.
+
+    Raises:
+        FlexError: a folder of a dump exists, or a training failed; its own messages are above.
+    """
     for folder in plan.dumps:
         if folder.exists():
             raise FlexError(f"{folder} already exists: name another folder with --out, or remove it")
@@ -81,9 +126,9 @@ def run_two_layouts(words: Sequence[str]) -> int:
         print_comparison(comparison)
     report = write_bug_report(out / "report-to-paste.txt", plan, comparison, wrong_norms)
     console.print(f"to paste into a bug report: {report}", soft_wrap=True)
-    if "--html" in given:
+    if html is not None:
         title = " and ".join(dump.name for dump in plan.dumps)
-        page = write(fill_page(None, list(plan.dumps), [], comparison, title), Path(given["--html"]))
+        page = write(fill_page(None, list(plan.dumps), [], comparison, title), html)
         console.print(f"{page}: open it in a browser", soft_wrap=True)
     return comparison.exit_status or int(bool(wrong_norms))
 
@@ -100,29 +145,6 @@ def write_bug_report(
     lines = [*findings, "", *commands, "", ", ".join(versions)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
-
-
-def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of this command, wherever they are, and all other words.
-
-    Raises:
-        FlexError: an option has no value.
-    """
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    left = list(words)[::-1]
-    while left:
-        word = left.pop()
-        name, glued, value = word.partition("=")
-        if word in SWITCHES:
-            given[word] = ""
-        elif name in OPTIONS:
-            if not glued and not left:
-                raise FlexError(f"{name} needs a value")
-            given[name] = value if glued else left.pop()
-        elif word != "--":
-            rest.append(word)
-    return given, rest
 
 
 def _train(run: LayoutRun, log: Path) -> None:

@@ -128,12 +128,10 @@ def check_variables(words: list[str]) -> None:
     )
 
 
-def check_two_layouts(words: list[str]) -> None:
-    from megatron_flex.cli.two_layouts_command import take_options
+def check_two_layouts(context: Any) -> None:
     from megatron_flex.launch.two_layouts import plan_two_layouts
 
-    given, rest = take_options(words)
-    plan = plan_two_layouts(rest, given["--against"], Path("out"))
+    plan = plan_two_layouts(context.args, context.params["against"], Path("out"))
     assert len({run.words for run in plan.runs[1:]}) == 2, "both layouts are the same"
 
 
@@ -162,13 +160,11 @@ def check_command(words: list[str]) -> None:
         context = command.make_context("megatron-flex", [], parent=context, resilient_parsing=True)
         name, command, words = command.resolve_command(context, words)
         assert command is not None, name
-    if name == "two-layouts":
-        return check_two_layouts(words)
     if name == "run":
         script = next(n for n, word in enumerate(words) if word.endswith(".py"))
         return check_launch(["megatron_flex.launch", *words[script:]])
-    with command.make_context(name, words, parent=context):
-        return None
+    with command.make_context(name, words, parent=context) as parsed:
+        return check_two_layouts(parsed) if name == "two-layouts" else None
 
 
 def check_script(script: str, words: list[str]) -> None:

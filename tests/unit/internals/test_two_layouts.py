@@ -12,7 +12,7 @@ pytest.importorskip("pydantic")
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import settings_from_argv
 from megatron_flex.launch.two_layouts import drop_flags, plan_two_layouts
-from tests.support.messages import raises
+from tests.support.messages import assert_names, raises
 
 SCRIPT = (
     "pretrain_gpt.py --tensor-model-parallel-size 4 --sequence-parallel --train-samples 9 --vocab-size 50"
@@ -92,19 +92,28 @@ def test_what_cannot_be(script: str, against: str, more: dict[str, object], said
         plan(against, script, **more)
 
 
-def test_the_command_prints_what_it_would_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Options may be anywhere, as in the documents."""
+@pytest.mark.parametrize("first", [["--"], []])
+def test_the_command_prints_what_it_would_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, first: list[str]
+) -> None:
+    """Options may be anywhere, as in the documents; the script's flags stay as they are, and in order."""
     pytest.importorskip("typer")
-    from megatron_flex.cli.two_layouts_command import run_two_layouts
+    from tests.support.commands import Command
 
-    words = [*SCRIPT.split(), "--against", "--tensor-model-parallel-size 1", "--dry", "--out=there"]
-    assert run_two_layouts(["--", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    command = Command(monkeypatch, capsys, tmp_path)
+    script = [*SCRIPT.split(), "--seed", "-1", "-x", "3", "--flex-seed=4", "-abc"]
+    options = ["--against", "--tensor-model-parallel-size 1", "--dry", "--out=there", "--no-parameters"]
+    done = command("two-layouts", *first, *script[:-2], *options, *script[-2:])
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
     assert len(lines) == 4
     assert all(line.partition(" ")[0] == "torchrun" for line in lines[:1])
+    assert " --seed -1 -x 3 --flex-seed=4 -abc " in lines[1]
+    assert "--flex-dump-parameters" not in lines[1]
     assert lines[-1] == "megatron-flex compare there/first there/second"
-    with raises(FlexError, "--against"):
-        run_two_layouts([*SCRIPT.split(), "--against"])
+    missing = command("two-layouts", *SCRIPT.split(), "--against")
+    assert missing.status == 2
+    assert_names(missing.err, "--against")
 
 
 def test_a_failure_shows_the_exception_and_not_the_launchers() -> None:
