@@ -92,7 +92,8 @@ def compare(
 
 def _truth(case: gpt.Case, sites: list[str], edits: list[str]) -> oracle.Truth:
     """What one process says; of Transformer Engine's layers, one with Megatron's local layers."""
-    if case.te and not case.adapters:  # some adapters are made of Transformer Engine's linears
+    # Local layers have no grouped experts, and some adapters are made of Transformer Engine's linears.
+    if case.te and not case.grouped and not case.adapters:
         return local_layers.truth_of(case, sites, edits)
     return truths.of(case.single(), sites, edits)
 

@@ -38,15 +38,9 @@ CASES = [
     of("moe dp2 ep2, tokens dropped", dp=2, ep=2, extra={"moe_expert_capacity_factor": 0.75}),
 ]
 GROUPED = [
-    of("moe dp2 ep2, grouped experts (TE stand-ins)", dp=2, ep=2, grouped=True),
+    of("moe TE dp2 ep2, grouped experts", dp=2, ep=2, te=True, grouped=True),
     of(
-        "moe tp2 sp dp2 ep2 etp2, grouped experts (TE stand-ins)",
-        tp=2,
-        sp=True,
-        ep=2,
-        etp=2,
-        grouped=True,
-        dp=2,
+        "moe TE tp2 sp dp2 ep2 etp2, grouped experts", tp=2, sp=True, ep=2, etp=2, dp=2, te=True, grouped=True
     ),
 ]
 FOUR = [

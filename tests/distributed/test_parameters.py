@@ -30,7 +30,7 @@ PLAIN = Case("bias", tp=2, sp=True, gated=False, rms=False, rope=False, bias=Tru
 NORMS = Case("tp4 q/k norm", tp=4, qk_norm=True, groups=4, layers=2)
 EXPERTS = Case("experts tp2 sp dp2 ep2", tp=2, sp=True, dp=2, ep=2, experts=4, shared_experts=True, layers=2)
 SPLIT_EXPERTS = Case("experts tp2 sp dp2 ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, experts=4, layers=2)
-GROUPED = Case("grouped experts dp2 ep2", dp=2, ep=2, experts=4, grouped=True, layers=2)
+GROUPED = Case("grouped experts dp2 ep2", dp=2, ep=2, experts=4, te=True, grouped=True, layers=2)
 CONTEXT = Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2)
 OTHERS = [
     EXPERTS,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.matrix import cells_of, judge, sharded
 from tests.distributed.test_matrix import check
-from tests.support import gpt
+from tests.support import gpt, local_layers, oracle
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -45,6 +46,29 @@ def test_te_layers_on_every_version(cells: list[Any]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_te_layers(case: Case, cells: list[Any]) -> None:
     check(case, cells)
+
+
+EXPERTS = Case(
+    "TE, experts, tp2 sp ep2", tp=2, sp=True, ep=2, te=True, layers=2, experts=4, shared_experts=True
+)
+GROUPED = Case(
+    "TE, grouped experts, tp2 sp ep2", tp=2, sp=True, ep=2, te=True, layers=2, experts=4, grouped=True
+)
+
+
+def test_experts_one_by_one(cells: list[Any]) -> None:
+    edits = [s for s in oracle.edits_of(EXPERTS) if ".layers.1.mlp" in s]
+    check(EXPERTS, cells, None, edits[::3])
+
+
+def test_grouped_experts_are_those_of_local_layers(cells: list[Any]) -> None:
+    """What local layers have too: not the tensors of all experts together between their two linears."""
+    sites = [s for s in oracle.sites_of(GROUPED) if ".experts.linear_fc" not in s]
+    at = "decoder.layers.1.mlp"
+    edits = [f"{at}.experts:{p}" for p in ("dispatched", "weights", "output")] + [f"{at}.router:logits"]
+    truth = local_layers.truth_of(GROUPED, sites, edits)
+    answers = run(GROUPED.world, sharded, GROUPED, truth["state"], sites, edits, alone=True)
+    judge(cells_of(GROUPED, sites, edits, truth, answers), cells)
 
 
 def told(case: Case) -> dict[str, Any]:

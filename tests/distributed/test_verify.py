@@ -74,7 +74,7 @@ def test_a_sound_run_has_no_findings(case: Case) -> None:
 
 OTHERS = [
     Case("experts tp2 sp dp2 ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, experts=4, layers=2),
-    Case("grouped experts dp2 ep2", dp=2, ep=2, experts=4, grouped=True, layers=2),
+    Case("grouped experts dp2 ep2", dp=2, ep=2, experts=4, te=True, grouped=True, layers=2),
     Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2),
     Case("latent attention tp2 sp", tp=2, sp=True, mla="mended", q_rank=16, qk_norm=True, layers=2),
     Case("prediction tp2 pp2", tp=2, pp=2, layers=2, extra={"mtp_num_layers": 1}),

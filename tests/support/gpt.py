@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, context, families, grouped, latent, lora, moe, mtp, packed, ssm, te
+from tests.support import bert, context, families, latent, lora, moe, mtp, packed, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 WEIGHTS_SEED, DATA_SEED = 7, 3
@@ -50,7 +50,7 @@ class Case:
     experts: int = 0
     dispatcher: str = "alltoall"
     shared_experts: bool = False
-    grouped: bool = False
+    grouped: bool = False  # experts: Transformer Engine's grouped linears, in its spec
     pattern: str = ""  # of a HybridModel's layers, as Megatron writes it
     mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
     q_rank: int | None = None
@@ -89,8 +89,11 @@ class Case:
         """What the coverage table files the case under."""
         kinds = (
             (bool(self.adapters), "GPT with LoRA around its linears"),
+            (
+                self.grouped,
+                "GPT with grouped experts of Transformer Engine's layers (its Python; no kernels)",
+            ),
             (self.te, "GPT of Transformer Engine's layers (its Python; no kernels)"),
-            (self.grouped, "GPT with grouped experts (stand-ins for Transformer Engine's linears)"),
             (bool(self.experts) and not self.pattern, "GPT with experts"),
             ("mtp_num_layers" in self.extra or "/" in self.pattern, "Multi-token prediction"),
             (bool(self.pattern) or self.hybrid, "HybridModel"),
@@ -295,10 +298,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     }
     wanted["multi_latent_attention"] = bool(case.mla)
     if case.experts:
-        wanted["num_experts"] = case.experts
+        wanted.update(num_experts=case.experts, moe_grouped_gemm=case.grouped)
     spec = make(**{k: v for k, v in wanted.items() if k in known})
-    if case.grouped:
-        spec = grouped.spec(spec)
     if case.mla and not case.te:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
     if case.packed:

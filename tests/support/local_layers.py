@@ -6,6 +6,7 @@ linear has the norm's parameters.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ def truth_of(case: Case, sites: list[str], edits: list[str]) -> oracle.Truth:
     names = _Names(case)
     at = {site: names.local_site(site) for site in sites}
     together = {edit: oracle.AND.join(map(names.local_site, oracle.apart(edit))) for edit in edits}
-    local = replace(case.single(), te=False)
+    local = replace(case.single(), te=False, grouped=False)
     truth = truths.of(local, list(dict.fromkeys(at.values())), list(dict.fromkeys(together.values())))
     values, gradients = truth["values"], truth["gradients"]
     edited = {edit: truth["edited"][name] for edit, name in together.items()}
@@ -36,6 +37,7 @@ class _Names:
     """Which module has which norm of a local model's layer inside, by hand."""
 
     def __init__(self, case: Case) -> None:
+        self.grouped = case.grouped
         self.linears = {} if case.experts else {"pre_mlp_layernorm": "mlp.linear_fc1"}
         self.inputs = {} if case.experts else {"mlp": "pre_mlp_layernorm"}
         if not case.mla:
@@ -57,6 +59,8 @@ class _Names:
         return {self._parameter(name): value for name, value in local.items()}
 
     def _parameter(self, name: str) -> str:
+        if self.grouped:  # local_experts.3.linear_fc1.weight
+            name = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$", r"\2\1", name)
         for norm, linear in self.linears.items():
             front, inside, kind = name.partition(f".{norm}.")
             if inside:

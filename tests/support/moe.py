@@ -21,7 +21,7 @@ def settings(case: Any) -> dict[str, Any]:
         "moe_token_dispatcher_type": case.dispatcher,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": case.grouped,
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": SHARED if case.shared_experts else None,
     }

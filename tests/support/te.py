@@ -129,8 +129,9 @@ def stand_in() -> None:
 def visible(sites: list[str]) -> list[str]:
     """The sites that are left of a local model's when its layers are Transformer Engine's, by hand."""
     latent = any("linear_kv_down_proj" in s for s in sites)  # there the first norm stands by itself
-    fused = ("pre_mlp_layernorm:output", "kv_layernorm:output" if latent else "input_layernorm:output")
-    fused += (".q_layernorm:output",) if latent else ()
+    fused = ("kv_layernorm:output", ".q_layernorm:output") if latent else ("input_layernorm:output",)
+    experts = any(s.endswith("mlp.router:input") for s in sites)  # and here the second
+    fused += () if experts else ("pre_mlp_layernorm:output",)
     in_layers = [s for s in sites if ".layers." in s]
     gone = {s for s in in_layers if s.partition(":")[2] in HIDDEN or s.endswith(fused)}
     return [s for s in sites if s not in gone]
