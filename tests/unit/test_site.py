@@ -109,6 +109,18 @@ def test_the_site_is_whole(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_api_shows_arguments_as_a_user_passes_them(site: Path) -> None:
+    """A setting is shown with the type and the default of its argument, and private fields are not shown."""
+    pages = [(site / "api" / f"{name}.html").read_text("utf-8") for name in ("hooks", "data")]
+    texts = [" ".join(re.sub(r"<[^>]+>", "", page).split()) for page in pages]
+    assert "Dump( path: str | PathLike[str], sites: Sequence[Pattern] | Pattern = ()," in texts[1]
+    assert "every: int = 1," in texts[1]
+    assert "histogram: bool = True," in texts[1]
+    assert not [word for text in texts for word in ("Setting(", "Setting[") if word in text]
+    assert not [i for page in pages for i in Page(page).ids if re.search(r"\._[a-z]", i)]
+
+
+@pytest.mark.slow
 def test_no_page_needs_a_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
