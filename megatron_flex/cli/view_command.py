@@ -11,12 +11,12 @@ from megatron_flex.cli.estimate_command import MeshOption, WorldSizeOption, pars
 from megatron_flex.cli.spinner import spinner
 from megatron_flex.compare import compare
 from megatron_flex.document import make_console
-from megatron_flex.dump.run_folders import list_runs
+from megatron_flex.dump.run_folders import has_runs, list_runs
 from megatron_flex.errors import FlexError
 from megatron_flex.page import Page, write
 from megatron_flex.page.page_builder import fill_page, make_configuration_page
 from megatron_flex.ranges import check_positive
-from megatron_flex.statistics.statistics_files import list_files
+from megatron_flex.statistics.statistics_files import has_statistics
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -107,17 +107,14 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
     """
     configs, dumps, measured = [], [], []
     for path in paths:
-        if path.is_file() and path.suffix.lower() in CONFIG_SUFFIXES:
+        statistics = has_statistics(path)
+        measured += [path] if statistics else []
+        if path.is_dir() and (has_runs(path) or not statistics):
+            list_runs(path)  # raises where no run is
+            dumps.append(path)
+        elif path.is_file() and path.suffix.lower() in CONFIG_SUFFIXES:
             configs.append(path)
-        elif path.is_dir():
-            files = list_files(path)
-            measured += [path] if files else []
-            if not files or any(path.glob("run-[0-9]*")):
-                list_runs(path)  # raises where no run is
-                dumps.append(path)
-        elif path.is_file() and path.name.startswith("statistics-"):
-            measured.append(path)
-        else:
+        elif not statistics:
             raise FlexError(
                 f"{path} is not a configuration ({', '.join(CONFIG_SUFFIXES)}), a dump or a folder of "
                 "statistics"

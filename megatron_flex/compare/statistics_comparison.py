@@ -28,6 +28,7 @@ from megatron_flex.compare.tolerance import (
     read_precision,
 )
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
+from megatron_flex.dump.run_folders import has_runs
 from megatron_flex.errors import DumpError, list_some
 from megatron_flex.gpt_names import GptNames
 from megatron_flex.mesh import describe_sizes
@@ -35,7 +36,7 @@ from megatron_flex.progress import track
 from megatron_flex.ranges import Span, normalize_path, select_present
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.moments import MomentSums, make_statistics
-from megatron_flex.statistics.statistics_files import list_files
+from megatron_flex.statistics.statistics_files import has_statistics
 from megatron_flex.statistics.statistics_reader import OpenStatistics, expand_histogram, open_statistics
 from megatron_flex.statistics.statistics_records import StatisticsKind, TensorStatistics
 from megatron_flex.wording import count_words
@@ -62,9 +63,7 @@ def find_statistics(source: object) -> OpenStatistics | None:
     if not isinstance(source, (str, PathLike)):
         return None
     path = Path(normalize_path("path", source))
-    is_file = path.is_file() and path.name.startswith("statistics-")
-    is_folder = path.is_dir() and not any(path.glob("run-[0-9]*")) and bool(list_files(path))
-    return open_statistics(path) if is_file or is_folder else None
+    return open_statistics(path) if has_statistics(path) and not has_runs(path) else None
 
 
 class StatisticsFiles:

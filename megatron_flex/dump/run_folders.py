@@ -187,6 +187,13 @@ class DumpRun:
             return str(error)
         return ""
 
+    @property
+    def contradiction(self) -> str:
+        """The number in the manifest if it is not the folder's, and what to do; else empty."""
+        number = self.manifest.run
+        fix = f"name the folder {format_run_folder(number)}"
+        return "" if number == self.number else f"its manifest is of run {number}: {fix}"
+
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The mesh."""
@@ -298,6 +305,11 @@ def scan_runs(path: Path) -> list[DumpRun]:
     return [DumpRun(folder, number) for number, folder in numbered if folder.is_dir()]
 
 
+def has_runs(path: Path) -> bool:
+    """Whether a path is a folder with a run. Raises DumpError if the folder cannot be read."""
+    return path.is_dir() and bool(scan_runs(path))
+
+
 def list_runs(path: Path) -> list[DumpRun]:
     """List the runs of a dump, by number, including those without a manifest.
 
@@ -328,9 +340,9 @@ def read_runs(path: Path) -> list[DumpRun]:
     for run in scanned:
         manifest = run.folder / MANIFEST_NAME
         if run.has_manifest:
-            if run.manifest.run != run.number:
-                fix = f"name it {format_run_folder(run.manifest.run)}, or move it out of the dump"
-                raise DumpError(f"{manifest}: it is of run {run.manifest.run}: {fix}", path=manifest)
+            if run.contradiction:
+                text = f"{run.folder}: {run.contradiction}, or move it out of the dump"
+                raise DumpError(text, path=manifest)
             runs.append(run)
         elif any(stored.parts for stored in run.iterations):
             raise DumpError(

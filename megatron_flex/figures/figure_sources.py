@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_flex.dump.export import read_blocks
 from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
+from megatron_flex.dump.run_folders import has_runs
 from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.figures.figure_data import FigureError
@@ -24,7 +25,7 @@ from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.lens import ActivationCache, Alias
 from megatron_flex.lens.tensor_views import BatchFirst, View
 from megatron_flex.sites import Site, SiteTable
-from megatron_flex.statistics.statistics_files import FILE_NAME, list_files
+from megatron_flex.statistics.statistics_files import has_statistics
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 from megatron_flex.statistics.statistics_records import TensorStatistics
 from megatron_flex.view.model_tree import describe_layout, describe_numbers
@@ -305,7 +306,7 @@ def open_source(source: Source) -> Iterator[TensorSource | StatisticsSource]:
         yield StatisticsSource(source)
     elif isinstance(source, OpenDump):
         yield DumpSource(source)
-    elif _is_statistics(Path(source)):
+    elif has_statistics(Path(source)) and not has_runs(Path(source)):
         yield StatisticsSource(open_statistics(source))
     else:
         with open_dump(source) as dump:
@@ -330,12 +331,6 @@ def open_tensor_source(source: Source, what: str) -> Iterator[TensorSource]:
                 "(mf.Dump), or keep them in a cache (flex.interp.run_with_cache)"
             )
         yield opened
-
-
-def _is_statistics(path: Path) -> bool:
-    if FILE_NAME.fullmatch(path.name):
-        return True
-    return path.is_dir() and not any(path.glob("run-*")) and bool(list_files(path))
 
 
 def match_names(source: TensorSource | StatisticsSource, pattern: str) -> list[str]:

@@ -89,8 +89,8 @@ def _find_by_names(runs: list[DumpRun]) -> list[str]:
     for run in runs:
         if run.damage:
             out.append(f"run {run.number}: {shorten_paths(run.damage, run.folder.parent)}")
-        elif run.manifest.run != run.number:
-            out.append(f"run {run.number}: its manifest is of run {run.manifest.run}")
+        elif run.contradiction:
+            out.append(f"run {run.number}: {run.contradiction}")
         for stored in run.iterations:
             if missing := stored.missing():
                 ranks = ", ".join(map(str, list(missing)[:8])) + (" and more" if len(missing) > 8 else "")

@@ -52,6 +52,11 @@ def list_files(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), f) for match, f in matches if match is not None)
 
 
+def has_statistics(path: Path) -> bool:
+    """Whether a path has the name of a file of statistics, or is a folder with one. Raises OSError."""
+    return FILE_NAME.fullmatch(path.name) is not None or (path.is_dir() and bool(list_files(path)))
+
+
 class StatisticsFile:
     """The header, then a line for each tensor of an iteration; an iteration is one write, by one thread.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.document import Document, Renderable
-from megatron_flex.dump.file_names import format_run_folder
 from megatron_flex.dump.part_format import read_part
 from megatron_flex.dump.reader import DumpArray, OpenDump
 from megatron_flex.dump.reader.missing_parts import describe_gaps
@@ -134,12 +133,8 @@ def list_dump_contents(path: Path) -> DumpContents:
             tensors += [
                 _make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)
             ]
-    notes = [
-        f"{run.folder.name} is run {run.manifest.run} under another name: name it "
-        f"{format_run_folder(run.manifest.run)}"
-        for run in runs
-        if not run.damage and run.manifest.run != run.number
-    ]
+    misnamed = [run for run in runs if not run.damage and run.contradiction]
+    notes = [f"{run.folder.name}: {run.contradiction}" for run in misnamed]
     notes += [one.text for one in renamed_runs(path)]
     text = describe_gaps(runs)
     notes += [text] if text else []

@@ -290,8 +290,8 @@ class _Verifier:
             path = run.folder / MANIFEST_NAME
             if run.damage:
                 self._add("manifest", path, f"run {run.number}: {run.damage}")
-            elif run.manifest.run != run.number:
-                self._add("contradiction", path, f"it is of run {run.manifest.run}")
+            elif run.contradiction:
+                self._add("contradiction", path, run.contradiction)
             if not run.damage:
                 try:
                     check_same_dump(self.path, readable[0].manifest, run.manifest)
