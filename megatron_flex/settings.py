@@ -6,6 +6,7 @@ argument by its kind; `launch` derives flags and YAML, manifests record the valu
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -97,6 +98,10 @@ class Setting(Generic[Given, Value]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        declared = ast.parse(owner.__annotations__[name], mode="eval").body
+        if isinstance(declared, ast.Subscript) and isinstance(declared.slice, ast.Tuple):
+            # The dataclass puts it into the signature of `__init__`, which help() shows.
+            owner.__annotations__[name] = ast.unparse(declared.slice.elts[0])
 
     @overload
     def __get__(self, obj: None, owner: type) -> Given: ...

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
+
+import megatron_flex as mf
 
 ROOT = Path(__file__).parents[2]
 SECTION = r"^{}:\n((?:    .*\n|\n)*)"
@@ -68,3 +73,15 @@ def test_documented_exceptions_exist() -> None:
         if name not in known
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("kind", [mf.Dump, mf.Statistics])
+def test_help_shows_the_types_of_arguments(kind: type) -> None:
+    arguments = inspect.signature(kind).parameters
+    shown = {name: str(arguments[name]) for name in ("path", "every", "gradients")}
+    assert shown == {
+        "path": "path: 'str | PathLike[str]'",
+        "every": "every: 'int' = 1",
+        "gradients": "gradients: 'bool' = False",
+    }
+    assert not any("Setting" in str(argument) for argument in arguments.values())
