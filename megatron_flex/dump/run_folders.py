@@ -62,8 +62,8 @@ class StoredIteration:
 
     @property
     def complete(self) -> bool:
-        """Whether no part is missing."""
-        return not self.missing()
+        """Whether no part is missing of the ranks that the manifest names; False without a manifest."""
+        return not self.run.damage and not self.missing()
 
     def missing(self) -> dict[int, list[int]]:
         """The missing parts by rank; of a rank that has not closed the iteration the next number, for all."""

@@ -155,7 +155,7 @@ def _make_run_row(run: DumpRun) -> RunRow:
     row = RunRow(run.number, ranks=len(run.writers), damage=run.damage)
     row.nbytes = sum(stored.count_bytes() for stored in run.iterations) + count_file_bytes(run.strays)
     for stored in run.iterations:
-        numbers = row.whole if not run.damage and stored.complete else row.incomplete
+        numbers = row.whole if stored.complete else row.incomplete
         if stored.iteration not in numbers:
             numbers.append(stored.iteration)
     if not run.damage:

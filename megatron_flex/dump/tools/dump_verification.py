@@ -279,9 +279,7 @@ class _Verifier:
     def __init__(self, path: Path, runs: list[DumpRun], bar: ProgressBar, live: bool) -> None:
         self.path, self.runs, self.bar, self.live = path, runs, bar, live
         self.out = Verification()
-        self.complete = {
-            stored.key for run in runs for stored in run.iterations if not run.damage and stored.complete
-        }
+        self.complete = {stored.key for run in runs for stored in run.iterations if stored.complete}
 
     def run(self) -> Verification:
         self.out.complete = sorted({number for number, _ in self.complete})

@@ -151,10 +151,10 @@ def find_earlier_runs(path: Path, number: int, keys: Sequence[IterationKey]) -> 
         The names of runs, each with the iterations.
     """
     out: dict[str, list[IterationKey]] = {}
-    for run in list_begun_runs(path):
-        if run.number >= number:
-            break
-        with suppress(DumpError):  # a run that was removed meanwhile, or cannot be read
-            if both := [key for key in keys if run.complete_iteration(key) is not None]:
-                out[run.folder.name] = both
+    # One rank asks, and must not fail alone: the dump, or a run of it, may have been removed meanwhile.
+    with suppress(DumpError):
+        for run in (run for run in list_begun_runs(path) if run.number < number):
+            with suppress(DumpError):
+                if both := [key for key in keys if run.complete_iteration(key) is not None]:
+                    out[run.folder.name] = both
     return out

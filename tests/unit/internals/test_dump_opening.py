@@ -83,6 +83,9 @@ def test_a_run_writes_again_what_earlier_runs_have(tmp_path: Path) -> None:
     assert find_earlier_runs(path, 1, keys) == {"run-0000": keys[:3]}
     write(path / "run-0001", 0, range(2, 5))
     assert find_earlier_runs(path, 2, keys[2:]) == {"run-0000": keys[2:3], "run-0001": keys[2:5]}
+    (path / "run-0000" / MANIFEST_NAME).write_text("{")
+    assert find_earlier_runs(path, 2, keys) == {"run-0001": keys[2:5]}
+    assert find_earlier_runs(path / "removed", 2, keys) == {}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
