@@ -8,7 +8,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from importlib import import_module
 from types import MethodType
@@ -59,6 +61,24 @@ def add_hook(module: nn.Module, hook: Callable[..., Any], *, pre: bool = False, 
     """
     add = module.register_forward_pre_hook if pre else module.register_forward_hook
     return add(_SessionHook(hook), **options).remove
+
+
+@contextmanager
+def session_hooks_hidden(root: nn.Module) -> Iterator[None]:
+    """A module and those inside it without the hooks of sessions, for code that copies their hooks."""
+    replaced: list[tuple[nn.Module, str, Any]] = []
+    for module in root.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = getattr(module, name)
+            others = {number: hook for number, hook in hooks.items() if not isinstance(hook, _SessionHook)}
+            if len(others) < len(hooks):
+                replaced.append((module, name, hooks))
+                setattr(module, name, OrderedDict(others))
+    try:
+        yield
+    finally:
+        for module, name, hooks in replaced:
+            setattr(module, name, hooks)
 
 
 def any_output(module: nn.Module, callbacks: TapCallbacks, leaf: int = 0) -> Undo:

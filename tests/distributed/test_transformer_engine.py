@@ -6,13 +6,15 @@ layers. Nothing of this was run on a GPU: the compiled extension is plain torch.
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.distributed.matrix import cells_of, judge, sharded
 from tests.distributed.test_matrix import check
-from tests.support import gpt, local_layers, oracle
+from tests.support import gpt, local_layers, oracle, te
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -46,6 +48,77 @@ def test_te_layers_on_every_version(cells: list[Any]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_te_layers(case: Case, cells: list[Any]) -> None:
     check(case, cells)
+
+
+FUSED = [
+    Case("TE, op fuser, tp2 sp", tp=2, sp=True, te=True, layers=2, extra={te.OP_FUSER: True}),
+    Case(
+        "TE, fused residual norm before experts, tp2 sp ep2",
+        tp=2,
+        sp=True,
+        ep=2,
+        te=True,
+        layers=2,
+        experts=4,
+        extra={te.FUSED_RESIDUAL: True},
+    ),
+    Case(
+        "TE, fused residual norm before latent attention, tp2 sp",
+        tp=2,
+        sp=True,
+        te=True,
+        mla="upstream",
+        layers=2,
+        extra={te.FUSED_RESIDUAL: True},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda c: c.name)
+def test_fused_operations(case: Case, cells: list[Any]) -> None:
+    check(
+        case,
+        cells,
+        None,
+        [s for s in oracle.edits_of(case) if "norm" in s or s.endswith(("mlp:input", "mlp:output"))],
+    )
+
+
+COPYING = [("mlp", FUSED[0]), ("input_layernorm", FUSED[2])]
+
+
+def copied_hooks(role: str, case: Case) -> tuple[list[str], int, list[int], list[str]]:
+    """What is copied of a session's hooks and of a user's hook, and what Megatron warns of."""
+    import megatron_flex as mf
+
+    gpt.runtime(case)
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    layers: Any = chunks[0].get_submodule("decoder.layers")
+    called: list[int] = []
+    getattr(layers[1], role).register_forward_pre_hook(lambda module, args: called.append(len(args)))
+    at = f"decoder.layers.0.{role}"
+    hooks = [mf.HookFunction(f"{at}:{p}", unpack_idx=i) for p, i in (("input", 0), ("output", 0))]
+    with warnings.catch_warnings(record=True) as caught, mf.attach(chunks, hooks) as flex:
+        warnings.simplefilter("always")
+        gpt.step(case, chunks, 0)
+        read = sorted(flex.output_dict)
+    mine, users = (getattr(layers[n], role)._fused_impl[0] for n in (0, 1))
+    copies = len(mine._forward_pre_hooks) + len(mine._forward_hooks)
+    users_copies = len(users._forward_pre_hooks)
+    messages = [str(w.message) for w in caught if "forward hook" in str(w.message)]
+    return read, copies, [users_copies, *called], messages
+
+
+@pytest.mark.parametrize(("role", "case"), COPYING)
+def test_fused_operations_get_no_copy_of_a_sessions_hooks(role: str, case: Case) -> None:
+    one = replace(case, microbatches=1)
+    for _, copies, users, messages in run(2, copied_hooks, role, one):
+        assert copies == 0
+        assert users == [1, 1, 0], "the user's own hook is called, and its copy without tensors"
+        assert len(messages) == 1, "of the user's hook"
+    (read, *_), _ = run(2, copied_hooks, role, one)
+    assert read == [f"decoder.layers.0.{role}:{p}" for p in ("input", "output")]
 
 
 EXPERTS = Case(

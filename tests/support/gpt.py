@@ -299,6 +299,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     wanted["multi_latent_attention"] = bool(case.mla)
     if case.experts:
         wanted.update(num_experts=case.experts, moe_grouped_gemm=case.grouped)
+    wanted["use_te_op_fuser"] = case.extra.get(te.OP_FUSER, False)
     spec = make(**{k: v for k, v in wanted.items() if k in known})
     if case.mla and not case.te:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from tests.support import oracle, truths
+from tests.support import oracle, te, truths
 from tests.support.gpt import Case
 
 
@@ -19,7 +19,10 @@ def truth_of(case: Case, sites: list[str], edits: list[str]) -> oracle.Truth:
     names = _Names(case)
     at = {site: names.local_site(site) for site in sites}
     together = {edit: oracle.AND.join(map(names.local_site, oracle.apart(edit))) for edit in edits}
-    local = replace(case.single(), te=False, grouped=False)
+    extra = {
+        name: value for name, value in case.extra.items() if name not in (te.OP_FUSER, te.FUSED_RESIDUAL)
+    }
+    local = replace(case.single(), te=False, grouped=False, extra=extra)
     truth = truths.of(local, list(dict.fromkeys(at.values())), list(dict.fromkeys(together.values())))
     values, gradients = truth["values"], truth["gradients"]
     edited = {edit: truth["edited"][name] for edit, name in together.items()}

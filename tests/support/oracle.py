@@ -237,7 +237,7 @@ def sites_of(case: gpt.Case) -> list[str]:
     depths = 1 if case.extra.get("mtp_use_repeated_layer") else case.extra.get("mtp_num_layers")
     out += mtp.sites_of(depths, attention + mlp, stack)
     out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
-    out = te.visible(out) if case.te else out
+    out = te.visible(out, case.extra) if case.te else out
     out = lora.sites_of(out, case.adapters) if case.adapters else out
     if case.family:
         return families.sites_of(case, out, families.Parts(attention, mlp))

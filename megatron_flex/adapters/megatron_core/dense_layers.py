@@ -17,6 +17,8 @@ from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.megatron_taps import (
     bias_dropout_add,
     embedding_partial,
+    norm_branch_input,
+    not_copied,
     outside,
 )
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
@@ -110,14 +112,20 @@ def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
 
 def norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """A norm on the residual stream."""
-    if not is_identity(module):
-        yield from b.both(path, module, b.of.stream(), "x")
+    stream = b.of.stream()
+    if is_megatron(module, "TEFusedResidualRMSNorm"):
+        entry, end = (Tap(tap, module).around(not_copied) for tap in (norm_branch_input, module_output))
+        yield b.site(f"{path}:input", stream, entry)
+        yield b.site(f"{path}:output", stream, end, beside=(stream,))
+    elif not is_identity(module):
+        yield from b.both(path, module, stream, "x")
 
 
 def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, hidden: str = "") -> Iterator[Site]:
     """A dense MLP, of the model's width unless another is given."""
-    yield from b.both(path, module, b.of.stream(), "hidden_states", hidden, (b.of.bias_beside(),))
-    fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
+    fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP") else ""
+    for site in b.both(path, module, b.of.stream(), "hidden_states", hidden, (b.of.bias_beside(),)):
+        yield replace(site, tap=site.tap.around(not_copied)) if fused and site.tap else site
     for site in mlp_linears(b, path, module, width or b.config.ffn_hidden_size, hidden):
         yield replace(site, hidden=fused or site.hidden)
 

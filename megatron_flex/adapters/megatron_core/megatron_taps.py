@@ -16,6 +16,7 @@ from megatron_flex.adapters.taps import (
     intercept,
     join_undos,
     module_output,
+    session_hooks_hidden,
     source_point,
     while_forward_runs,
 )
@@ -40,6 +41,42 @@ def outside(_: nn.Module, callbacks: TapCallbacks, tap: Tap, running: nn.Module)
             tap.install(callbacks._replace(run=run)),
         ]
     )
+
+
+def not_copied(module: nn.Module, callbacks: TapCallbacks, tap: Tap, leaf: int = 0) -> Undo:
+    """The tap of a module that copies its hooks to operations of Transformer Engine at its first call.
+
+    Megatron warns of each hook that it copies, calls the copies without tensors, and keeps them: longer than
+    the session does.
+    """
+
+    def around(copy_hooks: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with session_hooks_hidden(module):
+            return copy_hooks(*args, **kwargs)
+
+    unwatch = intercept(module, "_register_hooks_on_fused_impl", around)
+    return join_undos([unwatch, tap.leaf(leaf).install(callbacks)])
+
+
+def norm_branch_input(module: nn.Module, callbacks: TapCallbacks) -> Undo:
+    """The input of a norm that returns its input too, as the residual stream: the norm's branch alone.
+
+    A layer's residual stream passes beside its other norms. So an edit changes what is normalised, and a
+    gradient is that of the normalisation; the residual stream keeps the tensor that entered.
+    """
+    entered: list[Tensor | None] = [None]
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (stream,) = args or kwargs.values()
+        branch = callbacks.run(stream)
+        entered[0] = None if branch is stream else stream
+        return None if branch is stream else ((branch,), {})
+
+    def after(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        stream, entered[0] = entered[0], None
+        return None if stream is None else (output[0], stream)
+
+    return join_undos([add_hook(module, before, pre=True, with_kwargs=True), add_hook(module, after)])
 
 
 def packed_layout(layout: Layout) -> Layout:
