@@ -1,4 +1,4 @@
-"""Process groups of gloo, for messages between hosts that must not pass through a GPU's memory."""
+"""The device of a process group's tensors; groups of gloo, for messages that must not pass through a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+HOST, DEVICE = "cpu", "cuda"
 JOIN_SECONDS = 60.0  # in which the ranks connect: a wrong network interface may fail on one rank alone
+
+
+def device_of(group: Any) -> str:
+    """Whose tensors the collectives of a process group take: the host's wherever it has a backend for them.
+
+    NCCL alone has none. `get_backend` calls it "nccl", or "cuda:nccl" if the group was made by that name.
+    """
+    if dist.get_backend(group) == "nccl":
+        return DEVICE
+    kinds = {device.type for device in group._device_types}
+    return HOST if HOST in kinds or not kinds else DEVICE
 
 
 def open_host_group(name: str, ranks: Sequence[int], me: int) -> Any:

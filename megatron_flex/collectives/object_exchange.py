@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.rank_agreement import all_gather_pickled, gather_objects, max_over_ranks
 from megatron_flex.errors import FlexError
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh
 
 ItemT = TypeVar("ItemT")
 MAX_RANKS_SHOWN = 8  # ranks that an error names; others are only counted
@@ -110,7 +111,7 @@ def broadcast_object(item: Any, mesh: Mesh) -> Any:
     buffer = torch.zeros(length, dtype=torch.uint8)
     if first:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    buffer = broadcast_from_first(buffer.to(_find_device(axis)), mesh).cpu()
+    buffer = broadcast_from_first(buffer.to(device_of(axis.group)), mesh).cpu()
     return pickle.loads(buffer.numpy().tobytes())  # noqa: S301  # a rank of this job pickled it
 
 
@@ -124,14 +125,10 @@ def gather_numbers_to_first(numbers: Sequence[int], mesh: Mesh) -> list[list[int
     for axis in reversed(mesh.axes):
         if axis.size == 1:
             continue
-        rows = rows.to(_find_device(axis))
+        rows = rows.to(device_of(axis.group))
         parts = [torch.empty_like(rows) for _ in range(axis.size)] if axis.coord == 0 else None
         run_collective(dist.gather, rows, parts, dst=axis.ranks[0], group=axis.group)
         if parts is None:
             return []  # the first rank along this axis goes on
         rows = torch.cat(parts)
     return [[int(n) for n in row] for row in rows.tolist()]
-
-
-def _find_device(axis: Axis) -> str:
-    return "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"

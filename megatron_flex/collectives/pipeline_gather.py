@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.host_groups import open_host_group, receive_from, send_to
+from megatron_flex.collectives.host_groups import HOST, device_of, open_host_group, receive_from, send_to
 from megatron_flex.collectives.messages import as_bytes, group_by_size, message_offsets, pack
 from megatron_flex.collectives.rank_agreement import gather_objects
 from megatron_flex.config import flex_config
@@ -160,8 +160,7 @@ class PipelineGather:
 
     def _device(self) -> str:
         """Whose tensors are sent."""
-        on_host = self._group is not None or dist.get_backend(self._axis.group) != "nccl"
-        return "cpu" if on_host else "cuda"
+        return HOST if self._group is not None else device_of(self._axis.group)
 
 
 class _Arriving:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
-from megatron_flex.collectives.host_groups import HostWork, open_host_group, receive_from, send_to
+from megatron_flex.collectives.host_groups import HostWork, device_of, open_host_group, receive_from, send_to
 from megatron_flex.collectives.messages import align_size, pack
 from megatron_flex.mesh import Mesh
 
@@ -129,7 +128,7 @@ def broadcast_package(package: Tensor | None, holders: Mesh) -> Tensor:
     if axis is None:
         assert package is not None
         return package
-    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+    device = device_of(axis.group)
     size = 0 if package is None else package.numel()
     length = int(broadcast_from_first(torch.tensor([size], dtype=torch.int64, device=device), holders))
     body = torch.empty(length, dtype=torch.uint8) if package is None else package

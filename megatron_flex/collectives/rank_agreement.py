@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.collectives.rank_liveness import FINISHED, rank_liveness
 from megatron_flex.collectives.store_round import COMPLETE, DIFFERENT, VALUES, Statements, StoreRound
@@ -68,7 +69,7 @@ def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watche
     axes = [a for a in mesh if a.size > 1]
     if not axes:
         return list(flags)
-    device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
+    device = device_of(axes[0].group)
     code, count = zlib.crc32(at.encode()), len(flags)
     first = [code, -code, count, -count, *flags[:FIRST_FLAGS]]
     greatest = _all_reduce_max(first + [0] * (FIRST_FLAGS - len(flags)), axes, device, watch)
@@ -163,7 +164,7 @@ def all_gather_pickled(item: Any, group: Any) -> list[Any]:
 
     `all_gather_object` does the same with tensors of its own, for which the exit would not wait.
     """
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = device_of(group)
     data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(device)
     lengths = _all_gather_rows(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = lengths.flatten().tolist()

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_flex.collectives.gather_plan import is_leader
 from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
+from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.leader_gather import gather_to_leader
 from megatron_flex.collectives.object_exchange import broadcast_object
 from megatron_flex.layout import Cut, Dim, Layout
@@ -82,7 +83,7 @@ def broadcast_items(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tup
         return list(items)
     first = mesh.is_first(a.name for a in axes)
     notes = broadcast_object([(tag, tuple(t.shape), t.dtype) for tag, t in items] if first else None, mesh)
-    device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
+    device = device_of(axes[0].group)
     out = []
     for number, (tag, shape, dtype) in enumerate(notes):
         like = items[number][1] if first else torch.empty(shape, dtype=dtype)
@@ -115,7 +116,7 @@ def broadcast_in_buckets(
     first = mesh.is_first(a.name for a in mesh)
     note: list[TensorHeader] = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
     headers = broadcast_object(note, mesh)
-    device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
+    device = device_of(axes[0].group)
     local_items, out = iter(items), []
     for bucket in _buckets(headers, bucket_bytes):
         sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, shape, dtype in bucket]
@@ -208,7 +209,7 @@ def send_from_stage(
         run_collective(dist.broadcast, tensor, axis.ranks[stage], group=axis.group)
         return tensor
     if axis.coord == stage and full is not None:
-        dist.send(_view_as_bytes(full).to(_device(axis)), axis.ranks[0], group=axis.group)
+        dist.send(_view_as_bytes(full).to(device_of(axis.group)), axis.ranks[0], group=axis.group)
     elif axis.coord == 0 and is_leader(mesh):
         buffer = _buffer(like, axis)
         dist.recv(_view_as_bytes(buffer), axis.ranks[stage], group=axis.group)
@@ -266,7 +267,7 @@ def find_differing_axes(
     compared = [mesh[n] for n in axes if mesh[n].size > 1]
     if not compared:
         return [[] for _ in values]
-    device = _device(compared[0])
+    device = device_of(compared[0].group)
     flags = torch.zeros((len(compared), len(values)), dtype=torch.int32, device=device)
     for row, axis in enumerate(compared):
         local_values = [v.get(axis.name, NO_VALUE) for v in values]
@@ -283,11 +284,7 @@ def find_differing_axes(
 
 
 def _buffer(like: Tensor, axis: Axis) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=_device(axis))
-
-
-def _device(axis: Axis) -> str:
-    return "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+    return torch.empty(like.shape, dtype=like.dtype, device=device_of(axis.group))
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:

@@ -343,7 +343,7 @@ TORCH_DISTRIBUTED_SYMBOLS = (
         "torch",
         "torch.distributed",
         "ProcessGroup._get_backend ProcessGroup._device_types",
-        "the timeout of a process group has no public name",
+        "the timeout of a process group, and the devices of its tensors, have no public names",
     ),
     *_of(
         "torch",

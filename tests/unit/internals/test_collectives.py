@@ -23,6 +23,7 @@ from megatron_flex.collectives import (
     plan_read,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
+from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
@@ -329,3 +330,14 @@ def test_the_plan_is_known_without_a_process() -> None:
     assert plans["contiguous"] == ["gather tp"]
     assert plans["within context parallel"] == ["gather tp", "gather cp"]
     assert plans["partial within context parallel"] == ["sum tp", "gather cp"]
+
+
+def devices_by_name() -> dict[str, str]:
+    names = ("gloo", "cpu:gloo", "cuda:gloo", "cpu:gloo,cuda:gloo")
+    return {name: device_of(dist.new_group(backend=name)) for name in names}
+
+
+def test_the_device_of_a_groups_tensors_whatever_its_backend_is_called() -> None:
+    """A backend for CUDA alone, as NCCL is, takes no tensor of the host."""
+    (devices,) = run(1, devices_by_name, alone=True)
+    assert devices == {"gloo": "cpu", "cpu:gloo": "cpu", "cuda:gloo": "cuda", "cpu:gloo,cuda:gloo": "cpu"}
