@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         FlexWarning,
         HookError,
         LayoutError,
+        NonFiniteError,
         SiteError,
         VerifyError,
     )
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_flex.layout import Dim, Layout, PackedSequences
     from megatron_flex.mesh import Mesh
     from megatron_flex.model import FlexModel, attach
+    from megatron_flex.nonfinite import NonFinite
     from megatron_flex.runtime import HookFunction
     from megatron_flex.runtime.debug.edit_debugger import breakpoint
     from megatron_flex.runtime.function_digest import rank_dependent
@@ -49,6 +51,8 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mesh",
+    "NonFinite",
+    "NonFiniteError",
     "OpenDump",
     "OpenStatistics",
     "PackedSequences",
@@ -95,6 +99,8 @@ _MODULES = {
     "Layout": "layout",
     "LayoutError": "errors",
     "Mesh": "mesh",
+    "NonFinite": "nonfinite",
+    "NonFiniteError": "errors",
     "OpenDump": "dump.reader",
     "OpenStatistics": "statistics.statistics_reader",
     "PackedSequences": "layout",

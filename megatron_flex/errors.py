@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from os import PathLike, fspath
@@ -136,6 +136,44 @@ class VerifyError(FlexError):
         ... except VerifyError as error:  # names tensors, ranks and layouts
         ...     print(error)
     """
+
+
+class NonFiniteError(FlexError):
+    """A value of a step is NaN or infinite; all ranks raise it at the end of the step.
+
+    `site` is the first hook point, in the order of execution, whose tensor is not finite while those before
+    it are (with `.grad` for a gradient; for the gradient of a parameter, the parameter's name with `.grad`).
+    `ranks` are the global ranks whose shard of it is not finite.
+
+    Attributes:
+        iteration: the iteration of the step.
+        microbatch: the microbatch; None for the gradient of a parameter.
+        indices: some of the entries that are not finite, as indices of the full tensor; empty if they are not
+            known.
+        inputs: the minimum and the maximum of the tensors that came before, by their names.
+        parameters: the parameters of the model that are not finite themselves.
+
+    Examples:
+        >>> try:
+        ...     with attach(chunks, nonfinite="stop"):
+        ...         train_step(chunks)
+        ... except NonFiniteError as error:
+        ...     print(error.site, error.ranks, error.indices)
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        iteration: int = -1,
+        microbatch: int | None = None,
+        indices: Sequence[tuple[int, ...]] = (),
+        inputs: Mapping[str, tuple[float, float]] | None = None,
+        parameters: Sequence[str] = (),
+        **attributes: Any,
+    ) -> None:
+        super().__init__(*args, **attributes)
+        self.iteration, self.microbatch = iteration, microbatch
+        self.indices, self.inputs, self.parameters = tuple(indices), dict(inputs or {}), tuple(parameters)
 
 
 class DumpError(FlexError):

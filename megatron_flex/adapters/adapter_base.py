@@ -314,6 +314,10 @@ class Adapter(ABC):
         """The properties of the decoder; None if it is not a known one."""
         return None
 
+    def loss_scale(self) -> float:
+        """The factor of the loss against underflow of gradients, at this time; 1 if there is none."""
+        return 1.0
+
     def enable_recomputed_gradients(self) -> Undo:
         """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""
         return lambda: None

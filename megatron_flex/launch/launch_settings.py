@@ -214,6 +214,13 @@ class Settings(SettingsPart):
         "optional",
         "1",
     )
+    nonfinite: Literal["stop", "warn"] | None = _flag(
+        None,
+        "nonfinite",
+        RUN_GROUP,
+        "Watch all hook points and gradients for NaN and infinities, and name the first tensor that has one: "
+        "stop the run before the optimizer's step, or warn.",
+    )
     gradient_norms: NonEmptyText | None = _flag(
         None,
         "gradient-norms",

@@ -96,7 +96,9 @@ def _describe_settings(settings: Settings, resolved: ResolvedSettings) -> Iterat
         yield f"dump: {count_words(len(dump.sites), 'pattern')} to {dump.path}{more}"
     for one in resolved.statistics:
         yield f"statistics: {count_words(len(one.sites), 'pattern')} to {one.path}"
-    if not (resolved.edits or resolved.dumps or resolved.statistics):
+    if resolved.nonfinite is not None:
+        yield f"values that are not finite: {resolved.nonfinite.mode}"
+    if not (resolved.edits or resolved.dumps or resolved.statistics or resolved.nonfinite):
         checks = ("list_sites", "estimate", "verify", "gradient_norms", "align")
         names = [name.replace("_", "-") for name in checks if getattr(settings, name)]
         yield f"checks before training: {', '.join(names)}"

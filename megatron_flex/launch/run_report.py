@@ -158,6 +158,8 @@ def _describe_sinks(flex: FlexModel) -> Iterator[str]:
         selected, settings = measured.selection, measured.settings
         what = _describe_selection(len(selected.values), selected.parameters, bool(selected.gradients))
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
+    for watch in flex.session.sinks.nonfinite:
+        yield f"--flex-nonfinite {watch.settings.mode}: {watch.describe_extent()} are watched"
 
 
 def _describe_selection(sites: int, parameters: Any, gradients: bool) -> str:

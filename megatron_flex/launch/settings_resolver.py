@@ -22,6 +22,7 @@ from megatron_flex import edits
 from megatron_flex.dump import Dump
 from megatron_flex.errors import FlexError, suggest_nearest
 from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import HookFunction
 from megatron_flex.runtime.debug.error_origin import format_user_line
 from megatron_flex.settings import list_settings
@@ -144,12 +145,14 @@ class ResolvedSettings:
         waiting: those of the edits that are inactive until they are switched on.
         dumps: the dumps, the same on every rank.
         statistics: the statistics, the same on every rank.
+        nonfinite: the search for values that are not finite; None without one.
     """
 
     edits: tuple[HookFunction, ...] = ()
     waiting: tuple[HookFunction, ...] = ()
     dumps: tuple[Dump, ...] = ()
     statistics: tuple[Statistics, ...] = ()
+    nonfinite: NonFinite | None = None
 
 
 def resolve_settings(settings: Settings) -> ResolvedSettings:
@@ -166,11 +169,12 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
         tuple(hook for hook, enabled in edits if not enabled),
         tuple(_make_dump(d, settings) for d in settings.dumps),
         () if settings.statistics is None else (_make_statistics(settings.statistics, settings),),
+        None if settings.nonfinite is None else NonFinite(settings.nonfinite),
     )
 
 
 def _check_settings(settings: Settings) -> None:
-    has_hooks = settings.edits or settings.dumps or settings.statistics is not None
+    has_hooks = settings.edits or settings.dumps or settings.statistics is not None or settings.nonfinite
     checks = (
         settings.list_sites
         or settings.estimate
@@ -180,7 +184,7 @@ def _check_settings(settings: Settings) -> None:
     )
     if not settings.idle and not (has_hooks or checks):
         raise FlexError(
-            "nothing to do; give --flex-dump, --flex-stats, --flex-edit, "
+            "nothing to do; give --flex-dump, --flex-stats, --flex-edit, --flex-nonfinite, "
             "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"
         )
     settings.check_sites()

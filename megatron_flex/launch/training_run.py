@@ -114,6 +114,8 @@ class TrainingRun:
                     flex.register_dump(dump)
                 for statistics in resolved.statistics:
                     flex.register_statistics(statistics)
+                if resolved.nonfinite is not None:
+                    flex.register_nonfinite(resolved.nonfinite)
                 if self.settings.verify:
                     flex.verify(self.settings.verify)
                     self._unverified = self.settings.verify

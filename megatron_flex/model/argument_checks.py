@@ -17,8 +17,10 @@ from megatron_flex.gpt_names import NAMESPACE
 from megatron_flex.handles import Handle
 from megatron_flex.lens import LensNames
 from megatron_flex.lens.lens_names import LENS_PREFIXES
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.hooks import HookType, name_function
+from megatron_flex.runtime.session_sinks import SinkSettings
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics import Statistics
 
@@ -105,14 +107,16 @@ def check_attach_arguments(model: object, hooks: object, dumps: object, statisti
             check_sink(sink, kind, f"attach({keyword}=...)")
 
 
-def check_sink(given: object, kind: type[Dump] | type[Statistics], method: str) -> None:
-    """Check that a dump or statistics are given, and not their folder's name.
+def check_sink(given: object, kind: type[SinkSettings], method: str) -> None:
+    """Check that the settings of a sink are given, and not their folder's name.
 
     Raises:
         HookError: it is something else.
     """
     if not isinstance(given, kind):
         name = kind.__name__
+        if kind is NonFinite:
+            raise HookError(f"{method} takes 'stop', 'warn' or a NonFinite, not {given!r}; give 'stop'")
         raise HookError(f"{method} takes a {name}, not {given!r}; give {name}('FOLDER', [{EXAMPLE_NAME!r}])")
 
 

@@ -1,13 +1,14 @@
-"""`attach`: register hooks, dumps and statistics on a model in one call, for a training script."""
+"""`attach`: register hooks, dumps, statistics and searches on a model in one call, for a training script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_flex.dump import Dump
 from megatron_flex.model.argument_checks import check_attach_arguments, register_hook
 from megatron_flex.model.flex_model import FlexModel, Model
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -18,6 +19,7 @@ def attach(
     *,
     dumps: Sequence[Dump] | Dump = (),
     statistics: Sequence[Statistics] | Statistics = (),
+    nonfinite: NonFinite | Literal["stop", "warn"] | None = None,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
     data_parallel_size: int | None = None,
@@ -35,6 +37,7 @@ def attach(
         hooks: each HookFunction with its `hook_type` set.
         dumps: one Dump or several, registered with `register_dump`.
         statistics: one Statistics or several, registered with `register_statistics`.
+        nonfinite: what to do about NaN and infinities, for `register_nonfinite`; None: do not watch for them.
         tensor_parallel_size: as for FlexModel, like the five arguments below.
         pipeline_parallel_size: as for FlexModel.
         data_parallel_size: as for FlexModel.
@@ -46,7 +49,7 @@ def attach(
         The FlexModel that manages the hooks. If a registration fails, the model is restored first.
 
     Raises:
-        FlexError: as for FlexModel, `register_dump` and `register_statistics`.
+        FlexError: as for FlexModel, `register_dump`, `register_statistics` and `register_nonfinite`.
 
     Examples:
         >>> dump = Dump("dumps/new", "decoder.layers.*")
@@ -72,6 +75,8 @@ def attach(
             flex.register_dump(dump)
         for measured in [statistics] if isinstance(statistics, Statistics) else statistics:
             flex.register_statistics(measured)
+        if nonfinite is not None:
+            flex.register_nonfinite(nonfinite)
     except Exception:  # raised again after the model is restored
         flex.session.close(failed=True)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -20,8 +20,14 @@ from megatron_flex.model.argument_checks import explain_other_names, register_ho
 from megatron_flex.model.hook_explanation import HookExplanation
 from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
-from megatron_flex.model.registration import register_dump, register_statistics, remove_sink
+from megatron_flex.model.registration import (
+    register_dump,
+    register_nonfinite,
+    register_statistics,
+    remove_sink,
+)
 from megatron_flex.model.report import Report
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
 from megatron_flex.runtime.full_parameters import ParameterRequest
@@ -406,7 +412,7 @@ class FlexModel(nn.Module):
         given = {"s": sequence_length, "b": micro_batch_size}
         return estimate_session(self.session, self.chunks, given, microbatches, links, sequences)
 
-    # -- dumps and statistics --------------------------------------------------------------------------
+    # -- dumps, statistics and values that are not finite ----------------------------------------------
 
     def register_dump(self, dump: Dump) -> Handle:
         """Dump tensors, before edits, from the next step on. Every rank calls it with the same settings.
@@ -455,6 +461,30 @@ class FlexModel(nn.Module):
     def remove_statistics(self, statistics: Statistics) -> None:
         """Remove statistics once written; as for `remove_dump`, a FlexError if not registered."""
         remove_sink(self.session, statistics)
+
+    def register_nonfinite(self, settings: NonFinite | Literal["stop", "warn"] = "stop") -> Handle:
+        """Watch every step from the next one on for NaN and infinities. Every rank makes the same call.
+
+        At the end of a step with such a value all ranks name the first tensor, in the order of execution,
+        that is not finite: they raise, or warn.
+
+        Args:
+            settings: the mode, or the settings.
+
+        Returns:
+            A handle, whose `remove()` ends the search.
+
+        Raises:
+            FlexError: a pattern matches nothing, or a named hook point is hidden; on all ranks: their
+                settings differ, or another search is registered.
+
+        Examples:
+            >>> with flex.register_nonfinite("warn"):
+            ...     train_step(chunks)
+        """
+        return register_nonfinite(
+            self.session, NonFinite(settings) if isinstance(settings, str) else settings
+        )
 
     # -- parameters and trainable modules --------------------------------------------------------------
 

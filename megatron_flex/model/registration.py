@@ -1,4 +1,4 @@
-"""Registration of dumps and statistics: the hook points and parameters that they record."""
+"""Registration of dumps, statistics and the search for values that are not finite: what they record."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.mesh import Mesh
 from megatron_flex.model.argument_checks import check_sink, explain_other_names
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
+from megatron_flex.runtime.nonfinite_sink import NonFiniteSink
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
 from megatron_flex.runtime.session_sinks import Sink as SessionSink
-from megatron_flex.runtime.sink_cycle import DUMP_PURPOSE, STATISTICS_PURPOSE, SinkPurpose
+from megatron_flex.runtime.session_sinks import SinkSettings
+from megatron_flex.runtime.sink_cycle import DUMP_PURPOSE, NONFINITE_PURPOSE, STATISTICS_PURPOSE, SinkPurpose
 from megatron_flex.runtime.statistics_sink import (
     StatisticsSelection,
     StatisticsSink,
@@ -175,8 +178,30 @@ def register_statistics(
     return _register_hooks(session, session.sinks.add(StatisticsSink, statistics.path, described, opened))
 
 
-def remove_sink(session: Session, settings: Dump | Statistics) -> None:
-    """Remove the hooks of a dump or of statistics, once all is written. Collective."""
+def register_nonfinite(session: Session, settings: NonFinite) -> Handle:
+    """Watch hook points for values that are not finite. Collective."""
+    session.check_open()
+    check_sink(settings, NonFinite, "register_nonfinite")
+    if settings.sites:
+        with explain_other_names(session, lambda: settings.sites):
+            values, _ = select_sink_sites(session, settings.sites, NONFINITE_PURPOSE)
+    else:
+        local_sites = session.taps.local_sites
+        free = [s for s in session.sites if not s.hidden]
+        values = tuple(replace(s, tap=local_sites[s.name].tap) if s.name in local_sites else s for s in free)
+    gradients = tuple(s for s in values if not s.read_only_reason) if settings.gradients else ()
+    adapter = session.adapter
+
+    def opened() -> NonFiniteSink:
+        return NonFiniteSink(
+            settings, values, gradients, session.parameters.index, session.clock, adapter.loss_scale
+        )
+
+    return _register_hooks(session, session.sinks.add(NonFiniteSink, None, settings.describe(), opened))
+
+
+def remove_sink(session: Session, settings: SinkSettings) -> None:
+    """Remove the hooks of a sink, once all is written. Collective."""
     session.check_open()
     for hook in session.sinks.remove(settings).hooks:
         session.hooks.remove(hook)

@@ -16,6 +16,8 @@ from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.hooks import describe_edit
+from megatron_flex.runtime.nonfinite_sink import NonFiniteSink
+from megatron_flex.runtime.statistics_sink import StatisticsSink
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 from megatron_flex.view import TreeHook, TreeNode, build_tree, fold_layers, sites_of_stage
@@ -259,7 +261,8 @@ def collect_site_hooks(session: Session) -> Mapping[str, Sequence[TreeHook]]:
 
 def _describe_hook_kind(hook: HookFunction) -> tuple[str, str]:
     if hook.tensor_sink is not None:
-        return ("dump" if isinstance(hook.tensor_sink, DumpSink) else "statistics"), ""
+        kinds = (("dump", DumpSink), ("statistics", StatisticsSink), ("watches", NonFiniteSink))
+        return next(word for word, sink in kinds if isinstance(hook.tensor_sink, sink)), ""
     if hook.editing_function is not None:
         return "edits", describe_edit(hook.editing_function)
     return "reads", ""

@@ -12,18 +12,22 @@ from megatron_flex.collectives import Agreement, BackgroundReduction, agreement_
 from megatron_flex.dump import Dump
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.mesh import Mesh
+from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.runtime.edit_failures import StepFailure
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, TensorSink
+from megatron_flex.runtime.nonfinite_sink import NonFiniteSink
 from megatron_flex.runtime.sink_cycle import StepStart
 from megatron_flex.runtime.statistics_sink import StatisticsSink
 from megatron_flex.statistics import Statistics
 
+SinkSettings = Dump | Statistics | NonFinite
+
 
 class Sink(TensorSink, Protocol):
-    """A dump or statistics on this rank.
+    """A dump, statistics or a search for values that are not finite, on this rank.
 
     Attributes:
         settings: what the user registered.
@@ -33,7 +37,7 @@ class Sink(TensorSink, Protocol):
     hooks: list[HookFunction]
 
     @property
-    def settings(self) -> Dump | Statistics: ...
+    def settings(self) -> SinkSettings: ...
 
     @property
     def awaits_gradients(self) -> bool:
@@ -56,7 +60,7 @@ S = TypeVar("S", bound=Sink)
 
 
 class SessionSinks:
-    """The dumps and statistics of a session, in the order of registration.
+    """The dumps, statistics and searches of a session, in the order of registration.
 
     Args:
         registry: the hooks of the session.
@@ -90,6 +94,11 @@ class SessionSinks:
         return [s for s in self._sinks if isinstance(s, StatisticsSink)]
 
     @property
+    def nonfinite(self) -> list[NonFiniteSink]:
+        """The search for values that are not finite, if one is registered."""
+        return [s for s in self._sinks if isinstance(s, NonFiniteSink)]
+
+    @property
     def groups(self) -> set[str]:
         """The groups of all sinks, including those of parameters alone, which have no hooks."""
         return {group for sink in self._sinks for group in sink.settings.groups}
@@ -98,10 +107,11 @@ class SessionSinks:
     def need_step(self) -> bool:
         """Whether any of them cannot record all that it wants in a call of the model outside a step.
 
-        Gradients of parameters exist at the end of a step, and statistics are combined over data parallel
-        ranks there.
+        Gradients of parameters exist at the end of a step, and statistics and values that are not finite are
+        combined over data parallel ranks there.
         """
-        return bool(self.statistics) or any(d.parameter_gradients for d in self.dumps)
+        combined = any(not isinstance(s, DumpSink) for s in self._sinks)
+        return combined or any(d.parameter_gradients for d in self.dumps)
 
     @property
     def reduction(self) -> BackgroundReduction:
@@ -110,37 +120,33 @@ class SessionSinks:
             self._reduction = BackgroundReduction(self.mesh)
         return self._reduction
 
-    def add(self, kind: type[S], path: str | Path, description: str, open_sink: Callable[[], S]) -> S:
+    def add(self, kind: type[S], path: str | Path | None, description: str, open_sink: Callable[[], S]) -> S:
         """Add a sink; the caller registers its hooks. Collective over the mesh.
 
         Args:
             kind: the class of the sink.
-            path: its folder.
+            path: its folder; None if it writes nothing.
             description: what all ranks must have alike.
             open_sink: makes the sink. Collective.
 
         Raises:
-            FlexError: on all ranks: another sink of this kind writes to the folder, or the folder cannot be
-                written.
+            FlexError: on all ranks: another sink of this kind writes to the folder, or is registered and
+                needs none, or the folder cannot be written.
             HookError: on all ranks: the ranks have different sinks.
         """
         self._agreement.compare(description)
         for other in self._sinks:
-            if type(other) is kind and realpath(other.settings.path) == realpath(path):
-                raise _make_error(
-                    other.settings,
-                    f"{path}: another {type(other.settings).__name__} of this model is written there; name "
-                    "another folder",
-                )
+            if type(other) is kind and _find_folder(other.settings) == (path and realpath(path)):
+                raise _make_clash(other.settings)
         sink = open_sink()
         self._sinks.append(sink)
         return sink
 
-    def has(self, settings: Dump | Statistics) -> bool:
+    def has(self, settings: SinkSettings) -> bool:
         """Whether a dump or statistics are registered."""
         return any(s.settings is settings for s in self._sinks)
 
-    def remove(self, settings: Dump | Statistics) -> Sink:
+    def remove(self, settings: SinkSettings) -> Sink:
         """Remove a sink after all of it is written; the caller removes its hooks. Collective.
 
         Raises:
@@ -149,10 +155,7 @@ class SessionSinks:
         """
         sink = next((s for s in self._sinks if s.settings is settings), None)
         if sink is None:
-            raise _make_error(
-                settings,
-                f"the {type(settings).__name__} in {settings.path} is not registered here; nothing to remove",
-            )
+            raise _make_error(settings, f"{settings!r} is not registered here; nothing to remove")
         self._sinks.remove(sink)
         sink.close(False)
         return sink
@@ -198,7 +201,19 @@ class SessionSinks:
         _call_all([partial(sink.close, failed) for sink in sinks])
 
 
-def _make_error(settings: Dump | Statistics, text: str) -> FlexError:
+def _find_folder(settings: SinkSettings) -> str | None:
+    return None if isinstance(settings, NonFinite) else realpath(settings.path)
+
+
+def _make_clash(other: SinkSettings) -> FlexError:
+    if isinstance(other, NonFinite):
+        return FlexError(f"{other!r} is registered already; remove it before another is registered")
+    kind = type(other).__name__
+    text = f"{other.path}: another {kind} of this model is written there; name another folder"
+    return _make_error(other, text)
+
+
+def _make_error(settings: SinkSettings, text: str) -> FlexError:
     return DumpError(text, path=settings.path) if isinstance(settings, Dump) else FlexError(text)
 
 

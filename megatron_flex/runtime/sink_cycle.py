@@ -29,6 +29,7 @@ class SinkPurpose(NamedTuple):
 
 DUMP_PURPOSE = SinkPurpose("the dump", "dumped")
 STATISTICS_PURPOSE = SinkPurpose("the statistics", "measured")
+NONFINITE_PURPOSE = SinkPurpose("the search for values that are not finite", "watched")
 
 
 @dataclass(frozen=True, slots=True)

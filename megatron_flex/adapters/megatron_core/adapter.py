@@ -49,7 +49,7 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
     MegatronParameters,
     open_recomputed_regions,
 )
-from megatron_flex.adapters.megatron_core.schedules import watch_schedules
+from megatron_flex.adapters.megatron_core.schedules import read_loss_scale, watch_schedules
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules
@@ -290,6 +290,10 @@ class MegatronAdapter(Adapter):
     def architecture(self) -> Architecture | None:
         """The properties of a GPT or hybrid model."""
         return read_architecture(self.roots[0])
+
+    def loss_scale(self) -> float:
+        """The scale of Megatron's gradient scaler, by which its schedule multiplies a loss."""
+        return read_loss_scale(self.roots)
 
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""

@@ -155,10 +155,7 @@ class _ScheduleWatcher:
         factor = 1.0
         if not getattr(config, "calculate_per_token_loss", False):
             factor *= self.context_parallel / microbatches
-        if config.grad_scale_func is not None:
-            parameter = next(p for root in self.roots for p in root.parameters())
-            factor *= float(config.grad_scale_func(torch.ones(1, device=parameter.device)))
-        return factor
+        return factor * read_loss_scale(self.roots)
 
     def infer(self, forward: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         """Make all stages raise alike: later ones wait for a tensor before they call their part."""
@@ -196,6 +193,15 @@ class _ScheduleWatcher:
         if self.calling:
             self.calling = False
             self.listener.call_ends(failed=output is None)  # torch passes None when the forward raised
+
+
+def read_loss_scale(roots: list[nn.Module]) -> float:
+    """The factor by which Megatron multiplies a loss against underflow: the scale of its optimizer, or 1."""
+    scale = config_of(roots[0]).grad_scale_func
+    if scale is None:
+        return 1.0
+    parameter = next(p for root in roots for p in root.parameters())
+    return float(scale(torch.ones(1, device=parameter.device)))
 
 
 def _find_argument(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -1,0 +1,262 @@
+"""The ranges of the tensors of a step on one rank, and where the first value that is not finite is.
+
+A range is the minimum and the maximum of a shard; both are NaN if any entry is. On a CPU a range is known at
+once. A GPU computes it later: the range is copied to the host without waiting, and the tensor is held until
+its range has arrived, so that the entries can still be found. `MAX_HELD_BYTES` bounds what is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import Layout, count_parts, spans
+from megatron_flex.mesh import Mesh
+
+MAX_HELD_BYTES = 1 << 28  # of tensors whose ranges have not arrived
+MAX_INDICES = 4  # entries that are named
+BLOCK_SLOTS = 1024  # ranges in one allocation
+NARROW_BYTES = 1  # dtypes of so many bytes are scaled to their range, which is not near an overflow
+NEAR_OVERFLOW = 0.125  # of the largest value of the dtype
+
+
+class Located(NamedTuple):
+    """The entries of a shard that are not finite.
+
+    Attributes:
+        nans: the number of NaN.
+        infinities: the number of infinities.
+        entries: the number of entries of the shard.
+        indices: the first such entries, as indices of the full tensor, or of the shard where `full` is false.
+        full: whether the indices are those of the full tensor.
+        shape: the shape that the indices are in; of the shard, where `full` is false.
+    """
+
+    nans: int
+    infinities: int
+    entries: int
+    indices: tuple[tuple[int, ...], ...]
+    full: bool
+    shape: tuple[int, ...]
+
+
+class PassRange(NamedTuple):
+    """The range of a tensor at one pass through a hook point, or of the gradient of a parameter.
+
+    Attributes:
+        site: the name of the hook point, with the suffix of a gradient; or of the parameter's gradient.
+        call: the number of the pass in its microbatch.
+        low: the minimum of the shard; NaN if the shard has a NaN; infinity if the shard is empty.
+        high: the maximum of the shard.
+        dtype: the dtype of the tensor.
+        located: the entries that are not finite, if this was the first such tensor of the pass on this rank.
+    """
+
+    site: str
+    call: int
+    low: float
+    high: float
+    dtype: torch.dtype
+    located: Located | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all entries are finite."""
+        return self.empty or (math.isfinite(self.low) and math.isfinite(self.high))
+
+    @property
+    def empty(self) -> bool:
+        """Whether the shard has no entries."""
+        return self.low == math.inf and self.high == -math.inf
+
+    @property
+    def near_overflow(self) -> bool:
+        """Whether the largest magnitude is near the largest value of the dtype."""
+        if self.empty or not self.finite or self.dtype.itemsize <= NARROW_BYTES:
+            return False
+        return max(-self.low, self.high) > NEAR_OVERFLOW * torch.finfo(self.dtype).max
+
+
+EMPTY = math.inf, -math.inf
+
+
+class PendingRange(NamedTuple):
+    """A pass whose range may not be known on the host yet.
+
+    Attributes:
+        site: as in `PassRange`.
+        call: as in `PassRange`.
+        dtype: as in `PassRange`.
+        slot: the minimum and the maximum, on the host once `event` has happened; None if the shard is empty.
+        shard: the tensor, as long as it is held.
+        version: of the tensor when its range was taken: it may be overwritten later.
+        layout: the layout of the shard; None if its indices have no meaning outside of this rank.
+        event: the copy of the range to the host; None on a CPU.
+    """
+
+    site: str
+    call: int
+    dtype: torch.dtype
+    slot: Tensor | None
+    shard: Tensor | None
+    version: int
+    layout: Layout | None
+    event: Any
+
+
+class RangeReader:
+    """Takes the ranges of the tensors of one microbatch's pass on this rank, in order of execution.
+
+    Args:
+        mesh: the axes of the run.
+
+    Attributes:
+        ranges: what is known so far, in order.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.ranges: list[PassRange] = []
+        self._mesh = mesh
+        self._pending: deque[PendingRange] = deque()
+        self._held = 0
+        self._found = False  # later tensors of the pass are consequences
+
+    def take(self, site: str, call: int, shard: Tensor, layout: Layout | None, slots: Slots) -> None:
+        """Take the range of a shard. Nothing is waited for."""
+        if shard.is_complex():
+            shard, layout = torch.view_as_real(shard), None
+        dtype = shard.dtype
+        if dtype.itemsize <= NARROW_BYTES:
+            shard = shard.float()  # torch does not reduce float8
+        slot = slots.take(shard) if shard.numel() else None
+        event = None if slot is None else slots.note_copy(shard)
+        keeps = slot is not None and not self._found
+        item = PendingRange(site, call, dtype, slot, shard if keeps else None, shard._version, layout, event)
+        self._pending.append(item)
+        self._held += shard.nbytes if keeps else 0
+        self._settle(wait=False)
+        while self._held > MAX_HELD_BYTES:
+            self._release_oldest()
+
+    def finish(self) -> list[PassRange]:
+        """All ranges, once they have arrived."""
+        self._settle(wait=True)
+        return self.ranges
+
+    def _settle(self, wait: bool) -> None:
+        while self._pending:
+            item = self._pending[0]
+            if item.event is not None:
+                if wait:
+                    item.event.synchronize()
+                elif not item.event.query():
+                    return
+            self._pending.popleft()
+            self._held -= 0 if item.shard is None else item.shard.nbytes
+            self.ranges.append(self._read(item))
+
+    def _release_oldest(self) -> None:
+        for number, item in enumerate(self._pending):
+            if item.shard is not None:
+                self._held -= item.shard.nbytes
+                self._pending[number] = item._replace(shard=None)
+                return
+
+    def _read(self, item: PendingRange) -> PassRange:
+        low, high = EMPTY if item.slot is None else item.slot.tolist()
+        known = PassRange(item.site, item.call, low, high, item.dtype)
+        if known.finite or self._found:
+            return known
+        self._found = True
+        if item.shard is None or item.shard._version != item.version:
+            return known
+        return known._replace(located=locate(item.shard, item.layout, self._mesh))
+
+
+class Slots:
+    """Memory for ranges, in blocks: on the device of the tensors, and for a GPU a copy on the host."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._used: dict[tuple[torch.device, torch.dtype], int] = {}
+
+    def take(self, shard: Tensor) -> Tensor:
+        """Begin to compute the range of a shard; the slot has it on the host, once a GPU's copy is over."""
+        kind = shard.device, shard.dtype
+        used = self._used.get(kind, BLOCK_SLOTS)
+        if used == BLOCK_SLOTS:
+            there = torch.empty(BLOCK_SLOTS, 2, dtype=shard.dtype, device=shard.device)
+            pinned = shard.device.type == "cuda"
+            host = torch.empty(BLOCK_SLOTS, 2, dtype=shard.dtype, pin_memory=True) if pinned else there
+            self._blocks[kind], used = (there, host), 0
+        there, host = self._blocks[kind]
+        self._used[kind] = used + 1
+        torch.aminmax(shard, out=(there[used, 0], there[used, 1]))
+        if host is not there:
+            host[used].copy_(there[used], non_blocking=True)
+        return host[used]
+
+    @staticmethod
+    def note_copy(shard: Tensor) -> Any:
+        """An event behind the copies so far; None on a CPU, which copies nothing."""
+        if shard.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(shard.device))
+        return event
+
+
+def locate(shard: Tensor, layout: Layout | None, mesh: Mesh) -> Located:
+    """Find the entries of a shard that are not finite, and their places in the full tensor."""
+    nans, bad = shard.isnan(), ~shard.isfinite()
+    count = int(nans.sum())
+    flat = bad.reshape(-1).nonzero()[:MAX_INDICES, 0].cpu()
+    places = torch.stack(torch.unravel_index(flat, shard.shape), -1).tolist()
+    full = [] if layout is None else [_find_full_index(layout, mesh, shard.shape, p) for p in places]
+    known = [index for index in full if index is not None]
+    is_full = bool(full) and len(known) == len(full)
+    shape = tuple(shard.shape)
+    if is_full and layout is not None:
+        shape = _reorder(
+            layout, [n * count_parts(d, mesh.sizes) for d, n in zip(layout.dims, shape, strict=True)]
+        )
+    indices = known if is_full else [tuple(p) for p in places]
+    return Located(count, int(bad.sum()) - count, shard.numel(), tuple(indices), is_full, shape)
+
+
+def _find_full_index(
+    layout: Layout, mesh: Mesh, shape: Sequence[int], place: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The index in the full tensor of an entry of this rank's shard; None if only all ranks know."""
+    if len(layout.dims) != len(shape):
+        return None
+    out = []
+    for dim, length, at in zip(layout.dims, shape, place, strict=True):
+        parts = count_parts(dim, mesh.sizes)
+        if parts == 1:
+            out.append(at)
+            continue
+        try:
+            intervals = spans(dim, length * parts, mesh.coords, mesh.sizes)
+        except LayoutError:  # an uneven dim: where this shard begins depends on the lengths of the others
+            return None
+        rest = at
+        for start, stop in intervals:
+            if rest < stop - start:
+                out.append(start + rest)
+                break
+            rest -= stop - start
+        else:
+            return None
+    return _reorder(layout, out)
+
+
+def _reorder(layout: Layout, entries: Sequence[int]) -> tuple[int, ...]:
+    """One number for each dim, in the order of the full tensor's dims."""
+    return tuple(entries) if layout.permute is None else tuple(entries[i] for i in layout.permute)
