@@ -135,28 +135,25 @@ class RangeReader:
         if dtype.itemsize <= NARROW_BYTES:
             shard = shard.float()  # torch does not reduce float8
         slot = slots.take(shard) if shard.numel() else None
-        event = None if slot is None else slots.note_copy(shard)
+        event = None if slot is None else slots.note_copy(shard.device)
         keeps = slot is not None and not self._found
         item = PendingRange(site, call, dtype, slot, shard if keeps else None, shard._version, layout, event)
         self._pending.append(item)
         self._held += shard.nbytes if keeps else 0
-        self._settle(wait=False)
+        self._settle(arrived=False)
         while self._held > MAX_HELD_BYTES:
             self._release_oldest()
 
     def finish(self) -> list[PassRange]:
-        """All ranges, once they have arrived."""
-        self._settle(wait=True)
+        """All ranges, after `Slots.wait`."""
+        self._settle(arrived=True)
         return self.ranges
 
-    def _settle(self, wait: bool) -> None:
+    def _settle(self, arrived: bool) -> None:
         while self._pending:
             item = self._pending[0]
-            if item.event is not None:
-                if wait:
-                    item.event.synchronize()
-                elif not item.event.query():
-                    return
+            if not arrived and item.event is not None and not item.event.query():
+                return
             self._pending.popleft()
             self._held -= 0 if item.shard is None else item.shard.nbytes
             self.ranges.append(self._read(item))
@@ -185,6 +182,7 @@ class Slots:
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._used: dict[tuple[torch.device, torch.dtype], int] = {}
+        self._last: dict[torch.device, Any] = {}  # an event of a stream comes after all earlier ones
 
     def take(self, shard: Tensor) -> Tensor:
         """Begin to compute the range of a shard; the slot has it on the host, once a GPU's copy is over."""
@@ -202,14 +200,20 @@ class Slots:
             host[used].copy_(there[used], non_blocking=True)
         return host[used]
 
-    @staticmethod
-    def note_copy(shard: Tensor) -> Any:
+    def note_copy(self, device: torch.device) -> Any:
         """An event behind the copies so far; None on a CPU, which copies nothing."""
-        if shard.device.type != "cuda":
+        if device.type != "cuda":
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(shard.device))
+        event.record(torch.cuda.current_stream(device))
+        self._last[device] = event
         return event
+
+    def wait(self) -> None:
+        """Wait until all ranges are on the host."""
+        for event in self._last.values():
+            event.synchronize()
+        self._last.clear()
 
 
 def locate(shard: Tensor, layout: Layout | None, mesh: Mesh) -> Located:

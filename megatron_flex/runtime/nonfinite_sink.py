@@ -129,10 +129,12 @@ class NonFiniteSink:
         if not active or failed:
             self._readers.clear()
             return
-        passes = {_make_candidate(place): reader.finish() for place, reader in self._readers.items()}
-        if self.settings.parameters and self._trains:
-            passes[Candidate(True, 0, False, 0)] = self._measure_parameters()
+        readers = {_make_candidate(place): reader for place, reader in self._readers.items()}
         self._readers.clear()
+        if self.settings.parameters and self._trains:
+            readers[Candidate(True, 0, False, 0)] = self._measure_parameters()
+        self._slots.wait()
+        passes = {candidate: reader.finish() for candidate, reader in readers.items()}
         bad = [candidate for candidate, ranges in passes.items() if not all(r.finite for r in ranges)]
         near = [r for ranges in passes.values() for r in ranges if r.near_overflow]
         some_bad, some_near = max_over_ranks([int(bool(bad)), int(bool(near))], mesh, STEP_FLAGS)
@@ -187,7 +189,7 @@ class NonFiniteSink:
             )
             self.cycle.warn_once(f"near {site}", text, alike=True)
 
-    def _measure_parameters(self) -> list[PassRange]:
+    def _measure_parameters(self) -> RangeReader:
         """The ranges of this rank's gradients of parameters, in model order."""
         reader = RangeReader(self.mesh)
         storage = self._parameter_index.adapter.storage
@@ -202,7 +204,7 @@ class NonFiniteSink:
             if gradient.tensor is not None:
                 layout = site_layout if gradient.part is None else None
                 reader.take(name + GRADIENT_SUFFIX, 0, gradient.tensor.detach(), layout, self._slots)
-        return reader.finish()
+        return reader
 
     def _list_bad_parameters(self) -> list[str]:
         """The names of this rank's parameters that are not finite. Waits for the device."""

@@ -24,9 +24,9 @@ from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
-FAILING = "failing edit"
+FAILING, WATCH = "failing edit", "values that are not finite"
 ENTRIES = 1 << 15  # of a tensor that is sent by itself
-WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", FAILING)
+WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", WATCH, FAILING)
 
 
 class Budget(NamedTuple):
@@ -51,6 +51,7 @@ BUDGETS = {
     "trainable module": Budget(end=(3, 3)),  # which gradients some rank has
     "dump": Budget(end=(0, 0)),
     "statistics": Budget(end=(1, 1)),
+    WATCH: Budget(end=(2, 2)),  # the ranges, and the flags of the step's end
     "read experts": Budget((2, 2), (8, 7)),  # the numbers of rows, once a layer
     "read selected rows of experts": Budget((6, 6), (2, 1)),
     "edit of experts": Budget((6, 6), (3, 2)),

@@ -311,6 +311,10 @@ def _measure(mf: Any, flex: Any, folder: Path) -> None:
     )
 
 
+def _watch(mf: Any, flex: Any, folder: Path) -> None:
+    flex.register_nonfinite("stop")
+
+
 def _verify(mf: Any, flex: Any, folder: Path) -> None:
     flex.verify(steps=STEPS)
 
@@ -368,6 +372,7 @@ KINDS = {
     "ablate heads": _preset(lambda e: e.ablate_heads([0, 3]), HEADS),
     "dump": Kind(register=_dump),
     "statistics": Kind(register=_measure),
+    "values that are not finite": Kind(register=_watch),
     "verify": Kind(_several(_read(LAYER), _edit(doubled)).hooks, register=_verify),
     "recomputed edits": Kind(
         _several(_edit(keeping, "decoder.layers.0"), _edit(using, LAYER), _edit(drawing)).hooks, RECOMPUTED
