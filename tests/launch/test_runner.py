@@ -335,3 +335,26 @@ def test_install_and_uninstall(server: Server, tmp_path: Path):
     done = server(1, tmp_path, tmp_path / "installs.py", plain=True)
     assert done.status == [0], done.err[0]
     assert "as it was" in done.out[0]
+
+
+POISON = """
+calls = []
+
+def poison(module, inputs, save_ctx, modules):
+    calls.append(1)
+    if len(calls) < 6:
+        return inputs
+    out = inputs.clone()
+    out[3, 0, 5] = float("nan")
+    return out
+"""
+
+
+def test_the_run_stops_before_the_optimizer_takes_a_value_that_is_not_finite(
+    server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "poison.py").write_text(POISON)
+    ours = ["--flex-cpu", "--flex-nonfinite", "stop", "--flex-edit", "decoder.layers.0", "poison.py:poison"]
+    done = server(2, tmp_path, *command(tmp_path), *ours)
+    assert done.status == [2, 2], done.err[0]
+    assert_names(done.told[-1], 1, "decoder.layers.1:input", "rank 0", "1 NaN", [3, 0, 5])
