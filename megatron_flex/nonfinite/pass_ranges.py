@@ -22,6 +22,7 @@ from megatron_flex.mesh import Mesh
 MAX_HELD_BYTES = 1 << 28  # of tensors whose ranges have not arrived
 MAX_INDICES = 4  # entries that are named
 BLOCK_SLOTS = 1024  # ranges in one allocation
+RECENT = 2  # tensors that are compared with the next one
 NARROW_BYTES = 1  # dtypes of so many bytes are scaled to their range, which is not near an overflow
 NEAR_OVERFLOW = 0.125  # of the largest value of the dtype
 
@@ -110,6 +111,32 @@ class PendingRange(NamedTuple):
     event: Any
 
 
+class MeasuredShard(NamedTuple):
+    """A shard whose range was taken; the reference keeps its memory from being used for another tensor.
+
+    Attributes:
+        shard: the shard.
+        version: of the shard when its range was taken.
+        slot: its range.
+    """
+
+    shard: Tensor
+    version: int
+    slot: Tensor
+
+    def has_entries_of(self, other: Tensor) -> bool:
+        """Whether another tensor has exactly these entries, in any order of dims, unchanged since."""
+        mine = self.shard
+        return (
+            other.data_ptr() == mine.data_ptr()
+            and other._version == self.version == mine._version
+            and other.numel() == mine.numel()
+            and other.dtype == mine.dtype
+            and (mine.is_contiguous() or other.stride() == mine.stride())
+            and (other.is_contiguous() or other.stride() == mine.stride())
+        )
+
+
 class RangeReader:
     """Takes the ranges of the tensors of one microbatch's pass on this rank, in order of execution.
 
@@ -126,6 +153,8 @@ class RangeReader:
         self._pending: deque[PendingRange] = deque()
         self._held = 0
         self._found = False  # later tensors of the pass are consequences
+        # Hook points in a row often have one tensor: the output of a module is the input of the next.
+        self._recent: deque[MeasuredShard] = deque(maxlen=RECENT)
 
     def take(self, site: str, call: int, shard: Tensor, layout: Layout | None, slots: Slots) -> None:
         """Take the range of a shard. Nothing is waited for."""
@@ -134,7 +163,7 @@ class RangeReader:
         dtype = shard.dtype
         if dtype.itemsize <= NARROW_BYTES:
             shard = shard.float()  # torch does not reduce float8
-        slot = slots.take(shard) if shard.numel() else None
+        slot = self._measure(shard, slots) if shard.numel() else None
         event = None if slot is None else slots.note_copy(shard.device)
         keeps = slot is not None and not self._found
         item = PendingRange(site, call, dtype, slot, shard if keeps else None, shard._version, layout, event)
@@ -144,8 +173,17 @@ class RangeReader:
         while self._held > MAX_HELD_BYTES:
             self._release_oldest()
 
+    def _measure(self, shard: Tensor, slots: Slots) -> Tensor:
+        for known in self._recent:
+            if known.has_entries_of(shard):
+                return known.slot
+        slot = slots.take(shard)
+        self._recent.append(MeasuredShard(shard, shard._version, slot))
+        return slot
+
     def finish(self) -> list[PassRange]:
         """All ranges, after `Slots.wait`."""
+        self._recent.clear()
         self._settle(arrived=True)
         return self.ranges
 
