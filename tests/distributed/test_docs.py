@@ -254,9 +254,10 @@ def test_the_page_on_dumps_runs(tmp_path: Path) -> None:
 
 def test_the_page_on_statistics_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    write, read = blocks(ROOT / "docs" / "statistics.md")
+    write, read, watch = blocks(ROOT / "docs" / "statistics.md")
     folder = f"folder = {str(tmp_path / 'stats')!r}\n"
     run(4, execute, folder + write)
+    run(4, execute, f"import megatron_flex as mf\n{watch}")
     printed: list[str] = []
     exec(folder + read, {"print": lambda *words: printed.append(" ".join(map(str, words)))})
     count = gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * CASE.microbatches
