@@ -26,7 +26,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.hooks import explain_unhookable
+from megatron_flex.runtime.hooks import explain_unhookable, is_low_precision
 from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.pass_builder import PassBuilder
 from megatron_flex.runtime.recorder import Recorder
@@ -152,8 +152,10 @@ class SiteDispatch:
                 self._renew()
             if not self._direct or layout is not None or route is not None or self._packs or local.is_nested:
                 return self._run_varying(local, layout, route)
-            known = self._passes.get((local.shape, local.dtype, local.device, local.layout))
+            known = self._passes.get((local.shape, local.dtype, local.device, local.layout, type(local)))
             if known is None:
+                if is_low_precision(type(local)) and not self._acts:
+                    return self._read_dequantized(local, layout, route)
                 if why := self._explain_unhookable(local):
                     return self._omit(local, why)
                 known = self._make_direct(local)
@@ -182,12 +184,14 @@ class SiteDispatch:
     def _make_direct(self, local: Tensor) -> Pass:
         site = self._site
         layout = infer_layout(local.shape, None, 1) if site.inferred else site.layout
-        at = local.shape, local.dtype, local.device, local.layout
+        at = local.shape, local.dtype, local.device, local.layout, type(local)
         return self._make(at, local, layout, None, ())
 
     def _run_varying(self, local: Tensor, layout: Layout | None, route: Route | None) -> Tensor:
         """Run the pass of a tensor whose layout, or the names of whose dims, are another one in each call."""
         site, dispatcher = self._site, self._dispatcher
+        if is_low_precision(type(local)) and not self._acts:
+            return self._read_dequantized(local, layout, route)
         if why := self._explain_unhookable(local):
             return self._omit(local, why)
         if self._packs and (pack := self._clock.pack) is not None:
@@ -206,6 +210,11 @@ class SiteDispatch:
         at = layout, known, shape, local.dtype, local.device, local.layout
         varying = self._passes.get(at) or self._make(at, local, layout, route, known.names if known else ())
         return varying(local, key, replay, route)
+
+    def _read_dequantized(self, local: Tensor, layout: Layout | None, route: Route | None) -> Tensor:
+        """Let hooks that change nothing have the values of a tensor of 8 or 4 bits; the model keeps it."""
+        self(local.detach().dequantize(), layout, route)
+        return local
 
     def _name_dims(self, local: Tensor) -> DimNames | None:
         """Bind hooks to the names of the dims of the tensor; None where no hook needs them.

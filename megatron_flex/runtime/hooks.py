@@ -12,6 +12,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, Protocol, cast
 
 import torch
@@ -516,6 +517,12 @@ def make_sink_hooks(
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)  # not in every version of torch
 
 
+@lru_cache(64)
+def is_low_precision(kind: type) -> bool:
+    """Whether a class is one of Transformer Engine's for 8 or 4 bits, whose tensors report a wider dtype."""
+    return any(c.__module__.startswith("transformer_engine.") for c in kind.__mro__)
+
+
 def explain_unhookable(tensor: Tensor) -> str:
     """Why a tensor cannot be hooked; empty if it can. An edit alone may get a tensor without values."""
     if tensor.is_nested:
@@ -524,6 +531,8 @@ def explain_unhookable(tensor: Tensor) -> str:
         return f"it is a sparse tensor ({tensor.layout}, {tensor.dtype}); make it dense (to_dense())"
     if tensor.is_quantized:
         return f"it is a quantised tensor ({tensor.dtype}); hook what dequantize() gives"
+    if is_low_precision(type(tensor)):
+        return f"it is a {type(tensor).__name__} of Transformer Engine, which hooks can only read"
     if tensor.dtype is FLOAT4:
         return f"it is of {FLOAT4}, two values in a byte, of which torch computes nothing"
     if tensor.is_meta:

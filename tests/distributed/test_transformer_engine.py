@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.distributed.matrix import cells_of, judge, sharded
 from tests.distributed.test_matrix import check
@@ -18,6 +21,8 @@ from tests.support import gpt, local_layers, oracle, te
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
+from tests.support.rank import changes
+from tests.unit.test_obstacles import on_every_road
 
 pytest.importorskip("megatron.core")
 
@@ -252,3 +257,69 @@ def test_a_page_has_modules_in_the_order_in_which_a_step_calls_them() -> None:
         assert called.index(f"{norm}") < called.index(mlp)
         assert called.index("decoder.layers.1.self_attention.linear_proj") < called.index(norm)
         assert shown == called
+
+
+def low_precision(case: Case, folder: str) -> tuple[dict[str, Tensor], list[str], Tensor]:
+    """What hooks, dumps and statistics have of a tensor of 8 bits, the warnings, and the tensor's values."""
+    gpt.runtime(case)
+    gpt.initialize(case)
+    from transformer_engine.pytorch import DType, Float8Tensor
+
+    def rounded(tensor: Tensor) -> Tensor:
+        data = (tensor.detach() * 4).to(torch.float8_e4m3fn).view(torch.uint8)
+        scale = torch.tensor([0.25])
+        kind = DType.kFloat8E4M3
+        return Float8Tensor(
+            shape=data.shape, dtype=torch.float32, data=data, fp8_scale_inv=scale, fp8_dtype=kind
+        )
+
+    found, warned, made = on_every_road(rounded, Path(folder))
+    return found, warned, made.dequantize()
+
+
+def test_tensors_of_8_bits_are_read_and_left_as_they_are(tmp_path: Path) -> None:
+    ((found, warned, values),) = run(1, low_precision, EVERYWHERE.single(), str(tmp_path), alone=True)
+    assert set(found) == {"read", "dump", "statistics"}
+    assert torch.equal(found["read"], values)
+    assert torch.equal(found["dump"], values)
+    assert found["statistics"].item() == values.abs().max().item() > 0
+    edits = [w for w in warned if "part:output" in w]
+    assert len(edits) == 2, "each edit is left out"
+    assert all("Float8Tensor" in w for w in edits)
+
+
+SINGLE_WEIGHT = replace(
+    GROUPED,
+    name="TE, one weight of all experts",
+    tp=1,
+    sp=False,
+    ep=1,
+    extra={te.OP_FUSER: True, "moe_single_grouped_weight": True},
+)
+
+
+def weights_of_experts(case: Case) -> tuple[dict[str, str], list[str], str]:
+    """The parameters of experts that are listed without a layout, and with one; and why one is refused."""
+    import megatron_flex as mf
+
+    changes.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    changes.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
+    gpt.runtime(case)
+    gpt.initialize(case)
+    with mf.attach(gpt.build(case)) as flex:
+        listed = {n: kind for n, kind in flex.parameters_without_layout().items() if ".experts." in n}
+        known = [p.name for p in flex.session.adapter.parameters() if ".experts." in p.name]
+        try:
+            flex.get_module_parameter(next(iter(listed)))
+            refusal = ""
+        except mf.FlexError as error:
+            refusal = str(error)
+    return listed, known, refusal
+
+
+def test_one_weight_of_all_experts_is_listed_and_not_read() -> None:
+    ((listed, known, refusal),) = run(1, weights_of_experts, SINGLE_WEIGHT, alone=True)
+    each = [f"decoder.layers.{n}.mlp.experts.linear_fc{i}.weight" for n in (0, 1) for i in (1, 2)]
+    assert listed == dict.fromkeys(each, "GroupedTensor")
+    assert known == []
+    assert_names(refusal, each[0])
