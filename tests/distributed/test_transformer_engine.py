@@ -55,6 +55,38 @@ def test_te_layers(case: Case, cells: list[Any]) -> None:
     check(case, cells)
 
 
+RECOMPUTED = Case("TE, checkpoints of its own, tp2 sp", tp=2, sp=True, te=True, layers=2, recompute=("full",))
+
+
+def recomputed(case: Case, *args: Any) -> dict[str, Any]:
+    """`sharded`, with the checkpoints that Megatron takes from Transformer Engine for 8-bit layers."""
+    gpt.runtime(case)
+    gpt.initialize(case)
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.extensions.transformer_engine import te_checkpoint
+
+    calls: list[int] = []
+
+    def checkpoint(function: Any, distribute: bool, *inputs: Any) -> Any:
+        calls.append(len(inputs))
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        group = parallel_state.get_tensor_model_parallel_group()
+        return te_checkpoint(function, distribute, tracker, group, *inputs)
+
+    changes.setattr(tensor_parallel, "checkpoint", checkpoint)
+    answer = sharded(case, *args)
+    assert calls, "Megatron has called it"
+    return answer
+
+
+def test_checkpoints_of_transformer_engine(cells: list[Any]) -> None:
+    sites = oracle.sites_of(RECOMPUTED)
+    edits = [s for s in oracle.edits_of(RECOMPUTED) if s.endswith((":mid", "mlp:input", "core_attention:q"))]
+    truth = local_layers.truth_of(RECOMPUTED, sites, edits)
+    answers = run(2, recomputed, RECOMPUTED, truth["state"], sites, edits, alone=True)
+    judge(cells_of(RECOMPUTED, sites, edits, truth, answers), cells)
+
+
 FUSED = [
     Case("TE, op fuser, tp2 sp", tp=2, sp=True, te=True, layers=2, extra={te.OP_FUSER: True}),
     Case(
