@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import cells_of, judge, sharded
-from tests.distributed.test_matrix import check
-from tests.support import gpt, local_layers, oracle, te
+from tests.distributed.test_matrix import VERSION, check
+from tests.support import gpt, local_layers, oracle, ssm, te
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -156,6 +156,19 @@ def test_fused_operations_get_no_copy_of_a_sessions_hooks(role: str, case: Case)
         assert len(messages) == 1, "of the user's hook"
     (read, *_), _ = run(2, copied_hooks, role, one)
     assert read == [f"decoder.layers.0.{role}:{p}" for p in ("input", "output")]
+
+
+HYBRID = [
+    Case("TE, attention and MLP, tp2 sp", tp=2, sp=True, te=True, layers=1, hybrid=True),
+    Case("TE, M*- tp2 sp", tp=2, sp=True, te=True, pattern="M*-", extra=ssm.MAMBA),
+    Case("TE, G- tp2 sp", tp=2, sp=True, te=True, pattern="G-", extra=ssm.DELTA),
+]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel's spec came with megatron-core 0.19")
+@pytest.mark.parametrize("case", HYBRID, ids=lambda c: c.name)
+def test_hybrid_models(case: Case, cells: list[Any]) -> None:
+    check(case, cells, None, oracle.edits_of(case)[::4])
 
 
 EXPERTS = Case(

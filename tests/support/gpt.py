@@ -279,13 +279,13 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     if case.bert:
         return bert.model(common, stage)
     if case.pattern:
-        return ssm.model(case, common, stage, _hybrid_spec)
+        return ssm.model(case, common, stage, partial(_hybrid_spec, case.te))
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         per_stage = ["*-" * (case.layers // case.pp)] * case.pp
         return HybridModel(
-            hybrid_stack_spec=_hybrid_spec(), hybrid_layer_pattern="|".join(per_stage), **common
+            hybrid_stack_spec=_hybrid_spec(case.te), hybrid_layer_pattern="|".join(per_stage), **common
         )
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -318,8 +318,12 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     return model
 
 
-def _hybrid_spec() -> Any:
+def _hybrid_spec(transformer_engine: bool = False) -> Any:
     """A stack spec of Megatron's own local classes; the ready-made one names Transformer Engine's."""
+    if transformer_engine:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec
     from megatron_flex.cpu import local_hybrid_stack_spec
 
     return local_hybrid_stack_spec()

@@ -44,12 +44,16 @@ class _Names:
         self.linears = {} if case.experts else {"pre_mlp_layernorm": "mlp.linear_fc1"}
         self.inputs = {} if case.experts else {"mlp": "pre_mlp_layernorm"}
         if not case.mla:
-            self.linears["input_layernorm"] = "self_attention.linear_qkv"
+            first = "in_proj" if "G" in case.pattern else "linear_qkv"  # no case has both
+            self.linears["input_layernorm"] = f"self_attention.{first}"
             self.inputs["self_attention"] = "input_layernorm"
         elif case.qk_norm:
             each = ("q", "kv") if case.q_rank else ("kv",)
             up = {f"self_attention.{n}_layernorm": f"self_attention.linear_{n}_up_proj" for n in each}
             self.linears.update(up)
+        if "M" in case.pattern:
+            self.linears["norm"] = "mixer.in_proj"
+            self.inputs["mixer"] = "norm"
         self.inputs.update({linear: norm for norm, linear in self.linears.items()})
 
     def local_site(self, site: str) -> str:
@@ -66,6 +70,6 @@ class _Names:
             name = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$", r"\2\1", name)
         for norm, linear in self.linears.items():
             front, inside, kind = name.partition(f".{norm}.")
-            if inside:
+            if inside and front.rpartition(".")[2].isdigit():  # a layer's, and not the mixer's own norm
                 return f"{front}.{linear}.layer_norm_{kind}"
         return name

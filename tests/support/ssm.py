@@ -160,6 +160,8 @@ def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Cal
 def stack(case: Any, hybrid_spec: Callable[[], Any]) -> Any:
     """A stack's spec with every kind of layer that a case's pattern may name."""
     spec = hybrid_spec()
+    if case.te:
+        return spec  # it has every kind
     more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer(), "mtp_block_spec": _prediction()}
     if "E" in case.pattern:
         more["moe_layer"] = _expert_layer(case.experts)

@@ -136,6 +136,7 @@ def visible(sites: list[str], settings: dict[str, Any]) -> list[str]:
     fused = ("kv_layernorm:output", ".q_layernorm:output") if latent else ("input_layernorm:output",)
     experts = any(s.endswith("mlp.router:input") for s in sites)  # and here the second
     fused += () if experts else ("pre_mlp_layernorm:output",)
+    mamba = re.compile(r"\.layers\.\d+\.norm:output")  # a norm inside Mamba's first linear
     in_layers = [s for s in sites if ".layers." in s]
-    gone = {s for s in in_layers if s.partition(":")[2] in HIDDEN or s.endswith(fused)}
+    gone = {s for s in in_layers if s.partition(":")[2] in HIDDEN or s.endswith(fused) or mamba.search(s)}
     return [s for s in sites if s not in gone]

@@ -102,8 +102,9 @@ def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     if not is_identity(getattr(layer, "cross_attn_bda", None)):
         yield b.site(f"{path}:cross_mid", b.of.stream(), Tap(bias_dropout_add, layer, ("cross_attn_bda",)))
     yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, layer))
+    attention = layer.self_attention  # or a gated delta net
     for role, linear in (
-        ("input_layernorm", getattr(layer.self_attention, "linear_qkv", None)),
+        ("input_layernorm", getattr(attention, "linear_qkv", getattr(attention, "in_proj", None))),
         ("pre_mlp_layernorm", getattr(layer.mlp, "linear_fc1", None)),
     ):
         norm = getattr(layer, role, None)

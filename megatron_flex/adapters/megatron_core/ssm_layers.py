@@ -21,6 +21,7 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     Packing,
     SiteBuilder,
     fused_part,
+    norm_inside,
 )
 from megatron_flex.adapters.taps import method_input, method_output, module_input, module_output
 from megatron_flex.errors import FlexError
@@ -55,6 +56,8 @@ def mamba_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     yield b.site(f"{path}:input", b.of.stream(), Tap(module_input, layer, (0, "hidden_states")))
     if not is_identity(layer.norm):
         yield from b.both(f"{path}.norm", layer.norm, b.of.stream(), "x")
+    linear = getattr(layer.mixer, "in_proj", None)
+    yield from norm_inside(b, f"{path}.norm", layer.norm, linear, b.of.stream())
     yield b.site(f"{path}:output", b.of.stream(), Tap(module_output, layer))
 
 
@@ -168,10 +171,14 @@ def _scan_layouts(
     of_conv = [module.conv1d_weight, module.conv1d_bias] if convolution is None else convolution.parameters()
     for parameter in of_conv:
         yield parameter, _rows_cut(parameter, tuple(_convolved(parts).values()))
-    if is_megatron(unadapted(module.in_proj), "ColumnParallelLinear"):
+    if is_megatron(unadapted(module.in_proj), *COLUMN_LINEARS):
         adapted = [linear for _, linear in packed_alike(module.in_proj, of.tp)]
-        for parameter in (p for linear in adapted or [module.in_proj] for p in linear.parameters()):
-            yield parameter, _rows_cut(parameter, tuple(parts.values()))
+        for linear in adapted or [module.in_proj]:
+            for name, parameter in linear.named_parameters():
+                if name.rpartition(".")[2].startswith("layer_norm_"):  # of Transformer Engine's norm inside
+                    yield parameter, of.replicated(parameter.ndim, shared=of.sequence_parallel)
+                else:
+                    yield parameter, _rows_cut(parameter, tuple(parts.values()))
 
 
 def _rows_cut(parameter: nn.Parameter, segments: Sequence[int] = (1,)) -> Layout:
