@@ -136,6 +136,7 @@ def numbers(values: Tensor) -> dict[str, Any]:
         "kurtosis": float(((v - mean) ** 4).mean() / spread**2) if spread else None,
         "positive": int((v > 0).sum()),
         "rounded": int((magnitudes < 1e-6 * float(v.square().mean().sqrt())).sum()),
+        "noise": int(((magnitudes < 1e-6 * float(v.square().mean().sqrt())) & (v != 0)).sum()),
         "small": int(((magnitudes < 0.5) & (v != 0)).sum()),
     }
 
@@ -152,9 +153,10 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
         found.append("kurtosis")
     if row.count != want["count"] or row.nans or row.infinities:
         found.append("count")
-    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[BINS_PER_SIGN] != round(
-        want["zeros"] * want["count"]
-    ):
+    zeros = row.histogram[BINS_PER_SIGN]
+    # A value that cancels is exactly zero, or what rounding leaves: how many are depends on the order of sums.
+    uncertain = want["noise"] and 2 * want["noise"] + 2
+    if abs(zeros - row.zeros * row.count) > 1e-3 or abs(zeros - want["zeros"] * want["count"]) > uncertain:
         found.append("zeros")
     if row.microbatches != microbatches:
         found.append("microbatches")
@@ -162,7 +164,7 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
     small = sum(row.histogram[halves[0] : halves[1]]) - row.histogram[BINS_PER_SIGN]
     # That lie on the other side of an edge by rounding, which makes the signs of values near zero.
     near = 2 + want["count"] // 500
-    if sum(row.histogram) != row.count or abs(small - want["small"]) > near:
+    if sum(row.histogram) != row.count or abs(small - want["small"]) > near + uncertain:
         found.append("histogram")
     if abs(sum(row.histogram[BINS_PER_SIGN + 1 :]) - want["positive"]) > near + want["rounded"]:
         found.append("signs")

@@ -280,9 +280,8 @@ def _hooked_alone(case: gpt.Case, draw: Draw, state: dict[str, Tensor]) -> dict[
     for site in sorted(watch.order(), key=_flow):
         oracle.install(chunks[0], site, watch.visit(site))
     weights = dict(gpt.global_names(chunks[0]))
-    for hook in draw.hooks:
-        if hook.kind == "parameter":
-            weights[hook.site].register_hook(watch.note(hook.site))
+    for name in {hook.site for hook in draw.hooks if hook.kind == "parameter"}:
+        weights[name].register_hook(watch.note(name))
     losses = gpt.step(case, models, 0, draw.forward_only)
     parameters = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
     return {
