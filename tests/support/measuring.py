@@ -154,7 +154,7 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
     if row.count != want["count"] or row.nans or row.infinities:
         found.append("count")
     zeros = row.histogram[BINS_PER_SIGN]
-    # A value that cancels is exactly zero, or what rounding leaves: how many are depends on the order of sums.
+    # A value that cancels is zero, or what rounding leaves: how many are zero depends on the order of sums.
     uncertain = want["noise"] and 2 * want["noise"] + 2
     same = abs(zeros - row.zeros * row.count) <= 1e-3
     if not same or abs(zeros - want["zeros"] * want["count"]) > uncertain + 1e-3:
