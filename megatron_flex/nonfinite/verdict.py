@@ -160,9 +160,9 @@ def _join_ranges(
 
 
 def _merge_sequences(sequences: Iterable[Sequence[PassName]]) -> list[PassName]:
-    """One sequence with all passes: those that the longest one lacks come behind their predecessors."""
+    """One sequence with all passes: those that earlier sequences lack come behind their predecessors."""
     out: list[PassName] = []
-    for sequence in sorted(sequences, key=len, reverse=True):
+    for sequence in sequences:
         position = 0
         known = {name: number for number, name in enumerate(out)}
         for name in sequence:

@@ -135,3 +135,12 @@ def test_a_mode_that_is_unknown_is_refused(mode: object) -> None:
     with pytest.raises(mf.FlexError) as caught:
         mf.NonFinite(mode)  # type: ignore[arg-type]  # on purpose
     assert_names(caught.value, "stop", "warn")
+
+
+def test_a_tensor_that_changed_is_measured_again() -> None:
+    reader, slots, shard = RangeReader(MESH), Slots(), torch.ones(2, 3)
+    reader.take("first", 0, shard, LAYOUT, slots)
+    reader.take("view", 0, shard.t(), LAYOUT, slots)
+    shard[0, 0] = NAN
+    reader.take("changed", 0, shard, LAYOUT, slots)
+    assert [r.finite for r in reader.finish()] == [True, True, False]
