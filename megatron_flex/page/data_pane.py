@@ -13,7 +13,7 @@ A source, `dump_source(...)` or `statistics_source(...)`:
     measures    {"rms" | "absmax" | "mean" | "std" | "zeros": [at * tensors + tensor], null for none}
     state       [at * tensors + tensor]: `tensor_tables`' THERE, ABSENT, DAMAGED + NANS, ...
     troubles    [[tensor, at, number in texts]]; texts: what is wrong there
-    histograms  {tensor: {"at": [...], "edges": [...], "counts": [[...]], "uneven": bins are powers of two}}
+    histograms  {tensor: {"at": [...], **figures.histogram_bins.DrawnBins}}
     heats       {tensor: [{"at", "sample", "shape", "of", "rows", "columns", "mean", "caption", **quantised}]}
     attention   [{"layer", "at", "shape": [head, query, key], "queries", "keys", "caption", **quantised}]
     lens        {"at", "layers", "tokens", "ids": [layer][token][k], "shares": likewise, "caption"} | null

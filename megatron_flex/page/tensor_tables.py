@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatron_flex.dump.reader import DumpArray, NoActivationError
 from megatron_flex.errors import DumpError
+from megatron_flex.figures.histogram_bins import fold_bins
 from megatron_flex.statistics.moments import HEAD_WIDTH, MomentEntry, MomentSums, MomentTable
-from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, TensorStatistics, compute_bin_edges
+from megatron_flex.statistics.statistics_records import TensorStatistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -164,11 +165,7 @@ def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = Tr
     if not read:
         return TensorCell(DAMAGED if failed else ABSENT, text=failed)
     measured = measure_sums(array.name, iteration, sums)
-    state = (
-        (PARTLY if failed else THERE)
-        | (NANS if measured.nans else 0)
-        | (INFINITIES if measured.infinities else 0)
-    )
+    state = (PARTLY if failed else THERE) | nonfinite_state(measured)
     return TensorCell(state, measured, failed, part.shape != full.shape)
 
 
@@ -229,7 +226,6 @@ def _readable_values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tenso
 
 MEASURES = ("rms", "absmax", "mean", "std", "zeros")
 MAX_TROUBLES, MAX_TEXTS = 4000, 300
-ZERO_BIN_SHARE = 100  # maximum share of nonzero values in the bin around zero: one in this many
 
 
 class TensorTables:
@@ -265,32 +261,15 @@ class TensorTables:
                 self._counts[tensor, at] = cell.statistics.histogram
 
     def histogram(self, tensor: int, most: int) -> None:
-        """Pack the histograms of a tensor, without the empty bins at either end."""
+        """Pack the histograms of a tensor, with the bins that are drawn."""
         iterations = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
         chosen = choose_evenly(iterations, most)
-        rows = {at: self._counts[tensor, at] for at in chosen}
+        rows = [self._counts[tensor, at] for at in chosen]
         for at in iterations:
             del self._counts[tensor, at]
-        full = [
-            bin_
-            for bin_ in range(len(compute_bin_edges()) - 1)
-            if any(counts[bin_] for counts in rows.values())
-        ]
-        if not full:
-            return
-        first, last = full[0], full[-1] + 1
-        low, high = _zero_bins(
-            [sum(counts[bin_] for counts in rows.values()) for bin_ in range(len(compute_bin_edges()) - 1)]
-        )
-        if first < high and low < last:
-            low, high = max(low, first), min(high, last)
-        bounds = [e for i, e in enumerate(compute_bin_edges()) if first <= i <= last and not low < i < high]
-        self._histograms[tensor] = {
-            "at": chosen,
-            "uneven": True,
-            "edges": [json_number(e) for e in bounds],
-            "counts": [_fold_bins(rows[at], first, last, low, high) for at in chosen],
-        }
+        if any(map(any, rows)):
+            bins = fold_bins(rows)._asdict()
+            self._histograms[tensor] = {"at": chosen, **bins}
 
     def state(self, tensor: int, at: int) -> int:
         """The state of a tensor in an iteration, as `data_reading` has it."""
@@ -314,19 +293,3 @@ class TensorTables:
             "texts": list(self._texts),
             "histograms": {str(t): histogram for t, histogram in self._histograms.items()},
         }
-
-
-def _zero_bins(counts: Sequence[int]) -> tuple[int, int]:
-    """The bins around zero, as a half-open range: together at most one in FEW of the nonzero values."""
-    low, high, inside = BINS_PER_SIGN, BINS_PER_SIGN + 1, 0
-    most = (sum(counts) - counts[BINS_PER_SIGN]) // ZERO_BIN_SHARE
-    while low > 0 and high < len(counts) and inside + counts[low - 1] + counts[high] <= most:
-        low, high = low - 1, high + 1
-        inside += counts[low] + counts[high - 1]
-    return low, high
-
-
-def _fold_bins(counts: Sequence[int], first: int, last: int, low: int, high: int) -> list[int]:
-    """The bins from `first` to `last` (exclusive), with those from `low` to `high` (exclusive) merged."""
-    middle = [sum(counts[low:high])] if first < high and low < last else []
-    return [*counts[first : min(low, last)], *middle, *counts[max(high, first) : last]]

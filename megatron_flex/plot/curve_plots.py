@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_flex import figures
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import Divergence, Histograms, Norms, Source
+from megatron_flex.figures.histogram_bins import fold_bins, symlog
 from megatron_flex.figures.tensor_figures import LAYER_OUTPUTS
 from megatron_flex.plot.canvas import (
     GREY,
@@ -26,7 +27,6 @@ from megatron_flex.plot.canvas import (
     new_figure,
     styled,
 )
-from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, LOWEST_EXPONENT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -317,8 +317,6 @@ def _mark_first(axes: Axes, figure_data: Divergence, places: list[int], ceiling:
 
 MAX_RIDGES = 24  # maximum that is still readable
 OVERLAP = 2.2  # overlap of the highest ridge, in rows
-LINEAR_SHARE = 0.9  # of the values, at least this share is on the linear part of the axis
-NARROW = 2.0**-5  # of the linear part: bins nearer to zero are one, as they hold few values each
 
 
 @styled
@@ -351,9 +349,9 @@ def histograms(source: Source | Histograms, site: str = "") -> Figure:
     rows = np.unique(np.linspace(0, many - 1, min(MAX_RIDGES, many)).round())
     shown = [int(row) for row in rows]
     numbers = [figure_data.iterations[row] for row in shown]
-    counts = np.delete(figure_data.counts[shown], BINS_PER_SIGN, 1)
-    edges, counts, linear = _drawn_bins(counts)
-    places = np.array([_symlog(edge, linear) for edge in edges])
+    bins = fold_bins(figure_data.counts[shown].tolist())
+    places = np.array([symlog(edge, bins.linear) for edge in bins.edges])
+    counts = np.array(bins.counts)
     densities = counts / np.diff(places) / np.maximum(counts.sum(1, keepdims=True), 1)
     figure = new_figure(8.5, max(3.2, 0.34 * len(shown) + 2.2))
     axes = figure.subplots()
@@ -366,55 +364,16 @@ def histograms(source: Source | Histograms, site: str = "") -> Figure:
         axes.stairs(
             base + density * height, places, baseline=base, color="white", linewidth=0.7, zorder=depth + 0.5
         )
-        zeros = figure_data.counts[shown[depth], BINS_PER_SIGN] / max(
-            figure_data.counts[shown[depth]].sum(), 1
-        )
-        if zeros:
-            text = f" {100 * zeros:.3g} % zeros"
+        if zeros := bins.zeros[depth]:
+            text = f" {100 * zeros / (zeros + counts[depth].sum()):.3g} % zeros"
             axes.annotate(text, (places[-1], base), va="bottom", fontsize=SMALL, color=GREY)
     for end in (-1.0, 1.0):
         axes.axvline(end, color=GREY, linestyle=":", linewidth=0.8, zorder=-1)
     axes.set_yticks([-float(n) for n in range(len(shown))], [str(n) for n in numbers])
     axes.set(ylabel="iteration", xlabel="value (linear between the dotted lines, logarithmic beyond)")
-    _label_powers(axes, places, linear)
+    _label_powers(axes, places, bins.linear)
     few = "" if len(shown) == many else f" · {len(shown)} of {many} drawn"
     return finish_figure(figure, f"Values of {figure_data.site}", figure_data.caption + few)
-
-
-def _symlog(value: float, linear: float) -> float:
-    """Where a value is: in units of `linear` up to it, beyond a unit for each power of two."""
-    size = abs(value) / linear
-    return math.copysign(size if size <= 1 else 1 + math.log2(size), value)
-
-
-def _drawn_bins(counts: Any) -> tuple[list[float], Any, float]:
-    """The bins of both signs that have values, without the zeros, and the end of the linear part.
-
-    Args:
-        counts: `[row, 2 * BINS_PER_SIGN]`, negative ones first.
-
-    Returns:
-        The edges of the bins, all finite; their counts; the power of two up to which most values are.
-    """
-    import numpy as np
-
-    powers = [2.0**e for e in range(LOWEST_EXPONENT + 1, LOWEST_EXPONENT + BINS_PER_SIGN + 1)]  # upper ends
-    edges = [*(-p for p in reversed(powers)), 0.0, *powers]
-    used = counts.sum(0)
-    both = used[:BINS_PER_SIGN][::-1] + used[BINS_PER_SIGN:]
-    inside = both.cumsum() >= LINEAR_SHARE * max(both.sum(), 1)
-    linear = powers[int(inside.argmax())]
-    near = max(0, powers.index(linear) + round(math.log2(NARROW)))  # bins of each sign that become one
-    low, high = BINS_PER_SIGN - near - 1, BINS_PER_SIGN + near + 1
-    middle = [counts[:, low:BINS_PER_SIGN].sum(1), counts[:, BINS_PER_SIGN:high].sum(1)]
-    if used[:low].any() and used[high:].any():  # of both signs
-        edges, middle = [*edges[: low + 1], *edges[high:]], [sum(middle)]
-    else:
-        edges = [*edges[: low + 1], 0.0, *edges[high:]]
-    counts = np.concatenate([counts[:, :low], np.stack(middle, 1), counts[:, high:]], 1)
-    full = counts.sum(0).nonzero()[0]
-    first, last = (int(full[0]), int(full[-1])) if len(full) else (low, low)
-    return edges[first : last + 2], counts[:, first : last + 1], linear
 
 
 MIN_TICK = 0.055  # of the axis' width, between two labels

@@ -34,66 +34,40 @@
       choose: (i) => ctx.iterate(source.iterations[i]) });
   }
 
-  const INSIDE = 0.9; // of the values, at least this share is on the linear part of the axis
-  const NARROW = 1 / 32; // of the linear part: what is nearer to zero is one bin, as narrower ones hold few values
-
-  /**
-   * The bins as they are drawn: linear as far as most values are, a unit for each power of two beyond.
-   *
-   * Returns { edges, places: where the edges are, rows: values in each bin by iteration, linear, place(value), zero: the
-   * bin with exact zeros }.
-   */
-  function symlog({ edges, counts }) {
-    const ends = edges.map((e, i) => e ?? (i ? 2 * edges[i - 1] : 2 * edges[1])); // of an endless bin, the next power
-    const all = tools.sum(counts.map(tools.sum)), sizes = [...new Set(ends.map(Math.abs))].filter(Boolean).sort((a, b) => a - b);
-    const inside = (size, bin) => Math.max(Math.abs(ends[bin]), Math.abs(ends[bin + 1])) <= size;
-    const held = (size) => tools.sum(counts.map((row) => tools.sum(row.filter((_, bin) => inside(size, bin)))));
-    const linear = sizes.find((size) => held(size) >= INSIDE * all) ?? 1;
-    const place = (e) => (Math.abs(e) <= linear ? e / linear : Math.sign(e) * (1 + Math.log2(Math.abs(e) / linear)));
-    const near = counts[0].map((_, bin) => inside(linear * NARROW, bin)), first = near.indexOf(true), last = near.lastIndexOf(true);
-    const kept = ends.filter((_, i) => first < 0 || i <= first || i > last);
-    const rows = counts.map((row) => (first < 0 ? row : [...row.slice(0, first), tools.sum(row.slice(first, last + 1)), ...row.slice(last + 1)]));
-    const zero = rows[0].findIndex((_, bin) => kept[bin] <= 0 && kept[bin + 1] >= 0);
-    return { edges: kept, places: kept.map(place), rows, linear, place, zero };
-  }
-
   /** Histograms, the first iteration on top; heights are densities, relative to the greatest of each. */
-  function ridges(ctx, source, packed, tensor) {
+  function ridges(ctx, source, packed) {
+    const { edges, linear } = packed, lowest = edges[0], highest = edges[edges.length - 1];
     const several = packed.counts.length, width = tools.room(), left = 64, right = 14, low = 26;
-    const step = several > 8 ? 15 : 26, tall = several > 1 ? step * 2.2 : 90;
-    const height = tall + step * (several - 1) + low + 4, drawn = symlog(packed), { places } = drawn, many = places.length - 1;
-    const at = (place) => left + ((width - left - right) * (place - places[0])) / (places[many] - places[0] || 1);
-    const zeros = drawn.rows.map((row, n) => Math.round((source.measure('zeros', packed.at[n], tensor) ?? 0) * tools.sum(row)));
+    const step = several > 8 ? 15 : 26, tall = several > 1 ? step * 2.2 : 90, height = tall + step * (several - 1) + low + 4;
+    const symlog = (value) => (Math.abs(value) <= linear ? value / linear : Math.sign(value) * (1 + Math.log2(Math.abs(value) / linear)));
+    const at = (value) => left + ((width - left - right) * (symlog(value) - symlog(lowest))) / (symlog(highest) - symlog(lowest));
     const root = svg('svg', { width, height, class: 'data-chart', role: 'img',
-      'aria-label': `Histograms of ${several} iterations, from ${number(drawn.edges[0])} to ${number(drawn.edges[many])}` });
-    drawn.rows.forEach((numbers, row) => {
-      const counts = numbers.map((n, bin) => {
-        const wide = places[bin + 1] - places[bin], without = bin === drawn.zero ? Math.max(0, n - zeros[row]) : n;
-        return wide ? without / wide : 0;
-      });
-      const base = tall + step * row, top = tools.most(counts) || 1;
+      'aria-label': `Histograms of ${several} iterations, from ${number(lowest)} to ${number(highest)}` });
+    packed.counts.forEach((counts, row) => {
+      const densities = counts.map((n, bin) => n / (symlog(edges[bin + 1]) - symlog(edges[bin])));
+      const base = tall + step * row, top = tools.most(densities) || 1;
       const i = packed.at[row], on = i === source.at;
-      let path = `M${at(places[0])} ${base}`;
-      counts.forEach((n, bin) => {
+      let path = `M${at(lowest)} ${base}`;
+      densities.forEach((n, bin) => {
         const y = (base - (tall - 6) * (n / top)).toFixed(1);
-        path += `L${at(places[bin]).toFixed(1)} ${y}L${at(places[bin + 1]).toFixed(1)} ${y}`;
+        path += `L${at(edges[bin]).toFixed(1)} ${y}L${at(edges[bin + 1]).toFixed(1)} ${y}`;
       });
-      const ridge = svg('path', { d: `${path}L${at(places[many])} ${base}Z`, class: on ? 'data-ridge data-on' : 'data-ridge' },
-        svg('title', {}, `iteration ${source.iterations[i]}: ${number(tools.sum(numbers))} values`));
+      const ridge = svg('path', { d: `${path}L${at(highest)} ${base}Z`, class: on ? 'data-ridge data-on' : 'data-ridge' },
+        svg('title', {}, `iteration ${source.iterations[i]}: ${number(tools.sum(counts) + packed.zeros[row])} values`));
       ridge.addEventListener('click', () => ctx.iterate(source.iterations[i]));
       root.append(ridge, svg('text', { x: left - 6, y: base, 'text-anchor': 'end',
         class: on ? 'data-on' : '' }, String(source.iterations[i])));
     });
-    const ticks = [], { linear } = drawn; // the most telling first, as many as there is room for
-    for (const value of [drawn.edges[0], drawn.edges[many], 0, -linear, linear, -linear / 2, linear / 2, ...drawn.edges]) {
-      const x = at(drawn.place(value));
-      if (value >= drawn.edges[0] && value <= drawn.edges[many] && !ticks.some((t) => Math.abs(t - x) < 68)) {
+    const ticks = []; // the most telling first, as many as there is room for
+    for (const value of [lowest, highest, 0, -linear, linear, -linear / 2, linear / 2, ...edges]) {
+      const x = at(value);
+      if (value >= lowest && value <= highest && !ticks.some((t) => Math.abs(t - x) < 68)) {
         ticks.push(x);
-        root.append(svg('text', { x, y: height - 8, 'text-anchor': value === drawn.edges[0] ? 'start' : value === drawn.edges[many] ? 'end' : 'middle' }, number(value)));
+        root.append(svg('text', { x, y: height - 8, 'text-anchor': value === lowest ? 'start' : value === highest ? 'end' : 'middle' }, number(value)));
       }
     }
     return el('div', { class: 'data-picture' }, root, el('p', { class: 'data-dim' },
-      `Densities, on an axis that is linear to ±${number(linear)} and logarithmic beyond.${tools.sum(zeros) ? ' Exact zeros are not drawn.' : ''}`));
+      `Densities, on an axis that is linear to ±${number(linear)} and logarithmic beyond.${tools.sum(packed.zeros) ? ' Exact zeros are not drawn.' : ''}`));
   }
 
   /** The entries that a drawn one stands for: `12`, or `12–15`. */
@@ -141,7 +115,7 @@
         tokens(source, packed, `${source.label} ${name}`, scale));
     } else if (!trouble) out.append(instead(ctx, source, tensor));
     const counts = source.histograms[tensor];
-    if (counts) out.append(head('Histogram by iteration'), ridges(ctx, source, counts, tensor));
+    if (counts) out.append(head('Histogram by iteration'), ridges(ctx, source, counts));
     if (source.iterations.length > 1) out.append(head('rms by iteration'), overIterations(ctx, source, tensor));
     return out;
   }

@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,21 +145,37 @@ def test_histograms_hold_all_values(dump: Path) -> None:
     assert histogram["counts"][0][0] > 0 or any(c[0] for c in histogram["counts"])
 
 
-def test_what_is_nearest_to_zero_is_in_one_bin(tmp_path: Path) -> None:
+def test_what_is_nearest_to_zero_is_in_one_bin_without_the_zeros(tmp_path: Path) -> None:
     value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 1), 1e-9), torch.zeros(1, 1, 8, 9)], -1)
-    for name, given in (("signed", value), ("magnitudes", value.abs()), ("zeros", 0 * value)):
+    for name, given in (("signed", value), ("magnitudes", value.abs())):
         dumps.write(tmp_path / name, {FIRST: Given(given)})
         histogram = Shown(dump_source(tmp_path / name, [FIRST])).content["histograms"]["0"]
-        (counts,), edges = histogram["counts"], histogram["edges"]
-        assert len(edges) == len(counts) + 1
-        assert sum(counts) == value.numel()
-        assert len(counts) <= 25
-        middle = [n for n, (low, high) in enumerate(pairwise(edges)) if low <= 0 <= high]
-        if name != "zeros":
-            assert 80 <= counts[middle[0]] <= 72 + (value.numel() - 72) // 100
+        (counts,), edges, linear = histogram["counts"], histogram["edges"], histogram["linear"]
+        assert histogram["zeros"] == [8 * 9]
+        sizes = given[given != 0].abs()
+        assert (sizes < linear).double().mean() >= 0.9 > (sizes < linear / 2).double().mean()
+        assert sum(counts) == len(sizes)
+        near = [-linear / 32, linear / 32] if name == "signed" else [0, linear / 32]
+        assert [edge for edge in edges if abs(edge) <= linear / 32] == near
+        nonzero = given[given != 0]
         for low, high, count in zip(edges, edges[1:], counts, strict=False):
-            if low > 0:
-                assert count == int(((given >= low) & (given < high)).sum())
+            inside = (nonzero > low) & (nonzero <= high) if high <= 0 else (nonzero >= low) & (nonzero < high)
+            assert count == int(inside.sum())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_axis_of_a_histogram_has_zero_where_there_are_zeros(tmp_path: Path, sign: int) -> None:
+    value = sign * torch.tensor([1.0, 1.5, 3.0, 0.0]).reshape(1, 1, 4, 1)
+    for name, given, ends in (("zeros", value, [0, 4]), ("none", value[:, :, :3], [1, 4])):
+        dumps.write(tmp_path / name, {FIRST: Given(given)})
+        edges = Shown(dump_source(tmp_path / name, [FIRST])).content["histograms"]["0"]["edges"]
+        assert sorted([abs(edges[0]), abs(edges[-1])]) == ends
+
+
+def test_a_histogram_of_zeros_alone_has_no_values(tmp_path: Path) -> None:
+    dumps.write(tmp_path / "d", {FIRST: Given(torch.zeros(1, 1, 8, 4))})
+    histogram = Shown(dump_source(tmp_path / "d", [FIRST])).content["histograms"]["0"]
+    assert histogram == {"at": [0], "edges": [-1, 1], "counts": [[0]], "zeros": [32], "linear": 1}
 
 
 def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
