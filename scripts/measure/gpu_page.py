@@ -12,6 +12,27 @@ OF_A_CPU = (
     "run this."
 )
 OF_A_GPU = "Run on one {name}."
+TRANSFORMER_ENGINE = (
+    (
+        "GPT: tensor, sequence and pipeline parallel, recomputed by Megatron or Transformer Engine",
+        "values, gradients, edits, parameters",
+    ),
+    (
+        "Multi-latent attention; attention and MLP, Mamba and gated delta net layers of HybridModel",
+        "the same",
+    ),
+    (
+        "Experts, one by one and grouped, expert parallel",
+        "the same; the tensors between grouped linears against one process of Transformer Engine",
+    ),
+    (
+        "Operation fuser (`TEFusedMLP`)",
+        "the same; what is inside is hidden, and no hook of a session is copied into it",
+    ),
+    ("`--fused-residual-rmsnorm`", "the same; an edit before the norm leaves the residual stream alone"),
+    ("Tensors of 8 bits", "read dequantized; edits are left out with a warning"),
+    ("`--moe-single-grouped-weight`", "the weight is listed and not read"),
+)
 UNVERIFIED = (
     (
         "Hook points of Transformer Engine's layers",
@@ -67,6 +88,13 @@ def page(result: Mapping[str, Any], parts: Mapping[str, str]) -> str:
     )
     for name in (n for n in parts if n in found):
         lines += ["", f"## {name}", "", *_part(found[name])]
+    lines += ["", "## Transformer Engine without a GPU", ""]
+    lines += [
+        "Tests run Transformer Engine's own Python, with its compiled extension in plain torch, and compare "
+        "it with one process of Megatron's local layers:",
+        "",
+    ]
+    lines += _table(["layers", "compared"], TRANSFORMER_ENGINE)
     lines += ["", "## Unverified", "", "None of this has run on a GPU:", ""]
     lines += _table(["what", "it needs"], UNVERIFIED)
     return "\n".join(lines) + "\n"
