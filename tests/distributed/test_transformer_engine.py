@@ -7,6 +7,7 @@ layers. Nothing of this was run on a GPU: the compiled extension is plain torch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,3 +369,37 @@ def test_one_weight_of_all_experts_is_listed_and_not_read() -> None:
     assert listed == dict.fromkeys(each, "GroupedTensor")
     assert known == []
     assert_names(refusal, each[0])
+
+
+def rounding_errors(case: Case) -> dict[str, list[float]]:
+    """How far layers in bf16 are from the same ones in fp32: outputs and gradients."""
+    gpt.runtime(case)
+    gpt.initialize(case)
+    import transformer_engine.pytorch as upstream
+
+    inputs, splits = torch.randn(6, 16), [1, 0, 5]
+    made: dict[str, Callable[[torch.dtype], Any]] = {
+        "linear": lambda dtype: upstream.Linear(16, 8, params_dtype=dtype, device="cpu"),
+        "norm and linear": lambda dtype: upstream.LayerNormLinear(16, 8, params_dtype=dtype, device="cpu"),
+        "grouped": lambda dtype: upstream.GroupedLinear(3, 16, 8, params_dtype=dtype, device="cpu"),
+    }
+    errors = {}
+    for name, make in made.items():
+        layers = [make(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        results = []
+        for layer, dtype in zip(layers, (torch.float32, torch.bfloat16), strict=True):
+            x = inputs.to(dtype, copy=True).requires_grad_()
+            out = layer(x, splits) if name == "grouped" else layer(x)
+            assert out.dtype is dtype
+            (out * torch.arange(8)).sum().backward()
+            results.append([out, x.grad, *(p.grad for p in layer.parameters())])
+        pairs = zip(*results, strict=True)
+        errors[name] = [float((b.float() - a).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs]
+    return errors
+
+
+def test_layers_in_bf16_are_those_in_fp32_rounded() -> None:
+    (errors,) = run(1, rounding_errors, EVERYWHERE.single(), alone=True)
+    greatest = {name: max(found) for name, found in errors.items()}
+    assert all(0 < error < 2**-6 for error in greatest.values()), greatest

@@ -275,40 +275,6 @@ def _activations() -> dict[str, Callable[..., Any]]:
     return calls | {f"d{n}": backward(f) for n, f in _ACTIVATIONS.items()}
 
 
-def _interleaved(x: Tensor, size: int) -> Tensor:
-    """`[gate | value]` of rows whose gates and values alternate in blocks of `size`, if that is not 0."""
-    if size == 0:
-        return x
-    blocks = x.unflatten(-1, (-1, 2, size))
-    return torch.cat([blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)], -1)
-
-
-def scaled_swiglu(x: Tensor, scales: Tensor, quantizer: Any, interleave: int) -> Tensor:
-    _not_quantized(quantizer)
-    made = _ACTIVATIONS["swiglu"](_interleaved(x.float(), interleave))
-    return (made * scales.float().view(-1, 1)).to(x.dtype)
-
-
-def scaled_dswiglu(
-    dy: Tensor, x: Tensor, scales: Tensor, quantizer: Any, interleave: int, scale_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    _not_quantized(quantizer)
-    swiglu = _ACTIVATIONS["swiglu"]
-    dx = _gradient(lambda t: swiglu(_interleaved(t, interleave)), dy.float() * scales.float().view(-1, 1), x)
-    made = swiglu(_interleaved(x.float(), interleave))
-    dscales = (dy.float() * made).sum(-1).view(scales.shape).to(scales.dtype) if scale_grad else None
-    return dx.to(x.dtype), dscales
-
-
-def dropout_fwd(x: Tensor, probability: float, out: Tensor | None = None) -> list[Tensor]:
-    mask = torch.rand(x.shape) >= probability
-    return [_write(x * mask / (1 - probability), out, x.dtype), mask]
-
-
-def dropout_bwd(dy: Tensor, mask: Tensor, probability: float, out: Tensor | None = None) -> Tensor:
-    return _write(dy * mask / (1 - probability), out, dy.dtype)
-
-
 def get_fused_attn_backend(*_: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "no cuDNN"
 
@@ -341,8 +307,7 @@ def module() -> ModuleType:
     """The extension, to be put into `sys.modules` under its `NAME`."""
     extension = ModuleType(NAME)
     functions = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, generic_gemm)
-    functions += (te_general_grouped_gemm, scaled_swiglu, scaled_dswiglu, dropout_fwd, dropout_bwd)
-    functions += (get_fused_attn_backend,)
+    functions += (te_general_grouped_gemm, get_fused_attn_backend)
     vars(extension).update({f.__name__: f for f in functions})
     vars(extension).update(_activations())
     vars(extension).update({c.__name__: c for c in (DType, NVTE_Fused_Attn_Backend)})
