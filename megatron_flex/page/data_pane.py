@@ -14,7 +14,7 @@ A source, `dump_source(...)` or `statistics_source(...)`:
     state       [at * tensors + tensor]: `tensor_tables`' THERE, ABSENT, DAMAGED + NANS, ...
     troubles    [[tensor, at, number in texts]]; texts: what is wrong there
     histograms  {tensor: {"at": [...], **figures.histogram_bins.DrawnBins}}
-    heats       {tensor: [{"at", "sample", "shape", "of", "rows", "columns", "mean", "caption", **quantised}]}
+    heats       {tensor: [{"at", "shape", "of", "rows", "columns", "mean", "caption", **quantised}]}
     attention   [{"layer", "at", "shape": [head, query, key], "queries", "keys", "caption", **quantised}]
     lens        {"at", "layers", "tokens", "ids": [layer][token][k], "shares": likewise, "caption"} | null
     lacks       {"attention" | "lens" | tensor's name: why there is no such picture, and what to dump}
@@ -49,7 +49,6 @@ from megatron_flex.page.tensor_tables import (
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
 from megatron_flex.statistics.statistics_reader import OpenStatistics
-from megatron_flex.statistics.statistics_records import TensorStatistics
 
 if TYPE_CHECKING:
     from megatron_flex.compare import Comparison
@@ -84,7 +83,7 @@ def divergence_json(
     try:
         divergence = tables_of(comparison)
     except FigureError as error:
-        notes = [{"kind": "info", "text": str(error)}]
+        notes = [info_note(str(error))]
         empty: dict[str, Any] = {"names": [], "iterations": [], "rows": [], "hints": []}
         none: dict[str, Any] = {"first": None, "first_row": None}
         return {
@@ -96,7 +95,7 @@ def divergence_json(
             **none,
             "notes": notes,
         }
-    notes = [{"kind": "info", "text": text} for text in comparison.notes]
+    notes = [info_note(text) for text in comparison.notes]
     kept = set(range(len(divergence.sites)))
     iterations = list(divergence.iterations)
     if len(comparison.rows) > most:
@@ -108,7 +107,7 @@ def divergence_json(
             kept |= {divergence.sites.index(divergence.first[0])} if divergence.first else set()
         text = f"{len(kept)} of {len(divergence.sites)} tensors are shown"
         text += f", in iterations {_list_numbers(iterations)}"
-        notes.append({"kind": "info", "text": f"of the comparison {text}"})
+        notes.append(info_note(f"of the comparison {text}"))
     rows, first_row = _comparison_rows(comparison, divergence, names, set(iterations), kept)
     return {
         "verdict": comparison.verdict,
@@ -143,7 +142,7 @@ def _comparison_rows(
             continue
         if divergence.first == (row.name, row.iteration) and first is None:
             first = len(rows)
-        site = at.get(row.name.partition("#")[0].removesuffix(GRADIENT_SUFFIX), -1)
+        site = at.get(_site_name(row.name), -1)
         rows.append(
             [
                 site,
@@ -206,13 +205,8 @@ def dump_source(
     except DumpError as error:  # not even names are readable
         tensors, more = [], [damage_note(shorten_paths(str(error), readable.path))]
     notes = [*notes, *more]
-    available = readable.iterations
-    iterations = choose_evenly(available, bounds.iterations_of(len(tensors)))
-    if len(iterations) < len(available):
-        notes.append(
-            info_note(f"{label}: {len(iterations)} of {len(available)} iterations are shown, evenly spread.")
-        )
-    if not available:
+    iterations = _limit_iterations(readable.iterations, len(tensors), bounds, label, notes)
+    if not iterations:
         notes.append(damage_note(f"{label}: no iteration of the dump has anything that can be read."))
     tables = TensorTables(iterations, [t.name for t in tensors])
     shortened = _fill_tables(readable, tensors, tables, bounds)
@@ -263,18 +257,16 @@ def statistics_source(
     order = {"value": VALUE, "gradient": GRADIENT, "parameter_gradient": PARAMETER_GRADIENT}
     tensors = [PageTensor(n, order[kinds[n]], at.get(_site_name(n), -1)) for n in statistics.sites]
     tensors = _limit_tensors(tensors, bounds, label, notes)
-    available = statistics.iterations
-    iterations = choose_evenly(available, bounds.iterations_of(len(tensors)))
-    if len(iterations) < len(available):
-        notes.append(
-            info_note(f"{label}: {len(iterations)} of {len(available)} iterations are shown, evenly spread.")
-        )
+    iterations = _limit_iterations(statistics.iterations, len(tensors), bounds, label, notes)
     tables = TensorTables(iterations, [t.name for t in tensors])
     rows = {(row.iteration, row.site): row for row in statistics.rows()}
     histograms = bounds.histograms_of(len(tensors), len(iterations))
     for number, tensor in enumerate(tensors):
         for position, iteration in enumerate(iterations):
-            tables.put(number, position, _statistics_cell(rows.get((iteration, tensor.name))))
+            row = rows.get((iteration, tensor.name))
+            tables.put(
+                number, position, TensorCell(ABSENT) if row is None else TensorCell(nonfinite_state(row), row)
+            )
         tables.histogram(number, histograms)
     source = _source_json("statistics", label, statistics.path.name, notes, tables, tensors)
     reason = "statistics have numbers of tensors, not the tensors: dump {} (mf.Dump) to see this"
@@ -283,10 +275,6 @@ def statistics_source(
         "lens": reason.format("decoder.layers.*:output with the output layer's parameters"),
     }
     return source
-
-
-def _statistics_cell(row: TensorStatistics | None) -> TensorCell:
-    return TensorCell(ABSENT) if row is None else TensorCell(nonfinite_state(row), row)
 
 
 def _fill_tables(
@@ -337,6 +325,17 @@ def _limit_tensors(
         return tensors
     notes.append(info_note(f"{label}: {bounds.tensors} of {len(tensors)} tensors are shown, evenly spread."))
     return choose_evenly(tensors, bounds.tensors)
+
+
+def _limit_iterations(
+    iterations: list[int], tensors: int, bounds: PageBounds, label: str, notes: list[PageNote]
+) -> list[int]:
+    chosen = choose_evenly(iterations, bounds.iterations_of(tensors))
+    if len(chosen) < len(iterations):
+        notes.append(
+            info_note(f"{label}: {len(chosen)} of {len(iterations)} iterations are shown, evenly spread.")
+        )
+    return chosen
 
 
 def _site_name(name: str) -> str:

@@ -142,14 +142,13 @@ class DumpPictures:
                 continue
             return {
                 "at": at,
-                "sample": sample,
                 "shape": list(figure.values.shape),
                 "rows": encode_labels(figure.rows),
                 "columns": encode_labels(figure.columns),
                 "of": list(figure.block),
                 "mean": figure.block != (1, 1),
                 "caption": figure.caption,
-                **_round_ends(quantise(figure.values)),
+                **quantise(figure.values),
             }
         self.lacks.setdefault(name, self._words(trouble))
         return None
@@ -215,7 +214,7 @@ class DumpPictures:
                 "keys": encode_labels(figure.keys[:: block[1]]),
                 "of": list(block),
                 "caption": figure.caption,
-                **_round_ends(quantise(values)),
+                **quantise(values),
             }
         )
 
@@ -247,8 +246,3 @@ class DumpPictures:
 
     def _words(self, error: FlexError | None) -> str:
         return shorten_paths(str(error), self.dump.path)
-
-
-def _round_ends(packed: dict[str, Any]) -> dict[str, Any]:
-    """With ends of few digits: more digits than the quantization step are useless."""
-    return {**packed, "lo": json_number(packed["lo"], 7), "hi": json_number(packed["hi"], 7)}

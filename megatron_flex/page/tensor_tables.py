@@ -56,8 +56,8 @@ def quantise(values: NDArray[Any] | Tensor) -> dict[str, Any]:
     codes[table == math.inf] = POSITIVE_CODE
     codes[table == -math.inf] = NEGATIVE_CODE
     return {
-        "lo": lo,
-        "hi": hi,
+        "lo": json_number(lo, 7),  # more digits than the step has are useless
+        "hi": json_number(hi, 7),
         "q": b64encode(bytes(codes.to(torch.uint8).flatten().tolist())).decode("ascii"),
     }
 

@@ -55,10 +55,12 @@ const flexPage = (() => {
   // -- sites ---------------------------------------------------------------------------------------------
 
   const LAYER = /(^|\.)(\d+)(?=[.:]|$)/;
-  function layerOf(site) {
-    const found = LAYER.exec(names[site]);
+  function layerIn(name) {
+    const found = LAYER.exec(name);
     return found ? Number(found[2]) : null;
   }
+  const layerOf = (site) => layerIn(names[site]);
+  const family = (name) => name.replace(LAYER, '$1*'); // the same for all layers
   function inLayer(site, layer) { // the same place in another layer; undefined if there is none
     return numbers.get(names[site].replace(LAYER, `$1${layer}`));
   }
@@ -170,7 +172,7 @@ const flexPage = (() => {
   }
 
   return {
-    page, state, STATES, mesh, on, select, pane, start, el, svg, dot, fmt, layerOf, inLayer, matching,
+    page, state, STATES, mesh, on, select, pane, start, el, svg, dot, fmt, family, layerIn, layerOf, inLayer, matching,
     site: (name) => numbers.get(name), name: (site) => names[site],
   };
 })();

@@ -129,8 +129,7 @@
     if (about.width) grid.style.maxWidth = `${about.width}px`;
     grid.style.height = `${about.height || Math.max(90, Math.min(300, rows * 6))}px`;
     const said = el('output', { class: 'data-said', 'aria-live': 'polite' });
-    const rest = about.hint || (about.choose ? 'Point at an entry, or use the arrow keys; click or Enter chooses.'
-      : 'Point at an entry, or use the arrow keys.');
+    const rest = `Point at an entry, or use the arrow keys${about.choose ? '; click or Enter chooses' : ''}.`;
     let at = about.at || [0, 0];
     const place = (row, column, moved) => {
       at = [Math.max(0, Math.min(rows - 1, row)), Math.max(0, Math.min(columns - 1, column))];
@@ -168,6 +167,12 @@
       grid, said);
   }
 
+  /** The entries that a drawn row or column stands for: `12`, or `12–15`. */
+  function span(labels, i, block) {
+    const from = Array.isArray(labels) ? labels[i] : labels.first + i * labels.step;
+    return block > 1 ? `${from}–${from + block - 1}` : String(from);
+  }
+
   // -- lines -----------------------------------------------------------------------------------------
 
   let space = 520;
@@ -190,7 +195,7 @@
   }
 
   /**
-   * Lines over whole numbers: `lines: [{ values, chosen, label, colour, dash }]`; a gap where a value is
+   * Lines over whole numbers: `lines: [{ values, chosen, label, colour }]`; a gap where a value is
    * not finite. `log` spans orders of magnitude.
    *
    * about: { lines, names(i), label, across, log, at, choose(i), height, key }
@@ -229,7 +234,6 @@
       const drawn = svg('path', { d: path || 'M0 0', class: line.chosen ? 'data-line data-on' : 'data-line' },
         svg('title', {}, line.label || ''));
       if (line.colour) drawn.style.stroke = line.colour;
-      if (line.dash) drawn.style.strokeDasharray = '5 4';
       root.append(drawn);
       if (line.chosen || many === 1) {
         Array.from(line.values).forEach((v, i) => {
@@ -260,6 +264,17 @@
 
   // -- choices ---------------------------------------------------------------------------------------
 
+  /** Call `go` with 1 or -1 for an arrow key in a group. */
+  function arrows(group, go) {
+    group.addEventListener('keydown', (event) => {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      event.stopPropagation();
+      go(step);
+    });
+  }
+
   /** One of several, as a group of buttons; the arrow keys go from one to the next. */
   function choice(label, options, chosen, pick, key) {
     const group = el('div', { class: 'data-choice', role: 'radiogroup', 'aria-label': label });
@@ -271,13 +286,8 @@
       button.addEventListener('click', () => pick(option.value));
       return button;
     });
-    group.addEventListener('keydown', (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      const at = buttons.indexOf(document.activeElement);
-      if (!step || at < 0) return;
-      event.preventDefault();
-      event.stopPropagation();
-      const next = (at + step + buttons.length) % buttons.length;
+    arrows(group, (step) => {
+      const next = (buttons.indexOf(document.activeElement) + step + buttons.length) % buttons.length;
       buttons[next].focus();
       pick(options[next].value);
     });
@@ -301,7 +311,7 @@
   const sentence = (text) => el('p', { class: 'data-lacks' }, text);
   const head = (text, ...more) => el('h4', { class: 'data-head' }, text, ...more);
 
-  flexPage.dataTools = { choice, menu, sentence, head, isDark,
-    unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart, room, measure,
+  flexPage.dataTools = { arrows, choice, menu, sentence, head, isDark,
+    unpack, number, ramp, css, shade, ends, paint, legend, heat, span, chart, room, measure,
     least, most, sum };
 })();

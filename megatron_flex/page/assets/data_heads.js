@@ -3,10 +3,7 @@
 (() => {
   const { el } = flexPage;
   const tools = flexPage.dataTools;
-  const { number, sentence, head } = tools;
-
-  const at = (labels, i) => (Array.isArray(labels) ? labels[i] : labels.first + i * labels.step);
-  const span = (labels, i, block) => (block > 1 ? `${at(labels, i)}–${at(labels, i) + block - 1}` : String(at(labels, i)));
+  const { number, sentence, span, head } = tools;
 
   /** The values of one head. */
   function values(packed, which) {
@@ -52,11 +49,7 @@
     const scale = { lo: 0, hi: loud(packed), kind: 'share', open: true };
     const group = el('div', { class: 'data-heads', role: 'radiogroup', 'aria-label': `attention heads of layer ${layer}` });
     for (let which = 0; which < count; which += 1) group.append(small(ctx, packed, which, which === chosen, scale));
-    group.addEventListener('keydown', (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      event.stopPropagation();
+    tools.arrows(group, (step) => {
       ctx.local.head = (chosen + step + count) % count;
       ctx.redraw(`head ${ctx.local.head}`);
     });

@@ -1,14 +1,11 @@
 'use strict';
 /* Numbers over layers and iterations: of all tensors of one name, and of parameters and their gradients. */
 (() => {
-  const { el } = flexPage;
+  const { el, family, layerIn } = flexPage;
   const tools = flexPage.dataTools;
   const { number, sentence, head } = tools;
   const MEASURES = [['rms', 'rms'], ['absmax', 'max |x|'], ['mean', 'mean'], ['std', 'std'],
     ['zeros', 'part of exact zeros']];
-
-  const family = (name) => name.replace(/\.\d+(?=[.:]|$)/, '.*');
-  const layer = (name) => { const found = name.match(/\.(\d+)(?=[.:]|$)/); return found ? Number(found[1]) : null; };
 
   /** Names with the layer left out, each with its tensors; those of several layers first. */
   function families(source, kinds) {
@@ -19,7 +16,7 @@
       if (!found.has(key)) found.set(key, []);
       found.get(key).push(tensor);
     });
-    for (const several of found.values()) several.sort((a, b) => (layer(source.names[a]) ?? 0) - (layer(source.names[b]) ?? 0));
+    for (const several of found.values()) several.sort((a, b) => layerIn(source.names[a]) - layerIn(source.names[b]));
     return found;
   }
 
@@ -30,7 +27,7 @@
   }
 
   const label = (source, tensor) => {
-    const at = layer(source.names[tensor]);
+    const at = layerIn(source.names[tensor]);
     return at === null ? source.names[tensor] : String(at);
   };
 

@@ -3,7 +3,7 @@
 (() => {
   const { el, svg } = flexPage;
   const tools = flexPage.dataTools;
-  const { number, sentence, head } = tools;
+  const { number, sentence, span, head } = tools;
   const MEASURES = [['rms', 'rms'], ['absmax', 'max |x|'], ['mean', 'mean'], ['std', 'std'],
     ['zeros', 'exact zeros']];
   const KINDS = ['value', 'gradient', 'parameter', 'gradient of the parameter'];
@@ -70,19 +70,13 @@
       `Densities, on an axis that is linear to ±${number(linear)} and logarithmic beyond.${tools.sum(packed.zeros) ? ' Exact zeros are not drawn.' : ''}`));
   }
 
-  /** The entries that a drawn one stands for: `12`, or `12–15`. */
-  function span(labels, i, block) {
-    const from = Array.isArray(labels) ? labels[i] : labels.first + i * labels.step;
-    return block > 1 ? `${from}–${from + block - 1}` : String(from);
-  }
-
   /** The heat map of tokens x features; `scale` so that two can be compared. */
   function tokens(source, packed, name, scale) {
-    const [rows, columns] = packed.shape, [tall, wide] = packed.of, [down, across] = ['token', 'feature'];
+    const [rows, columns] = packed.shape, [tall, wide] = packed.of;
     const values = tools.unpack(packed), mean = packed.mean ? 'mean magnitude ' : '';
-    return tools.heat({ values, rows, columns, scale, key: `heat ${name}`, axes: [down, across],
-      label: `${name}: ${down} x ${across}`, height: Math.max(120, Math.min(320, rows * 5)),
-      tell: (r, c) => `${down} ${span(packed.rows, r, tall)}, ${across} ${span(packed.columns, c, wide)}: ${mean}` +
+    return tools.heat({ values, rows, columns, scale, key: `heat ${name}`, axes: ['token', 'feature'],
+      label: `${name}: token x feature`, height: Math.max(120, Math.min(320, rows * 5)),
+      tell: (r, c) => `token ${span(packed.rows, r, tall)}, feature ${span(packed.columns, c, wide)}: ${mean}` +
         number(values[r * columns + c]) });
   }
 

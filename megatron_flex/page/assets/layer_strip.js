@@ -23,7 +23,7 @@ const flexStrip = (() => {
       if (state.site !== null && layerOf(state.site) !== null && there(state.site)) return state.site;
       const found = new Map();
       stacks.flatMap((b) => b.members).forEach((member) => tree.inside(member).filter(there).forEach((site) => {
-        const name = sites.name[site].replace(/\.\d+(?=[.:])/, '.*');
+        const name = flexPage.family(sites.name[site]);
         found.set(name, [...(found.get(name) || []), site]);
       }));
       const best = [...found].sort((a, b) => b[1].length - a[1].length || a[0].length - b[0].length)[0];
