@@ -165,6 +165,7 @@ class Report:
         from megatron_flex.estimate.session_estimate import sizes_of_session
         from megatron_flex.estimate.site_estimates import estimate_sites
         from megatron_flex.page import Page, grid_of_mesh, write  # needs numpy, which nothing else here does
+        from megatron_flex.page.html_page import info_note
         from megatron_flex.page.page_builder import fill_page
 
         grid = grid_of_mesh(session.mesh)
@@ -178,7 +179,7 @@ class Report:
             collect_site_hooks(session),
             recorded,
             estimate_sites(sites, sizes, grid.mesh()),
-            notes=[("info", OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, recorded) else (),
+            notes=[info_note(OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, recorded) else (),
         )
         if isinstance(statistics, (str, PathLike)):
             statistics = open_statistics(statistics)

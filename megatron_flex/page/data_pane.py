@@ -33,8 +33,9 @@ from megatron_flex.dump.tools.dump_contents import get_named_array, list_paramet
 from megatron_flex.errors import DumpError
 from megatron_flex.figures import Divergence, FigureError
 from megatron_flex.figures import divergence as tables_of
-from megatron_flex.page.dump_damage import PageNote, damage_note, info_note, open_readable, shorten_paths
+from megatron_flex.page.dump_damage import open_readable, shorten_paths
 from megatron_flex.page.dump_pictures import DumpPictures, PageBounds
+from megatron_flex.page.html_page import PageNote, damage_note, info_note
 from megatron_flex.page.tensor_tables import (
     ABSENT,
     DAMAGED,

@@ -11,10 +11,10 @@ from megatron_flex.dump.reader.missing_parts import describe_gaps
 from megatron_flex.dump.run_folders import DumpRun, count_part_bytes, list_runs, renamed_runs
 from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
+from megatron_flex.page.html_page import PageNote, damage_note, info_note
 
 MOST_BYTES = 1 << 30  # maximum size of a dump to check every byte, which takes some seconds
 MAX_NOTES = 24
-PageNote = dict[str, str]
 
 
 class ReadableDump(NamedTuple):
@@ -56,16 +56,6 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
         opened.damage = damage
     between = describe_gaps(opened.runs)
     return ReadableDump(opened, _first_notes(opened.damage or []) + ([info_note(between)] if between else []))
-
-
-def damage_note(text: str) -> PageNote:
-    """A note about damage."""
-    return {"kind": "damage", "text": text}
-
-
-def info_note(text: str) -> PageNote:
-    """A note with other information, such as omissions."""
-    return {"kind": "info", "text": text}
 
 
 def shorten_paths(text: str, path: Path) -> str:

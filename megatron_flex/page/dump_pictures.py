@@ -11,7 +11,8 @@ from megatron_flex.dump.reader import OpenDump
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import attention, heat, logit_lens
 from megatron_flex.figures.figure_sources import PATTERN_SITES
-from megatron_flex.page.dump_damage import PageNote, info_note, shorten_paths
+from megatron_flex.page.dump_damage import shorten_paths
+from megatron_flex.page.html_page import PageNote, info_note
 from megatron_flex.page.tensor_tables import (
     ABSENT,
     DAMAGED,

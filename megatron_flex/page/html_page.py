@@ -31,6 +31,17 @@ AVAILABLE, HOOKED, RECORDED, HIDDEN, READ_ONLY = range(5)
 UNKNOWN_LAYOUT = "known when the model runs"
 MAX_PICTURE_BLOCKS = 2048  # one with more is described as text
 Json = dict[str, Any]
+PageNote = dict[str, str]  # its "kind", `damage` or `info`, and its "text"
+
+
+def damage_note(text: str) -> PageNote:
+    """A note about damage."""
+    return {"kind": "damage", "text": text}
+
+
+def info_note(text: str) -> PageNote:
+    """A note with other information, such as omissions."""
+    return {"kind": "info", "text": text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class Page:
             `estimate_sites` returns it.
         data: of dumps or statistics: one source, or two to show side by side.
         divergence: the comparison of those two.
-        notes: each `damage` or `info`, and a text.
+        notes: each `{"kind": "damage" | "info", "text"}`.
         chosen: the name of the site that is chosen when the page is opened; empty for one that the data
             have, or for none where there are no data.
 
@@ -68,7 +79,7 @@ class Page:
     estimates: Mapping[str, Json] = field(default_factory=dict)
     data: Sequence[Json] = ()
     divergence: Json | None = None
-    notes: Sequence[tuple[str, str]] = ()
+    notes: Sequence[PageNote] = ()
     chosen: str = ""
 
     def __post_init__(self) -> None:
@@ -109,12 +120,12 @@ class Page:
         notes = list(self.notes)
         if not self.mesh.sure:
             notes.append(
-                ("info", "ranks are numbered by their coordinates here, as their numbers follow no rule")
+                info_note("ranks are numbered by their coordinates here, as their numbers follow no rule")
             )
         return {
             "version": PAGE_VERSION,
             "title": self.title,
-            "notes": [{"kind": kind, "text": text} for kind, text in notes],
+            "notes": notes,
             "mesh": self.mesh.to_json() | ({} if has_experts(self.sites) else {"experts": []}),
             "layouts": [_layout_json(layout, sizes) for layout in layouts.values],
             "shapes": shapes.values,

@@ -16,7 +16,7 @@ from megatron_flex.estimate import Links, TensorSizes
 from megatron_flex.estimate.site_estimates import estimate_sites
 from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
 from megatron_flex.page.dump_damage import open_readable
-from megatron_flex.page.html_page import Page
+from megatron_flex.page.html_page import Page, damage_note, info_note
 from megatron_flex.page.rank_grid import RankGrid, grid_of_ranks, grid_of_sizes
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site, SiteTable
 from megatron_flex.statistics.statistics_reader import OpenStatistics
@@ -54,7 +54,7 @@ def fill_page(
             "sources side by side; make another page for the others"
         )
     read = [open_readable(dump) for dump in dumps]
-    notes = [(n["kind"], n["text"]) for _, opened in read for n in opened if n["kind"] == "damage"]
+    notes = [note for _, several in read for note in several if note["kind"] == "damage"]
     opened_dumps = [opened for opened, _ in read if opened is not None]
     if page is None:
         page = _page_of_sources(opened_dumps, statistics, title)
@@ -85,7 +85,7 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatist
     if not pages:
         pages = [_page_of_statistics(measured, title) for measured in statistics]
     if not pages:
-        note = ("damage", "none of the data can be read, so there are no hook points to show")
+        note = damage_note("none of the data can be read, so there are no hook points to show")
         return Page(title, grid_of_sizes({}), (), notes=(note,))
     first, *others = pages
     known = {s.name: s for page in reversed(pages) for s in page.sites}
@@ -93,7 +93,7 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: Sequence[OpenStatist
     estimates = {name: estimate for page in reversed(pages) for name, estimate in page.estimates.items()}
     if any(page.mesh.sizes != first.mesh.sizes for page in others):
         known |= {s.name: s for s in first.sites}
-        notes = (*first.notes, ("info", "mesh and layouts are A's; B ran on a different mesh"))
+        notes = (*first.notes, info_note("mesh and layouts are A's; B ran on a different mesh"))
         return replace(first, sites=[known[n] for n in order], estimates=first.estimates, notes=notes)
     return replace(first, sites=[known[n] for n in order], estimates=estimates)
 
@@ -107,7 +107,7 @@ def _page_of_dump(dump: OpenDump, title: str) -> Page:
         try:
             layout = layout_from_json(record.layout)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
-            notes.append(("damage", f"{record.name}: the manifest has no layout of it: {error!r}"))
+            notes.append(damage_note(f"{record.name}: the manifest has no layout of it: {error!r}"))
             continue
         sites.append(
             Site(
@@ -155,9 +155,8 @@ def _lengths(dump: OpenDump) -> dict[str, int]:
 def _page_of_statistics(statistics: OpenStatistics, title: str) -> Page:
     """The measured sites, and the mesh of the last start."""
     if not statistics.headers:
-        return Page(
-            title, grid_of_sizes({}), (), notes=(("damage", "no start of the statistics can be read"),)
-        )
+        note = damage_note("no start of the statistics can be read")
+        return Page(title, grid_of_sizes({}), (), notes=(note,))
     axes = statistics.headers[-1].axes
     grid: RankGrid = grid_of_sizes(
         {a: n for a, n in axes.items() if a not in EXPERT_AXES},
@@ -177,7 +176,7 @@ def _page_of_statistics(statistics: OpenStatistics, title: str) -> Page:
         try:
             sites.append(Site(name, layout_from_json(dict(record.layout)), tuple(record.shape)))
         except (LayoutError, KeyError, TypeError, ValueError) as error:
-            notes.append(("damage", f"{name}: the statistics have no layout of it: {error!r}"))
+            notes.append(damage_note(f"{name}: the statistics have no layout of it: {error!r}"))
     sizes = TensorSizes(grid.sizes, {}, lambda _: None)
     return Page(title, grid, sites, estimates=estimate_sites(sites, sizes, grid.mesh()), notes=notes)
 

@@ -22,6 +22,7 @@ from megatron_flex.estimate.site_estimates import estimate_sites
 from megatron_flex.layout import Cut, coordinates, replicated, spans
 from megatron_flex.mesh import Axis
 from megatron_flex.page import Page, RankGrid, grid_of_mesh, grid_of_ranks, grid_of_sizes, html, write
+from megatron_flex.page.html_page import damage_note
 from megatron_flex.page.page_builder import fill_page
 from megatron_flex.sites import Site
 from megatron_flex.view import TreeHook
@@ -179,7 +180,7 @@ def test_names_from_files_stay_text() -> None:
     site = Site(f"{NASTY}:output", replicated("s"), ("s",), hidden=NASTY)
     text = html(
         Page(
-            NASTY, GRID, [site], {site.name: [TreeHook("reads", groups=(NASTY,))]}, notes=[("damage", NASTY)]
+            NASTY, GRID, [site], {site.name: [TreeHook("reads", groups=(NASTY,))]}, notes=[damage_note(NASTY)]
         )
     )
     plain, found = Elements(html(Page("", GRID, []))), Elements(text)
