@@ -30,6 +30,7 @@ from megatron_flex.runtime.pass_builder import PassBuilder
 from megatron_flex.runtime.site_pass import Pass
 from megatron_flex.runtime.site_rejection import (
     SiteRejection,
+    raise_captured,
     raise_no_gradient_layout,
     raise_partial_gradient,
 )
@@ -129,6 +130,8 @@ class GradientDispatcher:
         return weak_hook(self._run_guarded, method, place, *args)
 
     def _run_guarded(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Tensor | None:
+        if args[-1].is_cuda and torch.cuda.is_current_stream_capturing():  # the last argument is the gradient
+            raise_captured(place + GRADIENT_SUFFIX)
         try:
             return method(self, place, *args)
         except Exception as error:  # recorded: all ranks raise it at the end of the step

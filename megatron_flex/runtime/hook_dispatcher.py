@@ -31,7 +31,7 @@ from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.pass_builder import PassBuilder
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.site_pass import Pass, Record, Take
-from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_no_layout
+from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_captured, raise_no_layout
 from megatron_flex.sites import DimNames, Site
 
 if TYPE_CHECKING:
@@ -146,7 +146,13 @@ class SiteDispatch:
             local: this rank's tensor.
             layout: its layout, where that is another one in each call.
             route: the route of expert rows.
+
+        Raises:
+            HookError: a CUDA graph is being captured.
         """
+        # At once and not at the end of the step: a replay of the graph has no end of a step.
+        if local.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise_captured(self._name)
         try:
             if self._revision != self._registry.revision:
                 self._renew()

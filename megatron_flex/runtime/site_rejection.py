@@ -48,6 +48,16 @@ def raise_absent(site: Site, count: int) -> None:
     )
 
 
+def raise_captured(name: str) -> None:
+    """Raise that a CUDA graph is being captured."""
+    raise HookError(
+        f"{name} is reached while a CUDA graph is captured (torch.cuda.graph, make_graphed_callables, "
+        "mode='reduce-overhead'), and its replays run no hook; remove the hooks first, or capture no graph "
+        "around this module",
+        site=name,
+    )
+
+
 def raise_partial_gradient(name: str, why: str) -> None:
     """Raise that each rank has only a part of the gradient of a trainable module."""
     raise HookError(f"the gradient at {name} is not complete, {why}; use trainable modules elsewhere")
