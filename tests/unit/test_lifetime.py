@@ -169,6 +169,7 @@ NATIVE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "remove_trainable_module": lambda flex, old, new: flex.remove_trainable_module("probe"),
     "register_dump": lambda flex, old, new: flex.register_dump(mf.Dump("nowhere", ["first:output"])),
     "remove_dump": lambda flex, old, new: flex.remove_dump(mf.Dump("nowhere", ["first:output"])),
+    "register_nonfinite": lambda flex, old, new: flex.register_nonfinite("warn"),
     "register_statistics": lambda flex, old, new: flex.register_statistics(
         Statistics("nowhere", ["first:output"])
     ),

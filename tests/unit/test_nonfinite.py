@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import megatron_flex as mf
 from megatron_flex.layout import Cut, Dim, Layout
@@ -144,3 +145,46 @@ def test_a_tensor_that_changed_is_measured_again() -> None:
     shard[0, 0] = NAN
     reader.take("changed", 0, shard, LAYOUT, slots)
     assert [r.finite for r in reader.finish()] == [True, True, False]
+
+
+def poisoned() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    model[0].bias.data[1] = INF
+    return model
+
+
+def test_a_plain_module() -> None:
+    with mf.attach(poisoned(), nonfinite="stop") as flex:
+        model = flex.chunks[0]
+        with torch.no_grad(), pytest.raises(mf.NonFiniteError) as caught:
+            model(torch.ones(4, 2))
+        error = caught.value
+        assert (error.site, error.rank, error.microbatch) == ("0:output", 0, 0)
+        assert error.indices == ((0, 1), (1, 1), (2, 1), (3, 1))
+        assert error.parameters == ("0.bias",)
+        with pytest.raises(mf.NonFiniteError):  # gradients may follow the call of the model
+            model(torch.ones(4, 2)).sum().backward()
+        with pytest.raises(mf.NonFiniteError), flex.step():
+            model(torch.ones(4, 2)).sum().backward()
+
+
+def test_one_search_at_a_time_which_a_handle_ends() -> None:
+    model = poisoned()
+    with mf.attach(model) as flex:
+        with flex.register_nonfinite():
+            with pytest.raises(mf.FlexError) as caught:
+                flex.register_nonfinite("warn")
+            assert_names(caught.value, "NonFinite", "stop")
+        with torch.no_grad():
+            model(torch.ones(4, 2))
+        flex.register_nonfinite(mf.NonFinite("stop", "2", gradients=False, parameters=False))
+        with pytest.raises(mf.NonFiniteError) as caught, torch.no_grad():
+            model(torch.ones(4, 2))
+        assert caught.value.site == "2:output"
+
+
+@pytest.mark.parametrize("given", ["halt", 3, mf.Statistics("nowhere", "0")])
+def test_other_settings_are_refused(given: object) -> None:
+    with mf.attach(poisoned()) as flex, pytest.raises(mf.FlexError) as caught:
+        flex.register_nonfinite(given)  # type: ignore[arg-type]  # on purpose
+    assert_names(caught.value, "stop", "warn")
