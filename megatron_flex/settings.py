@@ -54,6 +54,9 @@ def _list_patterns(name: str, given: Sequence[Pattern] | Pattern) -> list[Patter
 
 
 PATH: Kind[str | PathLike[str], str] = Kind(normalize_path)
+OPTIONAL_PATH: Kind[str | PathLike[str] | None, str | None] = Kind(
+    lambda name, given: None if given is None else normalize_path(name, given)
+)
 PATTERNS: Kind[Sequence[Pattern] | Pattern, list[Pattern]] = Kind(
     _list_patterns, tuple, record=lambda patterns: [describe_pattern(p) for p in patterns]
 )

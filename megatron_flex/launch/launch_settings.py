@@ -221,6 +221,13 @@ class Settings(SettingsPart):
         "Watch all hook points and gradients for NaN and infinities, and name the first tensor that has one: "
         "stop the run before the optimizer's step, or warn.",
     )
+    nonfinite_dir: NonEmptyText | None = _flag(
+        None,
+        "nonfinite-dir",
+        RUN_GROUP,
+        "Write the shards of the first tensor that is not finite, and of the one before, to DIR.",
+        "DIR",
+    )
     gradient_norms: NonEmptyText | None = _flag(
         None,
         "gradient-norms",

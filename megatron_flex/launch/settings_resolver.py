@@ -169,7 +169,7 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
         tuple(hook for hook, enabled in edits if not enabled),
         tuple(_make_dump(d, settings) for d in settings.dumps),
         () if settings.statistics is None else (_make_statistics(settings.statistics, settings),),
-        None if settings.nonfinite is None else NonFinite(settings.nonfinite),
+        None if settings.nonfinite is None else NonFinite(settings.nonfinite, path=settings.nonfinite_dir),
     )
 
 
@@ -187,6 +187,8 @@ def _check_settings(settings: Settings) -> None:
             "nothing to do; give --flex-dump, --flex-stats, --flex-edit, --flex-nonfinite, "
             "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"
         )
+    if settings.nonfinite_dir is not None and settings.nonfinite is None:
+        raise FlexError(f"--flex-nonfinite-dir {settings.nonfinite_dir} needs --flex-nonfinite stop or warn")
     settings.check_sites()
     paths = [d.path for d in settings.dumps]
     if settings.statistics is not None:

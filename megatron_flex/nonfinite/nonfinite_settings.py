@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from os import PathLike
 from typing import Literal
 
-from megatron_flex.settings import NAMES, PATTERNS, SWITCH, Setting, choice
+from megatron_flex.settings import NAMES, OPTIONAL_PATH, PATTERNS, SWITCH, Setting, choice
 from megatron_flex.sites import Pattern, describe_pattern
 
 MODES = ("stop", "warn")
@@ -26,6 +27,9 @@ class NonFinite:
         sites: names and patterns of the hook points that are watched; all of them by default.
         gradients: whether the gradients at the hook points are watched as well.
         parameters: whether the gradients of parameters are watched at the end of the step.
+        path: a folder for the neighbourhood of the first such tensor: each rank on which the tensor is not
+            finite writes its shard, and that of the tensor before, to `iteration-N/rank-R.pt`. None: nothing
+            is written.
         groups: groups that the hooks belong to.
 
     Raises:
@@ -43,6 +47,7 @@ class NonFinite:
     _: KW_ONLY
     gradients: Setting[bool, bool] = Setting(SWITCH, True)
     parameters: Setting[bool, bool] = Setting(SWITCH, True)
+    path: Setting[str | PathLike[str] | None, str | None] = Setting(OPTIONAL_PATH, None)
     groups: Setting[Iterable[str], tuple[str, ...]] = Setting(NAMES, ())
 
     def __repr__(self) -> str:

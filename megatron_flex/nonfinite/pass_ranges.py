@@ -145,10 +145,14 @@ class RangeReader:
 
     Attributes:
         ranges: what is known so far, in order.
+        neighbourhood: the shard of the first tensor that is not finite, after that of the tensor before it,
+            with their layouts.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.ranges: list[PassRange] = []
+        self.neighbourhood: dict[str, tuple[Tensor, Layout | None]] = {}
+        self._before: PendingRange | None = None
         self._mesh = mesh
         self._pending: deque[PendingRange] = deque()
         self._held = 0
@@ -184,6 +188,7 @@ class RangeReader:
     def finish(self) -> list[PassRange]:
         """All ranges, after `Slots.wait`."""
         self._recent.clear()
+        self._before = None
         self._settle(arrived=True)
         return self.ranges
 
@@ -207,10 +212,15 @@ class RangeReader:
         low, high = EMPTY if item.slot is None else item.slot.tolist()
         known = PassRange(item.site, item.call, low, high, item.dtype)
         if known.finite or self._found:
+            self._before = None if self._found else item
             return known
         self._found = True
         if item.shard is None or item.shard._version != item.version:
             return known
+        for near in (self._before, item):
+            if near is not None and near.shard is not None and near.shard._version == near.version:
+                self.neighbourhood[near.site] = near.shard, near.layout
+        self._before = None
         return known._replace(located=locate(item.shard, item.layout, self._mesh))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -140,7 +141,10 @@ class NonFiniteSink:
         some_bad, some_near = max_over_ranks([int(bool(bad)), int(bool(near))], mesh, STEP_FLAGS)
         self.cycle.complete()
         if some_bad:
-            self._report(self._find_first(min(bad, default=None), passes, mesh))
+            verdict = self._find_first(min(bad, default=None), passes, mesh)
+            if self.settings.path is not None and verdict.candidate in readers:
+                self._write(Path(self.settings.path), verdict, readers[verdict.candidate])
+            self._report(verdict)
         elif some_near:
             self._warn_of_overflow(near, mesh)
 
@@ -170,6 +174,27 @@ class NonFiniteSink:
             inputs=verdict.inputs,
             parameters=verdict.parameters,
         )
+
+    def _write(self, path: Path, verdict: Verdict, reader: RangeReader) -> None:
+        """Write this rank's shards of the first tensor and of the one before, if the value is among them.
+
+        A disk that fails is a warning: the verdict is worth more than the shards.
+        """
+        if verdict.site not in reader.neighbourhood:
+            return
+        folder, near = path / f"iteration-{verdict.iteration}", reader.neighbourhood
+        sizes = self.mesh.sizes
+        content = {
+            "microbatch": verdict.candidate.microbatch,
+            "coords": dict(self.mesh.coords),
+            "layouts": {name: layout and layout.describe(sizes) for name, (_, layout) in near.items()},
+            "shards": {name: shard.detach().clone() for name, (shard, _) in near.items()},
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(content, folder / f"rank-{global_rank()}.pt")
+        except OSError as error:
+            self.cycle.warn_once("written", f"{folder}: the shards are not written: {error.strerror}")
 
     def _warn_of_overflow(self, near: list[PassRange], mesh: Mesh) -> None:
         """Warn of tensors near the largest value of their dtype. Collective over the mesh."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,17 @@ def test_a_finite_step_sends_one_message() -> None:
         assert answer["error"] is None
         assert answer["said"] == []
         assert answer["more"] == {"all_reduce": 1}
+
+
+def test_the_neighbourhood_is_written_by_the_ranks_that_have_the_value(tmp_path: Path) -> None:
+    plant = Plant("an output", FC1)
+    answers = run(TP.world, nonfinite.search, TP, None, plant, "stop", None, tmp_path, timeout=300)
+    (planted,) = (rank for rank, a in enumerate(answers) if a["has"])
+    (file,) = sorted(tmp_path.rglob("*.pt"))
+    assert file == tmp_path / "iteration-0" / f"rank-{planted}.pt"
+    content = torch.load(file, weights_only=True)
+    assert (content["microbatch"], content["coords"]) == (plant.microbatch, answers[planted]["coords"])
+    before, shard = content["shards"].values()
+    assert list(content["shards"])[1] == plant.expected
+    assert before.isfinite().all()
+    assert shard.isnan().sum() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def search(
     plant: Plant | None,
     mode: str = "stop",
     ddp: dict[str, Any] | None = None,
+    path: Path | None = None,
 ) -> dict[str, Any]:
     """Run a step with a planted value; then capture the tensor that must be named, which shows all of it."""
     import megatron_flex as mf
@@ -155,7 +157,7 @@ def search(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", mf.FlexWarning)
         with mf.attach(chunks) as flex:
-            flex.register_nonfinite(mode)
+            flex.register_nonfinite(mf.NonFinite(mode, path=path))  # type: ignore[arg-type]  # both are tried
             try:
                 with ranks.counting() as counts:
                     gpt.step(case, chunks, dp)

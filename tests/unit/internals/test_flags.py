@@ -60,6 +60,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "estimate": ([], True),
     "verify": (["3"], 3),
     "nonfinite": (["warn"], "warn"),
+    "nonfinite-dir": (["shards"], "shards"),
     "control": (["file"], Path("file")),
     "report": (["r.txt"], Path("r.txt")),
     "align": (["llama"], "llama"),
