@@ -174,6 +174,8 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 
 
 def _check_settings(settings: Settings) -> None:
+    if settings.nonfinite_dir is not None and settings.nonfinite is None:
+        raise FlexError(f"--flex-nonfinite-dir {settings.nonfinite_dir} needs --flex-nonfinite stop or warn")
     has_hooks = settings.edits or settings.dumps or settings.statistics is not None or settings.nonfinite
     checks = (
         settings.list_sites
@@ -187,8 +189,6 @@ def _check_settings(settings: Settings) -> None:
             "nothing to do; give --flex-dump, --flex-stats, --flex-edit, --flex-nonfinite, "
             "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"
         )
-    if settings.nonfinite_dir is not None and settings.nonfinite is None:
-        raise FlexError(f"--flex-nonfinite-dir {settings.nonfinite_dir} needs --flex-nonfinite stop or warn")
     settings.check_sites()
     paths = [d.path for d in settings.dumps]
     if settings.statistics is not None:

@@ -188,3 +188,16 @@ def test_other_settings_are_refused(given: object) -> None:
     with mf.attach(poisoned()) as flex, pytest.raises(mf.FlexError) as caught:
         flex.register_nonfinite(given)  # type: ignore[arg-type]  # on purpose
     assert_names(caught.value, "stop", "warn")
+
+
+def test_a_folder_for_shards_needs_a_search() -> None:
+    pytest.importorskip("pydantic")
+    from megatron_flex.launch import Settings
+    from megatron_flex.launch.settings_resolver import resolve_settings
+
+    with pytest.raises(mf.FlexError) as caught:
+        resolve_settings(Settings(nonfinite_dir="shards"))
+    assert_names(caught.value, "--flex-nonfinite-dir", "shards", "stop")
+    resolved = resolve_settings(Settings(nonfinite="warn", nonfinite_dir="shards")).nonfinite
+    assert resolved is not None
+    assert (resolved.mode, resolved.path) == ("warn", "shards")
