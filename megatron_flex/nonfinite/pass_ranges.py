@@ -137,91 +137,128 @@ class MeasuredShard(NamedTuple):
         )
 
 
-class RangeReader:
-    """Takes the ranges of the tensors of one microbatch's pass on this rank, in order of execution.
+class PassRanges:
+    """The ranges of the tensors of one microbatch's pass on this rank, in order of execution.
+
+    Attributes:
+        ranges: what is known so far.
+        found: whether a tensor is not finite; later ones of the pass are consequences.
+        neighbourhood: the shard of the first tensor that is not finite, after that of the tensor before it,
+            with their layouts.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: list[PassRange] = []
+        self.found = False
+        self.neighbourhood: dict[str, tuple[Tensor, Layout | None]] = {}
+        self._before: PendingRange | None = None
+
+    def release(self) -> None:
+        """Let go of the tensor that was kept for the next one: tensors of another pass follow."""
+        self._before = None
+
+    def add(self, item: PendingRange, mesh: Mesh) -> None:
+        """Add a range that is on the host."""
+        low, high = EMPTY if item.slot is None else item.slot.tolist()
+        known = PassRange(item.site, item.call, low, high, item.dtype)
+        if known.finite or self.found:
+            self._before = None if self.found else item
+        else:
+            self.found = True
+            known = self._locate(known, item, mesh)
+        self.ranges.append(known)
+
+    def _locate(self, known: PassRange, item: PendingRange, mesh: Mesh) -> PassRange:
+        before, self._before = self._before, None
+        if item.shard is None or item.shard._version != item.version:
+            return known
+        for near in (before, item):
+            if near is not None and near.shard is not None and near.shard._version == near.version:
+                self.neighbourhood[near.site] = near.shard, near.layout
+        return known._replace(located=locate(item.shard, item.layout, mesh))
+
+
+class RangeQueue:
+    """Takes the ranges of tensors, and holds the tensors until the ranges are on the host.
 
     Args:
         mesh: the axes of the run.
 
     Attributes:
-        ranges: what is known so far, in order.
-        neighbourhood: the shard of the first tensor that is not finite, after that of the tensor before it,
-            with their layouts.
+        held: the bytes of the tensors that are held.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.ranges: list[PassRange] = []
-        self.neighbourhood: dict[str, tuple[Tensor, Layout | None]] = {}
-        self._before: PendingRange | None = None
-        self._mesh = mesh
-        self._pending: deque[PendingRange] = deque()
-        self._held = 0
-        self._found = False  # later tensors of the pass are consequences
+        self.held = 0
+        self._mesh, self._slots = mesh, Slots()
+        self._pending: deque[tuple[PassRanges, PendingRange]] = deque()
+        self._latest: PassRanges | None = None
         # Hook points in a row often have one tensor: the output of a module is the input of the next.
         self._recent: deque[MeasuredShard] = deque(maxlen=RECENT)
 
-    def take(self, site: str, call: int, shard: Tensor, layout: Layout | None, slots: Slots) -> None:
-        """Take the range of a shard. Nothing is waited for."""
+    def take(self, into: PassRanges, site: str, call: int, shard: Tensor, layout: Layout | None) -> None:
+        """Take the range of a shard. Nothing is waited for.
+
+        Args:
+            into: the pass that gets the range.
+            site: as in `PassRange`.
+            call: as in `PassRange`.
+            shard: the shard.
+            layout: its layout; None if its indices have no meaning outside of this rank.
+        """
         if shard.is_complex():
             shard, layout = torch.view_as_real(shard), None
         dtype = shard.dtype
         if dtype.itemsize <= NARROW_BYTES:
             shard = shard.float()  # torch does not reduce float8
-        slot = self._measure(shard, slots) if shard.numel() else None
-        event = None if slot is None else slots.note_copy(shard.device)
-        keeps = slot is not None and not self._found
+        slot = self._measure(shard) if shard.numel() else None
+        event = None if slot is None else self._slots.note_copy(shard.device)
+        keeps = slot is not None and not into.found
         item = PendingRange(site, call, dtype, slot, shard if keeps else None, shard._version, layout, event)
-        self._pending.append(item)
-        self._held += shard.nbytes if keeps else 0
+        self._pending.append((into, item))
+        self.held += shard.nbytes if keeps else 0
         self._settle(arrived=False)
-        while self._held > MAX_HELD_BYTES:
+        while self.held > MAX_HELD_BYTES:
             self._release_oldest()
 
-    def _measure(self, shard: Tensor, slots: Slots) -> Tensor:
+    def finish(self) -> None:
+        """Wait until all ranges are in their passes, and let go of all tensors."""
+        self._slots.wait()
+        self._settle(arrived=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is pending."""
+        self._pending.clear()
+        self._recent.clear()
+        self._latest, self.held = None, 0
+
+    def _measure(self, shard: Tensor) -> Tensor:
         for known in self._recent:
             if known.has_entries_of(shard):
                 return known.slot
-        slot = slots.take(shard)
+        slot = self._slots.take(shard)
         self._recent.append(MeasuredShard(shard, shard._version, slot))
         return slot
 
-    def finish(self) -> list[PassRange]:
-        """All ranges, after `Slots.wait`."""
-        self._recent.clear()
-        self._before = None
-        self._settle(arrived=True)
-        return self.ranges
-
     def _settle(self, arrived: bool) -> None:
         while self._pending:
-            item = self._pending[0]
+            into, item = self._pending[0]
             if not arrived and item.event is not None and not item.event.query():
                 return
             self._pending.popleft()
-            self._held -= 0 if item.shard is None else item.shard.nbytes
-            self.ranges.append(self._read(item))
+            self.held -= 0 if item.shard is None else item.shard.nbytes
+            if self._latest is not None and into is not self._latest:
+                self._latest.release()
+            self._latest = into
+            into.add(item, self._mesh)
 
     def _release_oldest(self) -> None:
-        for number, item in enumerate(self._pending):
+        for number, (into, item) in enumerate(self._pending):
             if item.shard is not None:
-                self._held -= item.shard.nbytes
-                self._pending[number] = item._replace(shard=None)
+                self.held -= item.shard.nbytes
+                self._pending[number] = into, item._replace(shard=None)
                 return
-
-    def _read(self, item: PendingRange) -> PassRange:
-        low, high = EMPTY if item.slot is None else item.slot.tolist()
-        known = PassRange(item.site, item.call, low, high, item.dtype)
-        if known.finite or self._found:
-            self._before = None if self._found else item
-            return known
-        self._found = True
-        if item.shard is None or item.shard._version != item.version:
-            return known
-        for near in (self._before, item):
-            if near is not None and near.shard is not None and near.shard._version == near.version:
-                self.neighbourhood[near.site] = near.shard, near.layout
-        self._before = None
-        return known._replace(located=locate(item.shard, item.layout, self._mesh))
 
 
 class Slots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from megatron_flex.errors import FlexError, NonFiniteError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.nonfinite import Candidate, Neighbourhood, NonFinite, PassRange, Verdict, reach_verdict
-from megatron_flex.nonfinite.pass_ranges import RangeReader, Slots
+from megatron_flex.nonfinite.pass_ranges import PassRanges, RangeQueue
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.edit_failures import StepFailure, global_rank
@@ -64,8 +64,8 @@ class NonFiniteSink:
         self._parameter_index, self._loss_scale = parameter_index, loss_scale
         self._watches_gradients = bool(gradients)
         self._hook_points = len(values)
-        self._slots = Slots()
-        self._readers: dict[PassPlace, RangeReader] = {}
+        self._queue = RangeQueue(self.mesh)
+        self._passes: dict[PassPlace, PassRanges] = {}
         self._trains = False
 
     def describe_extent(self) -> str:
@@ -94,7 +94,7 @@ class NonFiniteSink:
                 "`with flex.step():`",
             )
             return False
-        self._readers.clear()
+        self._forget()
         self._trains = torch.is_grad_enabled()
         self.cycle.begin()
         return True
@@ -103,14 +103,13 @@ class NonFiniteSink:
         """Take the range of a shard."""
         if not self.cycle.belongs(key) or not (local.is_floating_point() or local.is_complex()):
             return ""
-        # A microbatch's backward pass may begin before its gradients' hooks are attached: the key knows.
         stage = self.clock.chunk * self.mesh["pp"].size + self.mesh["pp"].coord
         place = PassPlace(key.microbatch, key.site.endswith(GRADIENT_SUFFIX), stage)
-        if place not in self._readers:
-            self._readers[place] = RangeReader(self.mesh)
+        if place not in self._passes:
+            self._passes[place] = PassRanges()
         # Rows of experts come from tokens of many ranks: their place in the full tensor is not known here.
         described = None if route is not None else layout
-        self._readers[place].take(key.site, key.call, local.detach(), described, self._slots)
+        self._queue.take(self._passes[place], key.site, key.call, local.detach(), described)
         return ""
 
     def fail(self, failure: StepFailure) -> None:
@@ -118,7 +117,11 @@ class NonFiniteSink:
 
     def close(self, failed: bool) -> None:
         """Forget everything."""
-        self._readers.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._passes.clear()
+        self._queue.clear()
 
     def flush(self, failed: bool, mesh: Mesh) -> None:
         """End a step. All ranks of the mesh make the same call, unless the step `failed` there.
@@ -128,34 +131,44 @@ class NonFiniteSink:
         """
         active, self.cycle.active = self.cycle.active, False
         if not active or failed:
-            self._readers.clear()
+            self._forget()
             return
-        readers = {_make_candidate(place): reader for place, reader in self._readers.items()}
-        self._readers.clear()
+        passes = {_make_candidate(place): ranges for place, ranges in self._passes.items()}
         if self.settings.parameters and self._trains:
-            readers[Candidate(True, 0, False, 0)] = self._measure_parameters()
-        self._slots.wait()
-        passes = {candidate: reader.finish() for candidate, reader in readers.items()}
-        bad = [candidate for candidate, ranges in passes.items() if not all(r.finite for r in ranges)]
-        near = [r for ranges in passes.values() for r in ranges if r.near_overflow]
+            passes[Candidate(True, 0, False, 0)] = self._measure_parameters()
+        self._queue.finish()
+        self._passes.clear()
+        bad = [candidate for candidate, measured in passes.items() if measured.found]
+        near = self._list_near_overflow(passes)
         some_bad, some_near = max_over_ranks([int(bool(bad)), int(bool(near))], mesh, STEP_FLAGS)
         self.cycle.complete()
         if some_bad:
             verdict = self._find_first(min(bad, default=None), passes, mesh)
-            if self.settings.path is not None and verdict.candidate in readers:
-                self._write(Path(self.settings.path), verdict, readers[verdict.candidate])
+            if self.settings.path is not None and verdict.candidate in passes:
+                self._write(Path(self.settings.path), verdict, passes[verdict.candidate])
             self._report(verdict)
         elif some_near:
             self._warn_of_overflow(near, mesh)
 
+    def _list_near_overflow(self, passes: Mapping[Candidate, PassRanges]) -> list[PassRange]:
+        """The tensors near the largest value of their dtype; of a scaled loss no gradients.
+
+        A loss scaler raises the scale until gradients overflow.
+        """
+        near = [(c, r) for c, measured in passes.items() for r in measured.ranges if r.near_overflow]
+        gradients = any(c.backward or c.parameters for c, _ in near)
+        scaled = gradients and self._loss_scale() > 1
+        return [r for c, r in near if not (scaled and (c.backward or c.parameters))]
+
     def _find_first(
-        self, own_first: Candidate | None, passes: dict[Candidate, list[PassRange]], mesh: Mesh
+        self, local_first: Candidate | None, passes: Mapping[Candidate, PassRanges], mesh: Mesh
     ) -> Verdict:
         """The verdict of all ranks. Collective over the mesh."""
         axes = [axis.name for axis in mesh]
-        candidate = min(c for c in gather_objects(own_first, mesh, axes) if c is not None)
+        candidate = min(c for c in gather_objects(local_first, mesh, axes) if c is not None)
+        ranges = passes[candidate].ranges if candidate in passes else []
         neighbourhood = Neighbourhood(
-            global_rank(), self.mesh["dp"].coord, passes.get(candidate, []), self._list_bad_parameters()
+            global_rank(), self.mesh["dp"].coord, ranges, self._list_bad_parameters()
         )
         neighbourhoods = gather_objects(neighbourhood, mesh, axes)
         return reach_verdict(self.cycle.iteration, candidate, neighbourhoods, self._loss_scale())
@@ -175,14 +188,14 @@ class NonFiniteSink:
             parameters=verdict.parameters,
         )
 
-    def _write(self, path: Path, verdict: Verdict, reader: RangeReader) -> None:
+    def _write(self, path: Path, verdict: Verdict, measured: PassRanges) -> None:
         """Write this rank's shards of the first tensor and of the one before, if the value is among them.
 
         A disk that fails is a warning: the verdict is worth more than the shards.
         """
-        if verdict.site not in reader.neighbourhood:
+        if verdict.site not in measured.neighbourhood:
             return
-        folder, near = path / f"iteration-{verdict.iteration}", reader.neighbourhood
+        folder, near = path / f"iteration-{verdict.iteration}", measured.neighbourhood
         sizes = self.mesh.sizes
         content = {
             "microbatch": verdict.candidate.microbatch,
@@ -214,9 +227,9 @@ class NonFiniteSink:
             )
             self.cycle.warn_once(f"near {site}", text, alike=True)
 
-    def _measure_parameters(self) -> RangeReader:
+    def _measure_parameters(self) -> PassRanges:
         """The ranges of this rank's gradients of parameters, in model order."""
-        reader = RangeReader(self.mesh)
+        measured = PassRanges()
         storage = self._parameter_index.adapter.storage
         reduced = storage.reduced(self._parameter_index.called) is True
         for name, site_layout, parameter in self._list_parameters():
@@ -228,8 +241,8 @@ class NonFiniteSink:
                 continue
             if gradient.tensor is not None:
                 layout = site_layout if gradient.part is None else None
-                reader.take(name + GRADIENT_SUFFIX, 0, gradient.tensor.detach(), layout, self._slots)
-        return reader
+                self._queue.take(measured, name + GRADIENT_SUFFIX, 0, gradient.tensor.detach(), layout)
+        return measured
 
     def _list_bad_parameters(self) -> list[str]:
         """The names of this rank's parameters that are not finite. Waits for the device."""

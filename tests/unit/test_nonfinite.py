@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ import megatron_flex as mf
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.nonfinite import Candidate, Neighbourhood, PassRange, pass_ranges, reach_verdict
-from megatron_flex.nonfinite.pass_ranges import RangeReader, Slots
+from megatron_flex.nonfinite.pass_ranges import PassRanges, RangeQueue
 from tests.support.accelerator import CUDA, simulated
 from tests.support.messages import assert_names
 
@@ -27,17 +30,18 @@ def tensors(device: str) -> list[torch.Tensor]:
     return out
 
 
-def take_all(reader: RangeReader, slots: Slots, shards: list[torch.Tensor]) -> list[PassRange]:
+def take_all(queue: RangeQueue, shards: list[torch.Tensor], layout: Layout = LAYOUT) -> list[PassRange]:
+    into = PassRanges()
     for number, shard in enumerate(shards):
-        reader.take(f"site{number}", 0, shard, LAYOUT, slots)
-    slots.wait()
-    return reader.finish()
+        queue.take(into, f"site{number}", 0, shard, layout)
+    queue.finish()
+    return into.ranges
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_entries_are_those_of_the_full_tensor(device: str) -> None:
     with simulated() as recording:
-        ranges = take_all(RangeReader(MESH), Slots(), tensors(device))
+        ranges = take_all(RangeQueue(MESH), tensors(device))
         assert [r.finite for r in ranges] == [True, True, False, False]
         assert [(r.low, r.high) for r in ranges[:2]] == [(0.0, 0.0), (1.0, 1.0)]
         found = ranges[2].located
@@ -50,45 +54,66 @@ def test_entries_are_those_of_the_full_tensor(device: str) -> None:
 
 def test_a_tensor_that_is_overwritten_before_its_range_arrives_has_no_entries() -> None:
     with simulated():
-        reader, slots, shard = RangeReader(MESH), Slots(), tensors(CUDA)[2]
-        reader.take("site", 0, shard, LAYOUT, slots)
+        queue, into, shard = RangeQueue(MESH), PassRanges(), tensors(CUDA)[2]
+        queue.take(into, "site", 0, shard, LAYOUT)
         shard.zero_()
-        slots.wait()
-        (known,) = reader.finish()
+        queue.finish()
+    (known,) = into.ranges
     assert not known.finite
     assert known.located is None
+    assert into.neighbourhood == {}
 
 
 def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_ranges, "MAX_HELD_BYTES", 3 * 4 * 4)
     with simulated():
-        reader, slots, shards = RangeReader(MESH), Slots(), tensors(CUDA)
-        for number, shard in enumerate(shards):
-            reader.take(f"site{number}", 0, shard, LAYOUT, slots)
-            assert reader._held <= 3 * 4 * 4
-        slots.wait()
-        assert [r.finite for r in reader.finish()] == [True, True, False, False]
+        queue, into = RangeQueue(MESH), PassRanges()
+        for number, shard in enumerate(tensors(CUDA)):
+            queue.take(into, f"site{number}", 0, shard, LAYOUT)
+            assert queue.held <= 3 * 4 * 4
+        queue.finish()
+        assert [r.finite for r in into.ranges] == [True, True, False, False]
+        assert queue.held == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_pass_holds_no_tensor_when_another_follows(device: str) -> None:
+    with simulated():
+        queue, passes, shards = RangeQueue(MESH), [], []
+        for microbatch in range(8):
+            passes.append(PassRanges())
+            shard = torch.full((3, 4), float(microbatch), device=device)
+            shards.append(weakref.ref(shard))
+            queue.take(passes[-1], "site", 0, shard, LAYOUT)
+        del shard
+        if device == CUDA:  # what the host has asked for twice has happened
+            queue._settle(arrived=False)
+            queue._settle(arrived=False)
+        gc.collect()
+        assert sum(ref() is not None for ref in shards) <= pass_ranges.RECENT + 2
+        queue.finish()
+        gc.collect()
+        assert [ref() for ref in shards[:-1]] == [None] * 7
+        assert [p.ranges[0].high for p in passes] == [float(n) for n in range(8)]
 
 
 def test_many_ranges_and_empty_shards() -> None:
-    reader, slots = RangeReader(MESH), Slots()
+    queue, into = RangeQueue(MESH), PassRanges()
     count = pass_ranges.BLOCK_SLOTS + 3
     for number in range(count):
-        reader.take("site", number, torch.tensor([float(number), -1.0]), None, slots)
-    reader.take("empty", 0, torch.zeros(0, 4), LAYOUT, slots)
-    ranges = reader.finish()
-    assert [r.high for r in ranges[:count]] == [max(float(n), -1.0) for n in range(count)]
-    assert ranges[-1].finite
-    assert ranges[-1].empty
+        queue.take(into, "site", number, torch.tensor([float(number), -1.0]), None)
+    queue.take(into, "empty", 0, torch.zeros(0, 4), LAYOUT)
+    queue.finish()
+    assert [r.high for r in into.ranges[:count]] == [max(float(n), -1.0) for n in range(count)]
+    assert into.ranges[-1].finite
+    assert into.ranges[-1].empty
 
 
 def test_an_uneven_dim_gives_the_entry_of_the_shard() -> None:
     layout = Layout((Dim("s", (Cut("tp"),), uneven=True), Dim("h")))
-    reader, slots = RangeReader(MESH), Slots()
-    reader.take("site", 0, torch.tensor([[0.0, NAN]]), layout, slots)
-    found = reader.finish()[0].located
-    assert found is not None
-    assert (found.indices, found.full) == (((0, 1),), False)
+    (known,) = take_all(RangeQueue(MESH), [torch.tensor([[0.0, NAN]])], layout)
+    assert known.located is not None
+    assert (known.located.indices, known.located.full) == (((0, 1),), False)
 
 
 def span(site: str, low: float, high: float | None = None, dtype: torch.dtype = torch.float32) -> PassRange:
@@ -139,12 +164,13 @@ def test_a_mode_that_is_unknown_is_refused(mode: object) -> None:
 
 
 def test_a_tensor_that_changed_is_measured_again() -> None:
-    reader, slots, shard = RangeReader(MESH), Slots(), torch.ones(2, 3)
-    reader.take("first", 0, shard, LAYOUT, slots)
-    reader.take("view", 0, shard.t(), LAYOUT, slots)
+    queue, into, shard = RangeQueue(MESH), PassRanges(), torch.ones(2, 3)
+    queue.take(into, "first", 0, shard, LAYOUT)
+    queue.take(into, "view", 0, shard.t(), LAYOUT)
     shard[0, 0] = NAN
-    reader.take("changed", 0, shard, LAYOUT, slots)
-    assert [r.finite for r in reader.finish()] == [True, True, False]
+    queue.take(into, "changed", 0, shard, LAYOUT)
+    queue.finish()
+    assert [r.finite for r in into.ranges] == [True, True, False]
 
 
 def poisoned() -> nn.Sequential:
