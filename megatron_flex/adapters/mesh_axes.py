@@ -67,9 +67,24 @@ def _line_group(lines: list[Ranks], part: bool) -> Any:
     for line in lines:
         if len(line) > 1 and (not part or dist.get_rank() in line):
             if (line, part) not in known:
-                known[line, part] = [dist.new_group(list(line), use_local_synchronization=part)]
+                known[line, part] = [_group_of_members(line) if part else dist.new_group(list(line))]
             group = known[line, part][0] if dist.get_rank() in line else group
     return group
+
+
+def _group_of_members(line: Ranks) -> Any:
+    """A process group that its members alone create.
+
+    In a job whose group is bound to a device (`init_process_group(device_id=...)`) torch splits NCCL's
+    communicator of all ranks, and waits for those that do not call this. Where none is bound, the new group
+    has a communicator of its own.
+    """
+    job: Any = dist.group.WORLD
+    bound, job.bound_device_id = job.bound_device_id, None
+    try:
+        return dist.new_group(list(line), use_local_synchronization=True)
+    finally:
+        job.bound_device_id = bound
 
 
 def _check_group_names(group: Any) -> None:

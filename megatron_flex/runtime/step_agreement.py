@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from megatron_flex.collectives import Agreement, agreement_seconds
+from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextPlan
@@ -13,6 +14,7 @@ from megatron_flex.runtime.function_agreement import FunctionAgreement
 from megatron_flex.runtime.hook_registry import HookRegistry
 
 STEP_END = "the end of a step"
+UNFINISHED = "then restart the job: a collective of this step stays unfinished, and later ones would meet it"
 
 
 class StepAgreement:
@@ -116,7 +118,10 @@ class StepAgreement:
         """
         self._exchange.check_ended()
         if self._exchange.is_awaited(self._clock.step, self._replica()):
-            self._exchange.barrier(STEP_END, self.now)
+            try:
+                self._exchange.barrier(STEP_END, self.now)
+            except HookError as error:
+                raise HookError(f"{error}; {UNFINISHED}") from error
 
     def _replica(self) -> int | None:
         """The data parallel coordinate, if only ranks of this replica run the same number of steps."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flex.adapters.mesh_axes import groups_of_lines
 from megatron_flex.collectives import PipelineGather, pipeline_gather
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexWarning
@@ -19,12 +20,13 @@ from tests.support.accelerated import FC1, KINDS, Report, report
 from tests.support.accelerator import CUDA, differences, simulated
 from tests.support.accelerator.streams import device_of_process
 from tests.support.messages import assert_names
-from tests.support.pool import run
+from tests.support.pool import run, run_alone
 from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
 FAILING, WATCH = "failing edit", "values that are not finite"
+MEMBERS = (0, 1)  # the ranks of a job of three that have a model
 ENTRIES = 1 << 15  # of a tensor that is sent by itself
 WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", WATCH, FAILING)
 
@@ -218,6 +220,34 @@ def in_other_order(_: Rules) -> Any:
 
 def test_communicators_in_another_order_on_another_rank() -> None:
     assert differences(run(2, in_other_order, Rules())) != []
+
+
+class Bound(NamedTuple):
+    """What a rank sees of a group of some ranks, in a job whose group is bound to a device."""
+
+    bound: bool
+    total: list[float]
+    violations: list[str]
+    refused: bool
+
+
+def of_members(_: Rules) -> Bound:
+    with simulated() as recording:
+        job: Any = dist.group.WORLD
+        job.bound_device_id = torch.device("cuda", 0)
+        total = torch.ones(1, device=CUDA)
+        if dist.get_rank() in MEMBERS:
+            (group,) = groups_of_lines([[MEMBERS]], part=True)
+            dist.all_reduce(total, group=group)
+        seen = job.bound_device_id == torch.device("cuda", 0), total.tolist(), list(recording.violations)
+        split = refused(dist.new_group, list(MEMBERS), use_local_synchronization=True)
+        job.bound_device_id = None
+        return Bound(*seen, split)
+
+
+def test_members_alone_make_a_group_in_a_job_that_is_bound_to_a_device() -> None:
+    for rank, answer in enumerate(run_alone(3, of_members, Rules())):
+        assert answer == Bound(True, [2.0 if rank in MEMBERS else 1.0], [], True)
 
 
 # -- from stage to stage without gloo --------------------------------------------------------------------

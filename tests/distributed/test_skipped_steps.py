@@ -79,8 +79,12 @@ def test_unequal_numbers_of_steps(where: str, kind: str, many: str) -> None:
         remedies = ("flex.step()", "FLEX_AGREE_SECONDS")  # of the rank that waits, and of one that comes late
         assert all(not text or any(remedy in text for remedy in remedies) for text in said)
         return
-    for text in run(2, steps_of, where, kind, STEPS[many]):
-        first, last = (0, 1) if STEPS[many][0] < STEPS[many][1] else (1, 0)
+    texts, (first, last) = run(2, steps_of, where, kind, STEPS[many]), (0, 1)
+    if STEPS[many][0] > STEPS[many][1]:
+        first, last = last, first
+    waited = f"rank {last}: the end of a step" in texts[last]  # in a collective that no other rank joins
+    assert ("restart the job" in texts[last]) == waited
+    for text in texts:
         assert_names(text, f"rank {first}", "restore()", "step 1")
         assert f"rank {last}: " in text
 

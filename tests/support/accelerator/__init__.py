@@ -230,6 +230,8 @@ def _install_collectives(patch: pytest.MonkeyPatch) -> None:
         ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         nccl = backend is not None and "nccl" in backend
+        if (nccl or backend is None) and kwargs.get("use_local_synchronization"):
+            collectives.check_split(ranks)
         group = new_group(ranks, timeout, None if nccl else backend, *args, **kwargs)
         collectives.made(group, backend)
         return group

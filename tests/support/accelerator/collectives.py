@@ -35,6 +35,17 @@ def made(group: Any, backend: str | None) -> None:
         _host_groups.add(group.group_name)
 
 
+def check_split(ranks: Any) -> None:
+    """Refuse a group that its members alone make while the job's group is bound to a device.
+
+    torch then splits NCCL's communicator of the job, which waits for all its ranks.
+    """
+    job: Any = dist.group.WORLD
+    if ranks is not None and len(ranks) < dist.get_world_size() and job.bound_device_id is not None:
+        what = f"ncclCommSplit for ranks {list(ranks)} waits for all ranks of the job"
+        raise RuntimeError(device_of_process().recording.violation(what))
+
+
 def run_collective(func: Any, args: Any, kwargs: Any, kind: type[Tensor]) -> Any:
     """Run an operation of torch.distributed on the bytes of tensors of the device."""
     device = device_of_process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -17,18 +18,19 @@ from megatron_flex.collectives import (
     gather_objects,
     gather_to_leader,
     gather_up_pipeline,
+    host_groups,
     is_leader,
     max_over_ranks,
     pipeline_gather,
     plan_read,
 )
 from megatron_flex.collectives.gather_scatter import GATHER
-from megatron_flex.collectives.host_groups import device_of
+from megatron_flex.collectives.host_groups import device_of, open_host_group
 from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
-from tests.support.pool import run
+from tests.support.pool import run, run_alone
 from tests.support.rank import changes
 
 SEGMENTED = Layout((Dim("s"), Dim("f", (Cut("tp"),), (1, 1))))
@@ -341,3 +343,19 @@ def test_the_device_of_a_groups_tensors_whatever_its_backend_is_called() -> None
     """A backend for CUDA alone, as NCCL is, takes no tensor of the host."""
     (devices,) = run(1, devices_by_name, alone=True)
     assert devices == {"gloo": "cpu", "cpu:gloo": "cpu", "cuda:gloo": "cuda", "cpu:gloo,cuda:gloo": "cpu"}
+
+
+def connecting_alone() -> float:
+    """How long a rank waits for a host that never connects."""
+    changes.setattr(host_groups, "JOIN_SECONDS", 1.0)
+    if dist.get_rank():
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        open_host_group("one of two", (0, 1), 0)
+    return time.monotonic() - began
+
+
+def test_a_host_that_does_not_connect_is_not_waited_for_as_long_as_a_collective() -> None:
+    waited, _ = run_alone(2, connecting_alone)
+    assert 0.5 < waited < 20

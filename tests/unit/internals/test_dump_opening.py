@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,13 @@ def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
     closed = find_access_problem(tmp_path, run_made)
     assert len({"", other, absent, closed}) == 4
+
+
+def test_a_folder_that_appears_late_is_waited_for(tmp_path: Path) -> None:
+    manifest, hidden = opened(tmp_path), tmp_path / "run.hidden"
+    folder = tmp_path / format_run_folder(manifest.run)
+    folder.rename(hidden)
+    appears = threading.Timer(0.5, hidden.rename, [folder])
+    appears.start()
+    assert find_access_problem(tmp_path, RunMade(manifest.run, manifest.created, 0)) == ""
+    appears.join()
