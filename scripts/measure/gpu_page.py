@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpu_defects import DECIDED, DEFECTS
+
 SHOWN = 20  # failing checks of a part
 NONE = "**No GPU has run this yet.** If you have one, run `scripts/gpu` first."
 OF_A_CPU = (
@@ -38,6 +40,7 @@ UNVERIFIED = (
         "Hook points of Transformer Engine's layers",
         "Transformer Engine's kernels; the tests run its Python on plain torch",
     ),
+    ("Older releases of Transformer Engine", "their Python in the tests"),
     ("fp8 and fp4", "Transformer Engine"),
     (
         "Attention inside flash and fused kernels, and the errors that name them",
@@ -51,6 +54,13 @@ UNVERIFIED = (
     ),
     ("Reads through shared memory by ranks on several GPUs of a node", "several GPUs"),
     ("Overlap of copies and sums with NCCL's streams", "several GPUs"),
+    ("Groups of a part of a job's ranks beside a bound communicator", "NCCL, three GPUs"),
+    (
+        "How long registering shared memory takes, which is in the first passes that capture",
+        "a GPU, and several ranks on its node",
+    ),
+    ("Host time of a capture, and memory that copies occupy on the device", "a GPU"),
+    ("Many ranks at the store and at the files of a dump", "a cluster; the tests count requests and bytes"),
     ("FSDP, DeepSpeed, fairscale and apex on GPUs", "NCCL, several GPUs"),
     ("Mamba and gated delta net kernels", "mamba-ssm, causal-conv1d, flash-linear-attention"),
     ("torch.compile and CUDA graphs beside hooks", "a run with either; hooks refuse CUDA graphs"),
@@ -95,6 +105,11 @@ def page(result: Mapping[str, Any], parts: Mapping[str, str]) -> str:
         "",
     ]
     lines += _table(["layers", "compared"], TRANSFORMER_ENGINE)
+    lines += ["", "## Defects found without a GPU", ""]
+    lines += ["All are mended. A test fails if one comes back:", ""]
+    lines += _table(["defect", "found by", "test"], [[d.what, d.source, f"`{d.test}`"] for d in DEFECTS])
+    lines += ["", "Suspected, and decided:", ""]
+    lines += [f"- {sentence}" for sentence in DECIDED]
     lines += ["", "## Unverified", "", "None of this has run on a GPU:", ""]
     lines += _table(["what", "it needs"], UNVERIFIED)
     return "\n".join(lines) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -124,6 +125,23 @@ def test_no_part_stops_the_next_and_the_exit_status_says_so(
     assert page == gpu.text(json.loads((tmp_path / "page.json").read_text()))
     assert any_names(page.splitlines(), "`bf16`", "failed", "0 of 1")
     assert any_names(page.splitlines(), "another thing", 2, 1)
+
+
+def test_a_defect_names_a_test_that_there_is(script: Load) -> None:
+    defects = script("gpu_defects")
+    for defect in defects.DEFECTS:
+        file, name = defect.test.split("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), defect.test
+    named = re.findall(r"`(test_\w+)`", " ".join(defects.DECIDED))
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert named
+    for name in named:
+        assert any(f"\ndef {name}(" in source for source in sources), name
+
+
+def test_the_page_among_the_documents_is_of_the_figures_beside_it(script: Load) -> None:
+    page = ROOT / "docs" / "contributing" / "gpu.md"
+    assert page.read_text() == script("gpu").text(json.loads(page.with_suffix(".json").read_text()))
 
 
 # --- checks
