@@ -18,10 +18,12 @@ def device_of(group: Any) -> str:
     """Whose tensors the collectives of a process group take: the host's wherever it has a backend for them.
 
     NCCL alone has none. `get_backend` calls it "nccl", or "cuda:nccl" if the group was made by that name.
+    None is the group of the job, as in torch's functions.
     """
     if dist.get_backend(group) == "nccl":
         return DEVICE
-    kinds = {device.type for device in group._device_types}
+    named: Any = dist.group.WORLD if group is None else group
+    kinds = {device.type for device in named._device_types}
     return HOST if HOST in kinds or not kinds else DEVICE
 
 

@@ -336,13 +336,14 @@ def test_the_plan_is_known_without_a_process() -> None:
 
 def devices_by_name() -> dict[str, str]:
     names = ("gloo", "cpu:gloo", "cuda:gloo", "cpu:gloo,cuda:gloo")
-    return {name: device_of(dist.new_group(backend=name)) for name in names}
+    return {name: device_of(dist.new_group(backend=name)) for name in names} | {"of the job": device_of(None)}
 
 
 def test_the_device_of_a_groups_tensors_whatever_its_backend_is_called() -> None:
     """A backend for CUDA alone, as NCCL is, takes no tensor of the host."""
     (devices,) = run(1, devices_by_name, alone=True)
-    assert devices == {"gloo": "cpu", "cpu:gloo": "cpu", "cuda:gloo": "cuda", "cpu:gloo,cuda:gloo": "cpu"}
+    hosts = dict.fromkeys(("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "of the job"), "cpu")
+    assert devices == hosts | {"cuda:gloo": "cuda"}
 
 
 def connecting_alone() -> float:
