@@ -25,6 +25,11 @@ from megatron_flex.progress import format_bytes
 from megatron_flex.runtime.dump_sink import DumpSink
 from megatron_flex.wording import count_words
 
+OWN_CHECK = (
+    "Megatron's own check of losses and gradients stops the run before the ranks agree on the first value "
+    "that is not finite: add --no-check-for-nan-in-loss-and-grad"
+)
+
 
 class RunReport:
     """The report of one run. Every rank makes one; only the first rank prints and writes.
@@ -160,6 +165,13 @@ def _describe_sinks(flex: FlexModel) -> Iterator[str]:
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
     for watch in flex.session.sinks.nonfinite:
         yield f"--flex-nonfinite {watch.settings.mode}: {watch.describe_extent()} are watched"
+        if _checks_loss_itself():
+            yield OWN_CHECK
+
+
+def _checks_loss_itself() -> bool:
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return bool(getattr(args, "check_for_nan_in_loss_and_grad", False))
 
 
 def _describe_selection(sites: int, parameters: Any, gradients: bool) -> str:

@@ -134,6 +134,7 @@ def _report_import_errors(what: str) -> Iterator[None]:
 
 
 EDIT_GROUP, DUMP_GROUP, STATISTICS_GROUP = "edit", "dump", "stats"  # every hook of a kind is in its group
+NONFINITE_GROUP = "nonfinite"
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
         tuple(hook for hook, enabled in edits if not enabled),
         tuple(_make_dump(d, settings) for d in settings.dumps),
         () if settings.statistics is None else (_make_statistics(settings.statistics, settings),),
-        None if settings.nonfinite is None else NonFinite(settings.nonfinite, path=settings.nonfinite_dir),
+        _make_nonfinite(settings),
     )
 
 
@@ -232,6 +233,12 @@ def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Stat
         return Statistics(**_arguments(Statistics, statistics, settings, STATISTICS_GROUP))
     except FlexError as error:
         raise type(error)(f"--flex-stats {statistics.path}: {error}") from error
+
+
+def _make_nonfinite(settings: Settings) -> NonFinite | None:
+    if settings.nonfinite is None:
+        return None
+    return NonFinite(settings.nonfinite, path=settings.nonfinite_dir, groups=(NONFINITE_GROUP,))
 
 
 def _arguments(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Layout, count_parts, spans
 from megatron_flex.mesh import Mesh
+
+ItemT = TypeVar("ItemT")
 
 MAX_HELD_BYTES = 1 << 28  # of tensors whose ranges have not arrived
 MAX_INDICES = 4  # entries that are named
@@ -37,6 +39,7 @@ class Located(NamedTuple):
         indices: the first such entries, as indices of the full tensor, or of the shard where `full` is false.
         full: whether the indices are those of the full tensor.
         shape: the shape that the indices are in; of the shard, where `full` is false.
+        dims: the names of the dims, `""` where a dim has none; empty if they are not known.
     """
 
     nans: int
@@ -45,6 +48,7 @@ class Located(NamedTuple):
     indices: tuple[tuple[int, ...], ...]
     full: bool
     shape: tuple[int, ...]
+    dims: tuple[str, ...] = ()
 
 
 class PassRange(NamedTuple):
@@ -310,13 +314,13 @@ def locate(shard: Tensor, layout: Layout | None, mesh: Mesh) -> Located:
     full = [] if layout is None else [_find_full_index(layout, mesh, shard.shape, p) for p in places]
     known = [index for index in full if index is not None]
     is_full = bool(full) and len(known) == len(full)
-    shape = tuple(shard.shape)
+    shape: tuple[int, ...] = tuple(shard.shape)
+    names: tuple[str, ...] = ()
     if is_full and layout is not None:
-        shape = _reorder(
-            layout, [n * count_parts(d, mesh.sizes) for d, n in zip(layout.dims, shape, strict=True)]
-        )
+        lengths = [n * count_parts(d, mesh.sizes) for d, n in zip(layout.dims, shape, strict=True)]
+        shape, names = _reorder(layout, lengths), _reorder(layout, [d.name for d in layout.dims])
     indices = known if is_full else [tuple(p) for p in places]
-    return Located(count, int(bad.sum()) - count, shard.numel(), tuple(indices), is_full, shape)
+    return Located(count, int(bad.sum()) - count, shard.numel(), tuple(indices), is_full, shape, names)
 
 
 def _find_full_index(
@@ -346,6 +350,6 @@ def _find_full_index(
     return _reorder(layout, out)
 
 
-def _reorder(layout: Layout, entries: Sequence[int]) -> tuple[int, ...]:
-    """One number for each dim, in the order of the full tensor's dims."""
+def _reorder(layout: Layout, entries: Sequence[ItemT]) -> tuple[ItemT, ...]:
+    """One item for each dim, in the order of the full tensor's dims."""
     return tuple(entries) if layout.permute is None else tuple(entries[i] for i in layout.permute)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_flex.errors import name_ranks
 from megatron_flex.nonfinite.pass_ranges import Located, PassRange
 
 MAX_INPUTS = 2  # tensors before the first one that are described
@@ -64,6 +65,8 @@ class Verdict(NamedTuple):
         inputs: the minimum and the maximum of the tensors before it, over the ranks of the replica.
         parameters: the parameters of the model that are not finite themselves.
         loss_scale: the factor of the loss against underflow; 1 if there is none.
+        replica: the data parallel coordinate of the first of these ranks.
+        replicas: the number of data parallel replicas.
     """
 
     iteration: int
@@ -74,6 +77,8 @@ class Verdict(NamedTuple):
     inputs: Mapping[str, tuple[float, float]]
     parameters: Sequence[str]
     loss_scale: float
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def overflows_scaled(self) -> bool:
@@ -93,11 +98,11 @@ class Verdict(NamedTuple):
         where = f"iteration {self.iteration}"
         if not self.candidate.parameters:
             where += f", microbatch {self.candidate.microbatch}"
-        rank, found = next(iter(self.located.items()))
-        more = len(self.located) - 1
-        ranks = f"rank {rank}" + (f" and {more} more" if more else "")
+            where += f" of data parallel replica {self.replica}" if self.replicas > 1 else ""
+        ranks = name_ranks(list(self.located))
         text = f"{where}: {self.site} is the first tensor that is not finite, on {ranks}"
-        return text if found is None else f"{text} ({_describe_entries(found)})"
+        entries = next(iter(self.located.values()))
+        return text if entries is None else f"{text} ({_describe_entries(entries)})"
 
     def _describe_causes(self) -> Iterable[str]:
         if self.parameters:
@@ -111,11 +116,12 @@ class Verdict(NamedTuple):
             yield f"the loss is scaled by {self.loss_scale:g}: the loss scaler skips this step"
 
 
-def _describe_entries(found: Located) -> str:
-    kinds = [f"{n} {word}" for n, word in ((found.nans, "NaN"), (found.infinities, "infinite")) if n]
-    first = list(found.indices[0]) if found.indices else []
-    tensor = f"the full tensor of {list(found.shape)}" if found.full else "its shard"
-    return f"{' and '.join(kinds)} of {found.entries}; the first at {first} of {tensor}"
+def _describe_entries(at: Located) -> str:
+    kinds = [f"{n} {word}" for n, word in ((at.nans, "NaN"), (at.infinities, "infinite")) if n]
+    first = list(at.indices[0]) if at.indices else []
+    dims = f" ({', '.join(at.dims)})" if at.dims and all(at.dims) else ""
+    tensor = f"the full tensor of {list(at.shape)}{dims}" if at.full else "its shard"
+    return f"{' and '.join(kinds)} of {at.entries}; the first at {first} of {tensor}"
 
 
 def _join(names: Sequence[str]) -> str:
@@ -147,7 +153,10 @@ def reach_verdict(
     before = order[:at][-MAX_INPUTS:] if not candidate.parameters else []
     inputs = {name[0]: span for name in before if (span := _join_ranges(neighbourhoods, replica, name))}
     parameters = list(dict.fromkeys(name for n in neighbourhoods for name in n.parameters))
-    return Verdict(iteration, candidate, site, call, located, inputs, parameters, loss_scale)
+    replicas = len({n.replica for n in neighbourhoods})
+    return Verdict(
+        iteration, candidate, site, call, located, inputs, parameters, loss_scale, replica, replicas
+    )
 
 
 def _join_ranges(

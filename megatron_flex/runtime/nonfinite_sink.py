@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,6 +131,9 @@ class NonFiniteSink:
             NonFiniteError: on all ranks: a value is not finite, and the mode is `stop`.
         """
         active, self.cycle.active = self.cycle.active, False
+        if active and failed:
+            with suppress(RuntimeError):  # of a device that is lost: what the step raised says so
+                self._warn_alone()
         if not active or failed:
             self._forget()
             return
@@ -149,6 +153,16 @@ class NonFiniteSink:
             self._report(verdict)
         elif some_near:
             self._warn_of_overflow(near, mesh)
+
+    def _warn_alone(self) -> None:
+        """Warn of the first tensor on this rank, where the step failed and the ranks cannot compare."""
+        passes = {_make_candidate(place): ranges for place, ranges in self._passes.items()}
+        self._queue.finish()
+        bad = [candidate for candidate, measured in passes.items() if measured.found]
+        if bad:
+            here = Neighbourhood(global_rank(), self.mesh["dp"].coord, passes[min(bad)].ranges, ())
+            verdict = reach_verdict(self.cycle.iteration, min(bad), [here], 1.0)
+            self.cycle.warn_once("alone", f"the step failed; of this rank alone: {verdict.describe()}")
 
     def _list_near_overflow(self, passes: Mapping[Candidate, PassRanges]) -> list[PassRange]:
         """The tensors near the largest value of their dtype; of a scaled loss no gradients.

@@ -357,4 +357,6 @@ def test_the_run_stops_before_the_optimizer_takes_a_value_that_is_not_finite(
     ours = ["--flex-cpu", "--flex-nonfinite", "stop", "--flex-edit", "decoder.layers.0", "poison.py:poison"]
     done = server(2, tmp_path, *command(tmp_path), *ours)
     assert done.status == [2, 2], done.err[0]
-    assert_names(done.told[-1], 1, "decoder.layers.1:input", "rank 0", "1 NaN", [3, 0, 5])
+    assert_names(done.told[-1], 1, "decoder.layers.1:input", "ranks 0, 1", "1 NaN", [3, 0, 5], [16, 2, 32])
+    checks = [line for line in done.told if "--no-check-for-nan-in-loss-and-grad" in line]
+    assert len(checks) == 1, done.told

@@ -15,7 +15,7 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.nonfinite import Candidate, Neighbourhood, PassRange, pass_ranges, reach_verdict
 from megatron_flex.nonfinite.pass_ranges import PassRanges, RangeQueue
 from tests.support.accelerator import CUDA, simulated
-from tests.support.messages import assert_names
+from tests.support.messages import any_names, assert_names
 
 NAN, INF = float("nan"), float("inf")
 MESH = Mesh((Axis("tp", 2, 1, None, (0, 1)),))
@@ -227,3 +227,23 @@ def test_a_folder_for_shards_needs_a_search() -> None:
     resolved = resolve_settings(Settings(nonfinite="warn", nonfinite_dir="shards")).nonfinite
     assert resolved is not None
     assert (resolved.mode, resolved.path) == ("warn", "shards")
+
+
+def test_a_rank_whose_step_fails_warns_of_its_own_first_tensor() -> None:
+    def fail(flex: mf.FlexModel) -> None:  # as Megatron, where its own check finds a loss that is not finite
+        with flex.step():
+            flex.chunks[0](torch.ones(4, 2))
+            raise ZeroDivisionError
+
+    with mf.attach(poisoned(), nonfinite="stop") as flex:
+        with pytest.warns(mf.FlexWarning) as caught, pytest.raises(ZeroDivisionError):
+            fail(flex)
+        assert any_names([str(w.message) for w in caught], "0:output", "rank 0", [0, 1])
+
+
+def test_dims_and_replicas_are_named() -> None:
+    (known,) = take_all(RangeQueue(MESH), [torch.tensor([[0.0, NAN]])])
+    ranks = [Neighbourhood(0, 0, [span("a", 1)], ()), Neighbourhood(1, 1, [known._replace(site="a")], ())]
+    verdict = reach_verdict(0, Candidate(False, 0, False, 0), ranks, 1.0)
+    assert (verdict.replica, verdict.replicas) == (1, 2)
+    assert_names(verdict.describe(), "replica 1", "rank 1", [0, 3], [1, 4], "s, h")
