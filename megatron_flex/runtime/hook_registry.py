@@ -103,7 +103,7 @@ class HookRegistry:
                     what = "has no gradient" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.read_only_reason}", site=site.name)
         self._check_scale(entry)
-        self._check_kept(entry)
+        self._check_capture_names(entry)
         hook.bind_sites([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
         self._expected |= self._shapes(entry)
         self.entries = [*self.entries, entry]
@@ -194,7 +194,7 @@ class HookRegistry:
                     site=name,
                 )
 
-    def _check_kept(self, entry: HookEntry) -> None:
+    def _check_capture_names(self, entry: HookEntry) -> None:
         """Refuse two hooks that capture different things at one site under the same name."""
         hook = entry.hook
         for other in self.entries if hook.save else ():
@@ -209,8 +209,8 @@ class HookRegistry:
             shared = sorted(entry.names & other.names) if same else []
             if shared:
                 raise HookError(
-                    f"hook ({hook.describe()}) has the capture name of hook ({other.hook.describe()}), "
-                    f"{shared[0]}; give one of them another name with keep_as=",
+                    f"{shared[0]}: hooks ({other.hook.describe()}) and ({hook.describe()}) capture different "
+                    "entries under one name; set keep_as= on one of them",
                     site=shared[0],
                 )
 

@@ -139,7 +139,7 @@ class NonFiniteSink:
             return
         passes = {_make_candidate(place): ranges for place, ranges in self._passes.items()}
         if self.settings.parameters and self._trains:
-            passes[Candidate(True, 0, False, 0)] = self._measure_parameters()
+            passes[Candidate(True, 0, False, 0)] = self._measure_parameter_gradients()
         self._queue.finish()
         self._passes.clear()
         bad = [candidate for candidate, measured in passes.items() if measured.found]
@@ -241,9 +241,9 @@ class NonFiniteSink:
             )
             self.cycle.warn_once(f"near {site}", text, alike=True)
 
-    def _measure_parameters(self) -> PassRanges:
+    def _measure_parameter_gradients(self) -> PassRanges:
         """The ranges of this rank's gradients of parameters, in model order."""
-        measured = PassRanges()
+        ranges = PassRanges()
         storage = self._parameter_index.adapter.storage
         reduced = storage.reduced(self._parameter_index.called) is True
         for name, site_layout, parameter in self._list_parameters():
@@ -254,9 +254,10 @@ class NonFiniteSink:
                 self.cycle.warn_once("gradients", text, alike=True)
                 continue
             if gradient.tensor is not None:
+                # A flat part is a run of entries in row-major order: it has no index in each dim to report.
                 layout = site_layout if gradient.part is None else None
-                self._queue.take(measured, name + GRADIENT_SUFFIX, 0, gradient.tensor.detach(), layout)
-        return measured
+                self._queue.take(ranges, name + GRADIENT_SUFFIX, 0, gradient.tensor.detach(), layout)
+        return ranges
 
     def _list_bad_parameters(self) -> list[str]:
         """The names of this rank's parameters that are not finite. Waits for the device."""

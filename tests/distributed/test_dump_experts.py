@@ -148,14 +148,14 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
         dump[FEW[0]].torch()
     with mf.open_dump(tmp_path / "all") as dump:
         opened = [dump.files.open(p) for p in dump.stored_iteration((0, 0)).paths(1)]
-        assert not any((FEW[3], "value") in one.by for one in opened), "expert 1 is on rank 0"
+        assert not any((FEW[3], "value") in one.entries_by_site for one in opened), "expert 1 is on rank 0"
         for one in opened:
-            one.by.pop((FEW[0], "value"), None)
+            one.entries_by_site.pop((FEW[0], "value"), None)
         with raises(mf.DumpError, "edp=0", "ep=1"):
             dump[FEW[0]].torch()
     with mf.open_dump(tmp_path / "all") as dump:
         for path in dump.stored_iteration((0, 0)).paths(1):
-            dump.files.open(path).by.pop((LAYER, ROUTING), None)
+            dump.files.open(path).entries_by_site.pop((LAYER, ROUTING), None)
         with raises(mf.DumpError, (0, 1, 0)):
             dump[FEW[1]].torch()
 

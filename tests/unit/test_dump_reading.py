@@ -359,7 +359,7 @@ def test_runs_of_other_meshes_are_one_dump(tmp_path: Path) -> None:
     assert array.at(4, 0).iterations == [4, 0]
     assert torch.equal(array.at(4, 0)[:, 1].torch(), torch.stack([value[4, 1] * 2, value[0, 1]]))
     assert torch.equal(array[1:][0].at(3)[0].torch(), value[3] * 2)
-    with raises(DumpError, "(9, 0)", 0, 5, 6, site="a"):
+    with raises(DumpError, "(9, 0)", 0, 5, site="a"):
         array.at(9)
 
 
@@ -559,11 +559,21 @@ def test_a_file_that_shrank_or_is_gone(tmp_path: Path) -> None:
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(size - 8)
-    with raises(DumpError, path, size - 8, path=str(path)):
+    with raises(DumpError, path, size - 8, size, path=str(path)):
         dump["a"].torch()
     path.unlink()
     dump.close()
     with raises(DumpError, path, os.strerror(errno.ENOENT), path=str(path)):
+        dump["a"].torch()
+
+
+def test_a_file_under_the_name_of_another_rank(tmp_path: Path) -> None:
+    dump = small(tmp_path / "d")
+    path, other = sorted((tmp_path / "d").rglob("*.safetensors"))[:2]
+    contents = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(contents)
+    with raises(DumpError, path, "rank 0", "rank 1", path=str(path)):
         dump["a"].torch()
 
 

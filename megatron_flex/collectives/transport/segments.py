@@ -159,7 +159,7 @@ class SegmentPool:
 
     def open(self) -> None:
         """Make two segments: captures of a step are copied from one while the next step writes the other."""
-        if self.make(min(FIRST_BYTES, self.most)) >= 0:
+        if self.make(min(FIRST_BYTES, self.most)) is not None:
             self.make(min(FIRST_BYTES, self.most))
 
     def unlink(self, numbers: Iterable[int]) -> None:
@@ -167,7 +167,7 @@ class SegmentPool:
         for number in numbers:
             self.segments[number].unlink()
 
-    def find_free(self, need: int, besides: int = -1) -> list[int]:
+    def find_free(self, need: int, besides: int | None = None) -> list[int]:
         """The segments of at least `need` bytes that are not held, without `besides`; smaller ones are given
         back to the system once all ranks have mapped them.
         """
@@ -192,19 +192,20 @@ class SegmentPool:
         for number in list(self.segments):
             self.drop(number)
 
-    def make(self, need: int) -> int:
-        """Make a segment of at least `need` bytes; its number, or -1 if it does not fit."""
+    def make(self, need: int) -> int | None:
+        """Make a segment of at least `need` bytes; its number, or None where `lacking` says why not."""
         self.lacking = ""
         size = max(-(-need // ROUNDING), 1) * ROUNDING
         used, room = sum(s.segment.size for s in self.segments.values()), free_bytes(self.folder)
         if len(self.segments) >= MAX_SEGMENTS:
-            return -1
+            self.lacking = f"all {MAX_SEGMENTS} segments are in use"
+            return None
         if used + size > self.most:
             self.lacking = f"FLEX_SHARED_BYTES allows {self.most}, of which {used} are in use"
-            return -1
+            return None
         if size > room // 2:  # others need it too: collectives, workers that load data
             self.lacking = f"{self.folder} has {room} bytes free, of which at most half are taken"
-            return -1
+            return None
         # Not a number that was just given back: other ranks may still have mapped its file.
         number: int = next(
             n for n in (*range(self._next, NUMBERS), *range(NUMBERS)) if n not in self.segments
@@ -213,7 +214,7 @@ class SegmentPool:
             self.segments[number] = SharedSegment(segment_path(self.folder, self.stem, number), size)
         except OSError as error:
             self.lacking = f"{self.folder}: {error.strerror}"
-            return -1
+            return None
         self._next = (number + 1) % NUMBERS
         return number
 

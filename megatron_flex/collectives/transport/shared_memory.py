@@ -174,7 +174,8 @@ class SharedMemoryTransport:
         self._segments: dict[int, Segment] = {}  # of the receiving rank, mapped by another rank of its node
         self._private: Segment | None = None  # of a rank of another node
         self._segment: Segment | None = None
-        self._number, self._capacity = -1, 0
+        self._number: int | None = None
+        self._capacity = 0
         self._announced: set[int] = set()  # segments whose numbers the other ranks have
         self._unmapped, self._unmapped_bytes = "", 0  # why this rank could not map one, and its size
         self._named: list[Path] = []  # files that the receiving rank has not unlinked yet
@@ -309,7 +310,8 @@ class SharedMemoryTransport:
 
     def collect(self, flags: Sequence[int], at: str) -> tuple[list[int], str]:
         """End the step with the other ranks of the stage: `Transport.collect`."""
-        number, lends, tensors = -1, False, []
+        number: int | None = None
+        lends, tensors = False, []
         if self._unmapped:  # not at once: files of a receiving rank that has ended are gone, and not missed
             rank = self.members[self.me].rank
             self._warn(f"rank {rank} cannot map shared memory: {self._unmapped}", self._unmapped_bytes)
@@ -405,18 +407,22 @@ class SharedMemoryTransport:
             code = crc32(f"{tag!s}{words}".encode(), code)
         return code & CRC_MASK
 
-    def _note(self, number: int) -> _Note:
+    def _note(self, number: int | None) -> _Note:
         code, pool = self._code(), self._pool
         note = _Note(int(bool(self._failure)), code, -code, unmapped=int(bool(self._unmapped)))
         if not self._leads:
             return note
         kept_bits = sum(1 << n for n in pool.segments)
         fresh_bits = sum(1 << n for n, shared in pool.segments.items() if shared.path is not None)
-        size = pool.segments[number].segment.size if number >= 0 else 0
+        size = 0 if number is None else pool.segments[number].segment.size
         again = number == self._number and bool(self._records)  # the others wait until it has been copied
-        settles = number >= 0 and (number not in self._announced or again)
+        settles = number is not None and (number not in self._announced or again)
         return note._replace(
-            segment=number + 1, size=size, kept=kept_bits, fresh=fresh_bits, settles=int(settles)
+            segment=0 if number is None else number + 1,
+            size=size,
+            kept=kept_bits,
+            fresh=fresh_bits,
+            settles=int(settles),
         )
 
     def _describe_loss(self, flags: Sequence[int], note: _Note) -> str:
@@ -432,22 +438,22 @@ class SharedMemoryTransport:
         other, their_count, _ = next((row for row in rows if row[2] != code), rows[0])
         return DIFFERENT.format(other=other, theirs=their_count, rank=rank, count=count)
 
-    def _choose_segment(self) -> tuple[int, bool]:
+    def _choose_segment(self) -> tuple[int | None, bool]:
         """The segment of the next step, and whether the tensors of this step are lent; else they are copied.
 
-        They are lent while there is yet another segment for the step after the next, so that no step needs
-        the segment of the step before it.
+        The segment is None where there is no room. Tensors are lent while there is yet another segment
+        for the step after the next, so that no step needs the segment of the step before it.
         """
         pool, need = self._pool, self._need
         if not self._records:
             free = pool.find_free(need)
             return (free[0] if free else pool.make(need)), False
         free = pool.find_free(need, self._number)
-        if not free and (number := pool.make(need)) >= 0:
+        if not free and (number := pool.make(need)) is not None:
             free.append(number)
         if not free:  # no room: the segment of this step is written again, once it has been copied
-            return (self._number if need <= self._capacity else -1), False
-        return free[0], len(free) > 1 or pool.make(need) >= 0
+            return (self._number if need <= self._capacity else None), False
+        return free[0], len(free) > 1 or pool.make(need) is not None
 
     def _lend(self) -> list[Tensor]:
         places = [(r.at, r.space.full, r.space.dtype) for r in self._records]
@@ -466,7 +472,7 @@ class SharedMemoryTransport:
 
         Collective in the stage where a rank may have failed since the flags were exchanged.
         """
-        number, lost = note.segment - 1, 0
+        number, lost = (note.segment - 1 if note.segment else None), 0
         if self._leads and not note.unmapped:  # what earlier exchanges announced is mapped everywhere
             self._pool.unlink(self._announced & self._pool.segments.keys())
         self._map(note)
@@ -478,10 +484,10 @@ class SharedMemoryTransport:
             lost, unmapped = max_over_ranks(failed, self._stage, at, self._watch)
             if self._leads and not unmapped:
                 self._pool.unlink(self._pool.segments)
-        number = -1 if unmapped else number  # until all ranks have it, the captures are gathered
+        number = None if unmapped else number  # until all ranks have it, the captures are gathered
         # What some rank could not map is announced again, with an exchange of whether all ranks have it now.
         self._announced = set() if unmapped else set(self._pool.segments)
-        self._number, self._capacity = number, note.size if number >= 0 else 0
+        self._number, self._capacity = number, 0 if number is None else note.size
         self._segment = self._mapped(number)
         if self._copies is not None:
             self._copies.keep(self._list_mapped())
@@ -506,8 +512,8 @@ class SharedMemoryTransport:
         except (OSError, ValueError) as error:
             self._unmapped, self._unmapped_bytes = describe_error(error), note.size
 
-    def _mapped(self, number: int) -> Segment | None:
-        if number < 0:
+    def _mapped(self, number: int | None) -> Segment | None:
+        if number is None:
             return None
         if self._leads:
             return self._pool.segments[number].segment
@@ -568,7 +574,7 @@ class SharedMemoryTransport:
         warnings.warn(
             f"{why}; what does not fit is gathered, which is slower: give it room (docker run --shm-size="
             f"{-(-4 * need // (1 << 30))}g, FLEX_SHARED_BYTES={2 * need}), name another folder in memory "
-            "(FLEX_SHARED_FOLDER), or capture less",
+            "(FLEX_SHARED_FOLDER), release earlier captures, or capture less",
             FlexWarning,
             stacklevel=2,
         )

@@ -19,13 +19,14 @@ from megatron_flex.dump.reader.sample_plan import (
     StoredTensorKey,
     StoredTensorShards,
 )
-from megatron_flex.dump.reader.shard_files import LocatedShard, WeightedCache
+from megatron_flex.dump.reader.shard_files import LocatedShard
 from megatron_flex.dump.reader.tensor_assembly import (
     AssembledTensor,
     StoredTensor,
     group_shards,
     has_all_shards,
 )
+from megatron_flex.dump.reader.weighted_cache import WeightedCache
 from megatron_flex.dump.run_folders import IterationKey
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index, inverse_order

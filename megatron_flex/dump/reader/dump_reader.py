@@ -21,20 +21,21 @@ from megatron_flex.dump.reader.shard_files import (
     ChecksumPolicy,
     LocatedShard,
     PartFiles,
-    RoutingKey,
-    WeightedCache,
 )
 from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows, is_row_mask
+from megatron_flex.dump.reader.weighted_cache import WeightedCache
 from megatron_flex.dump.run_folders import DumpRun, IterationKey, StoredIteration, read_runs
 from megatron_flex.dump.schema import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, Manifest, SiteRecord
 from megatron_flex.errors import DumpError, FlexWarning, SiteError, error_attributes, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.mesh import describe_sizes
-from megatron_flex.ranges import normalize_path
+from megatron_flex.ranges import describe_numbers, normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
 from megatron_flex.wording import count_words
 
 MOST_ROUTED = 1 << 24  # entries of routers' decisions that are kept
+OUTPUT_SUFFIX = ":output"
+RoutingKey = tuple[IterationKey, int, str, int, int]  # iteration, stage, layer, call, microbatch
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
 
 
@@ -68,19 +69,16 @@ def sort_by_execution(
     return values + [n + GRADIENT_SUFFIX for n in gradients]
 
 
-OUTPUT_SUFFIX = ":output"
-
-
 def open_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> OpenDump:
     """Open a dump for reading.
+
+    An iteration that has lost a part is left out with a warning; an iteration that a killed run did not
+    finish, or that the newest run may still be writing, without one. `OpenDump.missing` lists all of them.
 
     Args:
         path: the folder that was passed to `Dump`.
         check: which checksums to compare: `blocks`, of each block when it is first read; `first`, of
             all blocks of a shard when the shard is first read; or `never`. Headers are always checked.
-
-    An iteration that has lost a part is left out with a warning; an iteration that a killed run did not
-    finish, or that the newest run may still be writing, without one. `OpenDump.missing` lists all of them.
 
     Returns:
         The dump: a mapping of names to arrays, which reads a tensor when it is converted.
@@ -188,9 +186,10 @@ class OpenDump:
         every = sorted({which for run in self.runs for which in run.iteration_keys})
         by_key = {which: self._look(which) for which in every}
         complete = {which: stored for which, stored in by_key.items() if stored is not None}
-        if self._warns and len(complete) < len(every) and (available := lost(self.runs, complete)):
-            more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
-            named = "; ".join(available[:MOST_DETAILED])
+        if self._warns and len(complete) < len(every) and (lost_iterations := lost(self.runs, complete)):
+            rest = len(lost_iterations) - MOST_DETAILED
+            more = f", and {rest} more" if rest > 0 else ""
+            named = "; ".join(lost_iterations[:MOST_DETAILED])
             text = f"{self.path}: left out, because parts are missing: {named}{more}"
             warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
         if self._warns and (several := replaced(self.runs, complete)):
@@ -237,10 +236,11 @@ class OpenDump:
         """
         stored = self._look(which)
         if stored is None:
-            have = self.iterations
-            available = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
+            numbers = self.iterations
+            complete = describe_numbers("iteration", numbers) if numbers else "no iteration"
+            verb = "is" if len(numbers) < 2 else "are"
             raise DumpError(
-                f"{self.path}: iteration {which} is missing or incomplete; complete iterations: {available}",
+                f"{self.path}: iteration {which} is missing or incomplete; {complete} {verb} complete",
                 path=self.path,
             )
         return stored
@@ -568,7 +568,7 @@ class OpenDump:
         if len(names) > 1:
             raise DumpError(
                 f"{self.path}: {name!r} means {', '.join(names[:4])}{' ...' * (len(names) > 4)}; "
-                "[...] takes one, and keys() lists them",
+                "name one of them; keys() lists all",
                 path=self.path,
             )
         resolved = self._resolve_site(names[0])
@@ -614,10 +614,11 @@ class OpenDump:
         for rank in written.run.ranks(stage, replica):
             coords = written.run.coords[rank]
             for path in written.paths(rank):
-                part, several = self.files.open(path).by.get((site, kind), (None, ()))
+                part, several = self.files.open(path).entries_by_site.get((site, kind), (None, ()))
                 if part is not None and dict(part.index.coords) != dict(coords):
                     raise DumpError(
-                        f"{path}: rank {rank} is at {part.index.coords}, by its manifest {coords}",
+                        f"{path}: the header has rank {rank} at {part.index.coords}, the manifest at "
+                        f"{coords}; the file is of another run: restore it",
                         path=path,
                     )
                 if part is not None:

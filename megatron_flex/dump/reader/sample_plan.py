@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megatron_flex.dump.reader.expert_tensors import ExpertTensorReader
-from megatron_flex.dump.reader.shard_files import LocatedShard, WeightedCache
+from megatron_flex.dump.reader.shard_files import LocatedShard
 from megatron_flex.dump.reader.tensor_assembly import (
     AssembledTensor,
     StoredShard,
@@ -19,6 +19,7 @@ from megatron_flex.dump.reader.tensor_assembly import (
     TokenMean,
     group_shards,
 )
+from megatron_flex.dump.reader.weighted_cache import WeightedCache
 from megatron_flex.dump.run_folders import REPLICA_AXIS, DumpRun, IterationKey, StoredIteration
 from megatron_flex.dump.schema import list_dim_names
 from megatron_flex.dump.token_selection import (

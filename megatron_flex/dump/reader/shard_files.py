@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +22,8 @@ from megatron_flex.checksums import (
 )
 from megatron_flex.dump.file_names import parse_iteration_folder, parse_part_name
 from megatron_flex.dump.part_format import StoredPart, read_part
-from megatron_flex.dump.run_folders import IterationKey
+from megatron_flex.dump.reader.weighted_cache import WeightedCache
+from megatron_flex.dump.run_folders import IterationKey, describe_iteration
 from megatron_flex.dump.schema import REPLICA, ShardEntry, layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries
@@ -51,7 +49,7 @@ class ChecksumRecord:
 
         Args:
             part: that has the shard.
-            entry: which.
+            entry: the shard's entry in the header.
             data: all of its bytes.
             where: for each dim of what is stored the entries that are read; all if None.
 
@@ -160,47 +158,9 @@ def _get_block_border(number: int, size: int) -> tuple[int, int]:
 ChecksumPolicy = Literal["blocks", "first", "never"]
 CHECKSUM_POLICIES: tuple[ChecksumPolicy, ...] = get_args(ChecksumPolicy)
 MOST_OPEN_FILES = 256  # files that are mapped at once; a process may have some thousand open
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 LocatedShard = tuple[
     StoredPart, ShardEntry, Layout, Coords
 ]  # an entry, the part that has it, and the rank's coordinates
-
-
-class WeightedCache(Generic[K, V]):
-    """The values that were asked for last, up to a total weight."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self._weight = most, 0
-        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._lock, self._process = threading.Lock(), os.getpid()
-
-    def get(self, key: K, make: Callable[[], V], weight: Callable[[V], int] = lambda _: 1) -> V:
-        """The value of a key; made where it is not kept."""
-        if self._process != os.getpid():  # forked off, maybe while another thread held the lock
-            self._lock, self._process = threading.Lock(), os.getpid()
-        with self._lock:
-            cached = self._values.get(key)
-            if cached is not None:
-                self._values.move_to_end(key)
-                return cached[0]
-        value = make()
-        with self._lock:
-            if key not in self._values:
-                self._values[key] = value, weight(value)
-                self._weight += self._values[key][1]
-            while self._weight > self.most and len(self._values) > 1:
-                self._weight -= self._values.popitem(last=False)[1][1]
-        return value
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def clear(self) -> None:
-        """Release all."""
-        with self._lock:
-            self._values.clear()
-            self._weight = 0
 
 
 class IndexedPart:
@@ -208,13 +168,13 @@ class IndexedPart:
 
     Attributes:
         part: the header.
-        by: its entries by site and kind, each with its layout; with a part that knows of these alone, so that
-            who keeps them does not keep all.
+        entries_by_site: its entries by site and kind, each with its layout; with a part that knows of these
+            alone, so that who keeps them does not keep all.
     """
 
     def __init__(self, path: Path) -> None:
         self.part: StoredPart = read_part(path)
-        self.by: dict[tuple[str, str], tuple[StoredPart, list[tuple[ShardEntry, Layout]]]] = {}
+        self.entries_by_site: dict[tuple[str, str], tuple[StoredPart, list[tuple[ShardEntry, Layout]]]] = {}
         index = self.part.index
         bare = replace(index, layouts=(), entries=())
         try:
@@ -223,7 +183,7 @@ class IndexedPart:
                 layout = layouts[entry.layout]
                 if entry.layout < 0 or len(entry.shape) != len(layout.dims):
                     raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
-                part, several = self.by.setdefault(
+                part, several = self.entries_by_site.setdefault(
                     (entry.site, entry.kind), (replace(self.part, index=bare, where={}), [])
                 )
                 several.append((entry, layout))
@@ -289,21 +249,21 @@ class PartFiles:
 
         Args:
             part: that has the shard.
-            entry: which.
+            entry: the shard's entry in the header.
             where: for each dim the requested entries.
 
         Returns:
             A view of the file, which the caller does not write to.
 
         Raises:
-            DumpError: the file is gone or has shrunk, or the checksum of a block is wrong.
+            DumpError: the file is gone or has changed its size, or the checksum of a block is wrong.
         """
         if entry.kind == REPLICA:
             raise DumpError(f"{part.path}: {entry.site} was stored as a checksum only", path=part.path)
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
             return take_entries(torch.empty(shape, dtype=dtype), where)
-        mapped = self._map(part, start, size)
+        mapped = self._map_file(part, start, size)
         if self.check != "never":
             with memoryview(mapped) as content, content[start : start + size] as data:
                 self.integrity.check(part, entry, data, where if self.check == "blocks" else None)
@@ -319,12 +279,14 @@ class PartFiles:
         self.bytes_read += nbytes  # without a call: other threads add too
         return out.view(dtype) if small else out
 
-    def _map(self, part: StoredPart, start: int, size: int) -> mmap.mmap:
+    def _map_file(self, part: StoredPart, start: int, size: int) -> mmap.mmap:
         mapped = self._maps.get(part.path, lambda: _map_part_file(part.path))
         if mapped.size() < start + size or len(mapped) < start + size:
             # reading past a file's end kills the process
             raise DumpError(
-                f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened", path=part.path
+                f"{part.path}: {mapped.size()} bytes now, {start + size} needed: it changed since it was "
+                "opened; open the dump again",
+                path=part.path,
             )
         return mapped
 
@@ -336,12 +298,26 @@ class PartFiles:
 
 def _index_part(path: Path) -> IndexedPart:
     """The header of a part, which must be of the rank and iteration that its name has."""
-    opened, named = IndexedPart(path), (parse_iteration_folder(path.parent.name), parse_part_name(path.name))
-    index = opened.part.index
+    indexed = IndexedPart(path)
+    from_name = parse_iteration_folder(path.parent.name), parse_part_name(path.name)
+    index = indexed.part.index
     stated = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
-    if stated != named:
-        raise DumpError(f"{path} contains {stated}, but its name says {named}: it was moved", path=path)
-    return opened
+    if stated != from_name:
+        raise DumpError(
+            f"{path}: its header is of {_describe_place(*stated)}, its name of "
+            f"{_describe_place(*from_name)}; the file was moved or renamed: put it back",
+            path=path,
+        )
+    return indexed
+
+
+def _describe_place(iteration: IterationKey | None, part: tuple[int, int, int] | None) -> str:
+    """The iteration, rank and part of a file; None for what the name of a file or folder does not say."""
+    where = "no iteration" if iteration is None else describe_iteration(iteration)
+    if part is None:
+        return f"{where}, no rank"
+    rank, number, parts = part
+    return f"{where}, rank {rank}, part {number}" + (f" of {parts}" if parts else "")
 
 
 def _map_part_file(path: Path) -> mmap.mmap:
@@ -354,6 +330,3 @@ def _map_part_file(path: Path) -> mmap.mmap:
         raise DumpError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}", path=path
         ) from error
-
-
-RoutingKey = tuple[IterationKey, int, str, int, int]  # iteration, stage, layer, call, microbatch

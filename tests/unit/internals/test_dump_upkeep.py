@@ -251,6 +251,11 @@ def test_what_reading_refuses_is_an_error(dump, wrong):
     assert not verify_dump(dump).good
 
 
+def test_an_iteration_between_others_is_refused_with_those_that_there_are(dump):
+    with raises(DumpError, dump, 5, 0, 10, 20, path=str(dump)):
+        open_dump(dump).stored_iteration((5, 0))
+
+
 # -- pruning
 
 

@@ -56,16 +56,18 @@ def test_rows_of_a_pitched_copy() -> None:
 def test_a_segment_is_written_again_only_when_nobody_has_a_tensor_of_it(tmp_path: Path) -> None:
     pool = SegmentPool(str(tmp_path), 2 * ROUNDING)
     first = pool.make(ROUNDING)
+    assert first is not None
     x, y = pool.segments[first].segment.lend([(0, (4,), torch.float32), (64, (2, 3), torch.bfloat16)])
     flat = y.flatten()[2:]
     assert pool.find_free(1) == []
     second = pool.make(ROUNDING)
+    assert second is not None
     assert pool.find_free(1) == [second]
     assert pool.find_free(1, besides=second) == []
     del x, y
     gc.collect()
     assert pool.find_free(1) == [second], "a view of a view still looks at the first"
-    assert pool.make(1) == -1
+    assert pool.make(1) is None
     assert "FLEX_SHARED_BYTES" in pool.lacking
     del flat
     assert pool.find_free(ROUNDING) == [first, second]
@@ -79,7 +81,8 @@ def test_a_segment_is_written_again_only_when_nobody_has_a_tensor_of_it(tmp_path
 
 def test_a_pool_has_few_segments(tmp_path: Path) -> None:
     pool = SegmentPool(str(tmp_path), 1 << 30)
-    assert [pool.make(1) for _ in range(segments.MAX_SEGMENTS + 1)] == [*range(segments.MAX_SEGMENTS), -1]
+    assert [pool.make(1) for _ in range(segments.MAX_SEGMENTS + 1)] == [*range(segments.MAX_SEGMENTS), None]
+    assert str(segments.MAX_SEGMENTS) in pool.lacking
 
 
 def test_what_is_saved_of_a_tensor_is_that_tensor(tmp_path: Path) -> None:
@@ -92,14 +95,14 @@ def test_what_is_saved_of_a_tensor_is_that_tensor(tmp_path: Path) -> None:
 
 
 def test_no_room_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SegmentPool(str(tmp_path / "absent"), 1 << 30).make(1) == -1
+    assert SegmentPool(str(tmp_path / "absent"), 1 << 30).make(1) is None
     full = SegmentPool(str(tmp_path), 1 << 30)
 
     def fails(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fails)
-    assert full.make(1) == -1
+    assert full.make(1) is None
     assert "No space left" in full.lacking
     assert list(tmp_path.iterdir()) == []
 
