@@ -8,8 +8,7 @@ sends values from stage to stage; `Agreement` compares the hooks of all ranks.
 """
 
 from megatron_flex.collectives.autograd_graph import follow_replaced_gradient, running_transform, weak_hook
-from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
-from megatron_flex.collectives.exchange import (
+from megatron_flex.collectives.edit_exchange import (
     IDENTITY,
     Enter,
     Exchange,
@@ -24,6 +23,7 @@ from megatron_flex.collectives.exchange import (
     raise_broken,
     require_gradient,
 )
+from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
 from megatron_flex.collectives.expert_route import Dispatch, Route
 from megatron_flex.collectives.gather_plan import (
     REPLICA_AXES,

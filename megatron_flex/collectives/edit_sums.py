@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.exchange import run_beside
+from megatron_flex.collectives.edit_exchange import run_beside
 from megatron_flex.collectives.rank_agreement import max_over_ranks
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh

@@ -1,4 +1,7 @@
-"""Gather the full tensor on every rank, and take the local shard of a full tensor; outside of any graph."""
+"""Gather the full tensor on every rank, and take the local shard of a full tensor.
+
+Neither is differentiable: `edit_exchange` has the autograd nodes.
+"""
 
 from __future__ import annotations
 

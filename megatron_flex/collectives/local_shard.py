@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.edit_exchange import enter
 from megatron_flex.collectives.edit_sums import EditSums
-from megatron_flex.collectives.exchange import enter
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape, inverse_order, is_partial
 from megatron_flex.mesh import Axis, Mesh

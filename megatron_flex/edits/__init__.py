@@ -11,7 +11,8 @@ Examples:
 """
 
 from megatron_flex.edits.edit_base import Edit
-from megatron_flex.edits.preset import Local, LocalEdit, Preset, chain, local
+from megatron_flex.edits.local_edit import Local, LocalEdit, local
+from megatron_flex.edits.preset_base import Preset, chain
 from megatron_flex.edits.preset_parser import PRESETS, parse
 from megatron_flex.edits.replacement_edits import LowRank, low_rank, patch, resample, splice, swap
 from megatron_flex.edits.tensors import Indices, write

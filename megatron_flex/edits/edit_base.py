@@ -1,4 +1,7 @@
-"""The base of all presets: a readable name, `|`, and the restriction to a part of the tensor."""
+"""The base of presets that take parameters: a readable name, and the restriction to a part of the tensor.
+
+What these have in common with chains and functions marked as local is in `preset_base`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
-from megatron_flex.edits.preset import Preset, split_dims
+from megatron_flex.edits.preset_base import Preset, split_dims
 from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, find_in_call, mask_along
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.ranges import normalize_numbers

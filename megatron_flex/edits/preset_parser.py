@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_flex.edits import replacement_edits, value_edits, vector_edits
 from megatron_flex.edits.edit_base import Edit
-from megatron_flex.edits.preset import Preset, chain
+from megatron_flex.edits.preset_base import Preset, chain
 from megatron_flex.errors import HookError, suggest_nearest
 from megatron_flex.ranges import parse_numbers
 
+# A new preset: its class in a `*_edits` module, an entry here, and its name in `edits/__init__`.
 PRESETS: dict[str, type[Edit]] = {
     "scale": value_edits.scale,
     "steer": vector_edits.steer,

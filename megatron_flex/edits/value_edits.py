@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.edits.edit_base import ENTRYWISE, LINEAR, Edit
-from megatron_flex.edits.preset import split_dims
+from megatron_flex.edits.preset_base import split_dims
 from megatron_flex.edits.tensors import DeviceConstant, Indices, read_tensor
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.edit_traits import EditTraits

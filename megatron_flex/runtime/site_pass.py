@@ -5,7 +5,7 @@ the only thing that runs: in the first pass of a site and in later ones, for act
 whether it is traced, verified or neither.
 
     sinks and captures take the local tensor
-    enter ─► steps (edit_steps) ─► exit        an exchange of `collectives.exchange`
+    enter ─► steps (edit_steps) ─► exit        an exchange of `collectives.edit_exchange`
     captures of the edited tensor; hooks on the gradient
 """
 
