@@ -21,6 +21,8 @@ PAGES = {
     "SECURITY.md": "security.md",
     "patches/README.md": "patches.md",
 }
+SOURCES = {"tests/data/arguments.toml": "arguments.md"}  # of pages that are written from data
+EXAMPLES = "examples"  # the site has copies of the scripts
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 DRAWING = re.compile(r"^!\[[^]]*\]\((\S+\.svg)\)$")
@@ -39,6 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
     made |= {"commands.md": f"{commands()}\n{flags()}", "arguments.md": argument_table.page()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
+    for script in sorted((ROOT / EXAMPLES).glob("*.py")):
+        files.append(File.generated(config, f"{EXAMPLES}/{script.name}", content=script.read_bytes()))
     return files
 
 
@@ -97,9 +101,10 @@ def goes_on(before: str, line: str) -> bool:
 def moved(target: str, source: str, page: str) -> str:
     """Where a link leads in the site; as it is, if it leads to no file of the repository."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    if path not in PAGES and not (path.startswith("docs/") and (ROOT / path).is_file()):
+    is_file = path.startswith(("docs/", f"{EXAMPLES}/")) and (ROOT / path).is_file()
+    if path not in PAGES and path not in SOURCES and not is_file:
         return target
-    there = PAGES.get(path) or path.removeprefix("docs/")
+    there = PAGES.get(path) or SOURCES.get(path) or path.removeprefix("docs/")
     return posixpath.relpath(there, posixpath.dirname(page) or ".")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,8 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.compare import compare
-from tests.support.launching import SCRIPTS, Server, has_pretrain
+from tests.support import pages
+from tests.support.launching import SCRIPTS, Server, has_pretrain, torchrun
 
 ROOT = SCRIPTS.parent
 SCRIPT = SCRIPTS / "pretrain_tiny.py"
@@ -49,6 +51,67 @@ def nudge(current_module, inputs, save_ctx, modules):
 MLP, LAYER = "decoder.layers.1.mlp.linear_fc2", "decoder.layers.1"
 HALF, NUDGED = MLP, "decoder.layers.2.mlp.linear_fc1"
 SITES = ["decoder.layers.*", f"{LAYER}:mid", MLP, "decoder.layers.*.mlp.linear_fc1", "loss"]
+
+
+# Around the page's code: a probe with labels of each microbatch, and a vector that the model's loss trains.
+BEFORE_THE_PAGE = f"""
+import json
+import sys
+
+from megatron_flex import cpu
+
+cpu.enable()
+import torch
+
+import megatron_flex as mf
+
+sys.path.insert(0, {str(SCRIPTS)!r})
+import pretrain_tiny as script
+
+sent, read = [], []
+
+
+def probe(current_module, inputs, save_ctx, modules):
+    read.append(save_ctx.labels.sum().item())
+    logits = modules["probe"](inputs.detach()).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, save_ctx.labels.T.flatten()).backward()
+    return inputs
+
+
+def steer(current_module, inputs, save_ctx, modules):
+    return inputs + modules["vector"]["direction"]
+
+
+hooks = [
+    mf.HookFunction("decoder.layers.2", probe, save=False),
+    mf.HookFunction("decoder.layers.1", steer, save=False),
+]
+modules = {{
+    "probe": torch.nn.Linear({HIDDEN}, 256),
+    "vector": torch.nn.ParameterDict({{"direction": torch.zeros({HIDDEN})}}),
+}}
+"""
+AFTER_THE_PAGE = """
+norms = []
+
+
+def forward_step(data, model):
+    batch = script.batch_of(data)
+    flex.save_ctx.labels = batch["labels"]
+    sent.append(batch["labels"].sum().item())
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), script.loss_of
+
+
+def noting(*args, **kwargs):
+    out = step_both(*args, **kwargs)
+    norms.append([p.detach().norm().item() for p in flex.trainable_parameters()])
+    return out
+
+
+training.train_step, script.forward_step = noting, forward_step
+script.main()
+print(json.dumps({"sent": sent, "read": read, "norms": norms}))
+"""
 
 
 class Run(NamedTuple):
@@ -255,3 +318,30 @@ def test_statistics_are_those_of_one_process(both: tuple[Run, ...]) -> None:
             largest = max(want.absmax) if name in ("mean", "std") else y.nan_to_num().abs().max().item()
             told = f"{site}: {name}, {x.tolist()}, {y.tolist()}"  # a constant has no kurtosis in either
             torch.testing.assert_close(x, y, rtol=0, atol=CLOSE * largest, equal_nan=True, msg=told)
+
+
+def test_the_page_trains_modules_in_pretrain(tmp_path: Path) -> None:
+    """Two stages, two microbatches in a step; the probe is on the second stage, the vector on the first."""
+    if not has_pretrain():
+        pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
+    (code,) = pages.mine(ROOT / "docs" / "training.md")
+    script = tmp_path / "train.py"
+    script.write_text(BEFORE_THE_PAGE + code + AFTER_THE_PAGE, encoding="utf-8")
+    flags = [
+        *flags_of_the_example(),
+        *flags_for_a_cpu(),
+        *f"{SMALLER} {TRAINING}".split(),
+        "--eval-iters",
+        "0",
+    ]
+    done = torchrun(2, tmp_path, str(script), *flags, "--pipeline-model-parallel-size", "2")
+    assert done.status == [0], done.err
+    first, second = (json.loads(out.splitlines()[-1]) for out in done.out)
+    microbatches = SAMPLES // 4
+    assert len(set(second["sent"])) == ITERATIONS * microbatches, "each microbatch has other labels"
+    assert second["read"] == second["sent"]
+    assert first["read"] == []
+    assert first["norms"] == second["norms"]
+    for norms in zip(*first["norms"], strict=True):
+        assert len({*norms}) == ITERATIONS, "each step changes each parameter"
+    assert all(norm > 0 for norm in first["norms"][0])
