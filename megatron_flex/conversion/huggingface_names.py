@@ -8,7 +8,7 @@ from functools import cache
 
 from megatron_flex.conversion.architectures import ARCHITECTURES
 
-_FIELD = re.compile(r"\\{(layer|expert)\\}|\[\\{(expert)\\}\]")
+_FIELD = re.compile(r"\\{(layer|expert)\\}")  # a field in a module's name after re.escape: \{layer\}
 
 
 def translate_module(name: str) -> list[str]:
@@ -43,12 +43,12 @@ def _list_modules() -> list[tuple[re.Pattern[str], str]]:
             hf_name, name = hf_name.rpartition(".")[0], name.rpartition(".")[0]
             if len(levels) == depth:
                 levels.append({})
-            optional = (
+            hf_pattern = (
                 f"(?:{re.escape(prefix)})?{_FIELD.sub(_match_field, re.escape(hf_name.removeprefix(prefix)))}"
             )
-            levels[depth][optional, name] = None
+            levels[depth][hf_pattern, name] = None
             depth += 1
-    return [(re.compile(hf_name), name) for level in levels for hf_name, name in level]
+    return [(re.compile(hf_pattern), name) for level in levels for hf_pattern, name in level]
 
 
 def _list_parameters() -> Iterator[tuple[str, str, str]]:
@@ -60,4 +60,4 @@ def _list_parameters() -> Iterator[tuple[str, str, str]]:
 
 
 def _match_field(field: re.Match[str]) -> str:
-    return rf"(?P<{field[1] or field[2]}>\d+|\*)"
+    return rf"(?P<{field[1]}>\d+|\*)"

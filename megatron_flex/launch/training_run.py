@@ -89,7 +89,8 @@ class TrainingRun:
 
         Args:
             chunks: the model, or the list of its virtual pipeline chunks.
-            write: also open dumps and statistics.
+            write: whether to open dumps, statistics, the search for values that are not finite, verification,
+                the report, norms and control.
 
         Returns:
             The model with its hooks.
@@ -218,7 +219,8 @@ class TrainingRun:
             >>> flex = running.attach(chunks)
             >>> running.finish()
         """
-        flex, self.flex = self._close_control(), None
+        self._close_files()
+        flex, self.flex = self.flex, None
         if flex is None:
             return
         dumps = list(flex.session.sinks.dumps)
@@ -243,19 +245,19 @@ class TrainingRun:
             >>> flex = running.attach(chunks)
             >>> running.abort()
         """
-        flex, self.flex = self._close_control(), None
+        self._close_files()
+        flex, self.flex = self.flex, None
         if flex is not None:
             flex.session.close(failed=True)
         self.report.close()
 
-    def _close_control(self) -> FlexModel | None:
+    def _close_files(self) -> None:
         if self._norms is not None:
             self._norms.close()
             self._norms = None
         if self._control is not None:
             self._control.close()
             self._control = None
-        return self.flex
 
 
 def _describe_verified(flex: FlexModel, steps: int) -> str:

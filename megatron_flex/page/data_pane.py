@@ -224,9 +224,9 @@ def dump_source(
         notes += [damage_note(f"{label}: {text}") for text in tables.texts[:MAX_DAMAGE_TEXTS]]
     pictures = DumpPictures(readable, bounds, tables, label)
     if iterations:
-        pictures.heats([(i, t.name) for i, t in enumerate(tensors) if t.kind in (VALUE, GRADIENT)])
-        pictures.attention()
-        pictures.lens()
+        pictures.add_heat_maps([(i, t.name) for i, t in enumerate(tensors) if t.kind in (VALUE, GRADIENT)])
+        pictures.add_attention()
+        pictures.add_lens()
     notes += pictures.notes
     title = f"{_folder_name(readable)} ({readable.describe_meshes()})"
     return _source_json("dump", label, title, notes, tables, tensors, pictures)

@@ -24,9 +24,10 @@ from megatron_flex.page.tensor_tables import (
     shrink,
 )
 
-SIDES = (128, 96, 64, 48, 32)
-LEAST_SIDE = 32
+SIDES = (128, 96, 64, 48, 32)  # of heat maps; attention patterns have at least the last one
 MAX_TRIED_SAMPLES = 4  # samples to try if some are damaged
+MAX_HISTOGRAM_ITERATIONS = 12
+MIN_VALUES, MAX_VALUES = 1 << 12, 1 << 23  # of a tensor to read in an iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ class PageBounds:
 
     def histograms_of(self, tensors: int, iterations: int) -> int:
         """The number of iterations with histograms."""
-        return max(1, min(iterations, 12, self.rows // max(1, tensors)))
+        return max(1, min(iterations, MAX_HISTOGRAM_ITERATIONS, self.rows // max(1, tensors)))
 
     def values_of(self, cells: int) -> int:
         """The number of values of a tensor to read in an iteration."""
-        return max(1 << 12, min(1 << 23, self.values // max(1, cells)))
+        return max(MIN_VALUES, min(MAX_VALUES, self.values // max(1, cells)))
 
 
 class DumpPictures:
@@ -92,8 +93,8 @@ class DumpPictures:
         """As plain values."""
         return {"heats": self._heats, "attention": self._attention, "lens": self._lens}
 
-    def heats(self, tensors: Sequence[tuple[int, str]]) -> None:
-        """Heat maps of tensors, within the limits.
+    def add_heat_maps(self, tensors: Sequence[tuple[int, str]]) -> None:
+        """Add heat maps of tensors, within the limits.
 
         Args:
             tensors: their indices and names.
@@ -107,14 +108,14 @@ class DumpPictures:
         if len(iterations) < len(self.tables.iterations):
             these = ", ".join(str(self.tables.iterations[at]) for at in iterations)
             self._add_note(f"heat maps of iterations {these}")
-        small = 0
+        shrunk = 0
         for tensor, name in chosen:
             for at in iterations:
                 picture = self._heat(tensor, name, at, side)
                 if picture is not None:
                     self._heats.setdefault(str(tensor), []).append(picture)
-                    small += picture["mean"]
-        if small:
+                    shrunk += picture["mean"]
+        if shrunk:
             self._add_note(
                 f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks"
             )
@@ -128,7 +129,7 @@ class DumpPictures:
                 chosen = choose_evenly(places, most)
                 if side <= self.bounds.side and len(chosen) * side * side <= room:
                     return chosen, side
-        return choose_evenly(places, 1), min(LEAST_SIDE, self.bounds.side)
+        return choose_evenly(places, 1), min(SIDES[-1], self.bounds.side)
 
     def _heat(self, tensor: int, name: str, at: int, side: int) -> dict[str, Any] | None:
         state = self.tables.state(tensor, at)
@@ -154,8 +155,8 @@ class DumpPictures:
         self.lacks.setdefault(name, self._words(trouble))
         return None
 
-    def attention(self) -> None:
-        """Attention patterns of the last iteration that can be shown, of all layers if they fit."""
+    def add_attention(self) -> None:
+        """Add attention patterns of the last iteration that can be shown, of all layers if they fit."""
         by_layer = {int(m[1]): m[0] for n in self.dump.sites if (m := PATTERN_SITES.fullmatch(n)) is not None}
         layers = sorted(by_layer)
         if not layers:
@@ -164,22 +165,11 @@ class DumpPictures:
             except FlexError as error:
                 self.lacks["attention"] = self._words(error)
             return
-        room, shown = self.bounds.attention, layers
-        for layer in layers:
-            heads = self._heads(by_layer[layer])
-            if not heads:
-                continue
-            side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
-            shown = (
-                choose_evenly(layers, max(1, room // (heads * LEAST_SIDE**2)))
-                if side < LEAST_SIDE
-                else layers
-            )
-            side = min(self.bounds.side, max(LEAST_SIDE, side))
-            break
-        else:
+        heads = next(filter(None, (self._heads(by_layer[layer]) for layer in layers)), 0)
+        if not heads:
             self.lacks["attention"] = "the attention patterns of this dump cannot be read"
             return
+        shown, side = self._fit_patterns(layers, heads)
         if len(shown) < len(layers):
             self._add_note(f"attention patterns of {len(shown)} of {len(layers)} layers")
         for layer in shown:
@@ -189,6 +179,14 @@ class DumpPictures:
             self._add_note(f"attention patterns of more than {side} tokens as means over blocks")
         if not self._attention:
             self.lacks.setdefault("attention", "the attention patterns of this dump cannot be read")
+
+    def _fit_patterns(self, layers: Sequence[int], heads: int) -> tuple[Sequence[int], int]:
+        """The layers whose patterns are shown, evenly spread if not all fit, and the side of a pattern."""
+        room, least = self.bounds.attention, SIDES[-1]
+        side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
+        if side >= least:
+            return layers, side
+        return choose_evenly(layers, max(1, room // (heads * least**2))), min(self.bounds.side, least)
 
     def _heads(self, name: str) -> int:
         try:
@@ -219,8 +217,8 @@ class DumpPictures:
             }
         )
 
-    def lens(self) -> None:
-        """The logit lens of the last iteration."""
+    def add_lens(self) -> None:
+        """Add the logit lens of the last iteration."""
         at = len(self.tables.iterations) - 1
         tokens = slice(self.bounds.tokens)
         try:

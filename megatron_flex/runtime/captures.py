@@ -86,7 +86,7 @@ class Readings(Sequence[Tensor]):
             >>> [tensor.item() for tensor in readings]
             [0.0, 1.0]
         """
-        if not self._items or self._items[-1][0][1:] <= key[1:]:
+        if not self._items or self._items[-1][0].time <= key.time:
             self._items.append((key, tensor))
             return
         insort(self._items, (key, tensor), key=lambda item: item[0].time)
