@@ -31,16 +31,18 @@ FRAMEWORKS_WITH_RULES = (
 def why_deepspeed(chunks: list[nn.Module]) -> str:
     """Why a model is DeepSpeed's; empty if it is not, or another framework's rules give its layouts."""
     for chunk in chunks:
-        others = any(
+        has_other_rules = any(
             c.__module__.startswith(FRAMEWORKS_WITH_RULES) for m in chunk.modules() for c in type(m).__mro__
         )
-        if is_deepspeed(chunk, INFERENCE_ENGINE) or (is_deepspeed(chunk, DEEPSPEED_ENGINE) and not others):
+        if is_deepspeed(chunk, INFERENCE_ENGINE) or (
+            is_deepspeed(chunk, DEEPSPEED_ENGINE) and not has_other_rules
+        ):
             return f"it is in DeepSpeed's {type(chunk).__name__}"
     return ""
 
 
 def make_engine_adapter(chunks: list[nn.Module], axis_sizes: AxisSizes) -> ModuleAdapter:
-    """The adapter of an engine.
+    """The adapter of a DeepSpeed engine, checked against the axis sizes that the user gave.
 
     Raises:
         FlexError: there are several, or it uses a feature without a rule.
@@ -49,7 +51,8 @@ def make_engine_adapter(chunks: list[nn.Module], axis_sizes: AxisSizes) -> Modul
         raise FlexError(f"{len(chunks)} models with a DeepSpeed engine among them; give one engine")
     engine = chunks[0]
     check_engine(engine)
-    (mesh := deepspeed_mesh(engine)).check_sizes(axis_sizes)
+    mesh = deepspeed_mesh(engine)
+    mesh.check_sizes(axis_sizes)
     if is_deepspeed(engine, PIPELINE_ENGINE):
         storage = find_storage(engine, engine.get_submodule("module"), mesh)
         return PipelineModules(engine, mesh, None, storage, EngineSchedule(engine), "deepspeed")
@@ -62,4 +65,8 @@ class PipelineModules(ModuleAdapter):
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """Its modules, but for the loss function, which all stages have and the last one calls."""
         last = self.mesh["pp"].coord == self.mesh["pp"].size - 1
-        return (n for n in super()._callable() if last or n[0].partition(".")[0] != "loss_fn")
+        return (
+            (name, module)
+            for name, module in super()._callable()
+            if last or name.partition(".")[0] != "loss_fn"
+        )

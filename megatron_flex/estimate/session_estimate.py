@@ -66,18 +66,18 @@ def sizes_of_session(
     modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
     config = next((m.config for m in modules if hasattr(m, "config")), None)
     dtype = session.hooks.trials.dtype
-    megatron = hasattr(config, "moe_router_topk")
+    is_megatron = hasattr(config, "moe_router_topk")
     fp32_loss = not any(getattr(m, "fp16_lm_cross_entropy", False) for m in modules)
     heads = getattr(config, "linear_num_value_heads", None) or 0
     return TensorSizes(
         session.mesh.sizes,
         {"heads": heads, **session.hooks.trials.lengths, **lengths},
         partial(megatron_dtype, config=config, dtype=dtype, fp32_loss=fp32_loss)
-        if megatron
+        if is_megatron
         else lambda _: dtype,
         microbatches,
-        max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0) if megatron else 0,
-        config=config if megatron else None,
+        max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0) if is_megatron else 0,
+        config=config if is_megatron else None,
         pack=pack,
     )
 
@@ -116,8 +116,10 @@ def estimate_session(
         lengths = _packed_lengths(pack, lengths, session.mesh["cp"].size)
     known = {name: length for name, length in lengths.items() if length is not None}
     sizes = sizes_of_session(session, chunks, known, microbatches, pack)
-    dense, experts = ({a.name: a.size for a in axes} for axes in (session.mesh.axes, session.mesh.experts))
-    mesh = mesh_of_sizes(dense, experts)  # the estimate is for all ranks
+    dense_sizes, expert_sizes = (
+        {a.name: a.size for a in axes} for axes in (session.mesh.axes, session.mesh.experts)
+    )
+    mesh = mesh_of_sizes(dense_sizes, expert_sizes)  # the estimate is for all ranks
     heads = int(getattr(sizes.config, "num_attention_heads", 0) or 0)
     uncounted: dict[str, str] = {}
     hooks = list(_hooks_at_tensors(session, sizes, mesh, uncounted))
@@ -137,26 +139,26 @@ def estimate_session(
 def _hooks_at_tensors(
     session: Session, sizes: TensorSizes, mesh: Mesh, uncounted: dict[str, str]
 ) -> Iterator[tuple[HookSpec, Site, EstimatedTensor]]:
-    """Each active hook at each tensor, in model order."""
-    for site, hooks in _hooked_sites(session, False, uncounted):
+    """Each active hook at each tensor, in model order; adds to `uncounted` why others have no estimate."""
+    for site, hooks in _hooked_sites(session, uncounted, of_sinks=False):
         for backward in (False, True):
-            these = [h for h in hooks if h.backward is backward]
-            tensor = _tensor(sizes, site, backward, uncounted) if these else None
+            same_direction = [h for h in hooks if h.backward is backward]
+            tensor = _estimate_tensor(sizes, site, backward, uncounted) if same_direction else None
             if tensor is not None:
-                for spec in _hook_specs(session, these, site, tensor, mesh):
+                for spec in _list_hook_specs(session, same_direction, site, tensor, mesh):
                     yield spec, site, tensor
 
 
 def _dump_rows(
     session: Session, sizes: TensorSizes, mesh: Mesh, uncounted: dict[str, str]
 ) -> Iterator[HookEstimate]:
-    """The estimates of the registered dumps."""
+    """The estimates of the registered dumps; adds to `uncounted` what they leave out, and why."""
     tensors: dict[int, tuple[Dump, list[EstimatedTensor]]] = {}
-    for site, hooks in _hooked_sites(session, True, uncounted):
+    for site, hooks in _hooked_sites(session, uncounted, of_sinks=True):
         for hook in hooks:
             if isinstance(hook.tensor_sink, DumpSink):
                 dump = hook.tensor_sink.settings
-                tensor = _tensor(sizes, site, hook.backward, uncounted)
+                tensor = _estimate_tensor(sizes, site, hook.backward, uncounted)
                 if tensor is not None:
                     tensors.setdefault(id(dump), (dump, []))[1].append(tensor)
     for dump, dumped in tensors.values():
@@ -166,9 +168,9 @@ def _dump_rows(
 
 
 def _hooked_sites(
-    session: Session, of_sinks: bool, uncounted: dict[str, str]
+    session: Session, uncounted: dict[str, str], *, of_sinks: bool
 ) -> list[tuple[Site, list[HookFunction]]]:
-    """The sites that have active hooks, and these, in model order."""
+    """The sites that have active hooks, and these, in model order; adds parameters to `uncounted`."""
     hooks_at: dict[str, tuple[Site, list[HookFunction]]] = {}
     for entry in session.registry.selected:
         if (entry.hook.tensor_sink is not None) is of_sinks:
@@ -179,10 +181,10 @@ def _hooked_sites(
     return sorted(hooks_at.values(), key=lambda hooked: order.get(hooked[0].place, 0))
 
 
-def _tensor(
+def _estimate_tensor(
     sizes: TensorSizes, site: Site, backward: bool, uncounted: dict[str, str]
 ) -> EstimatedTensor | None:
-    """The tensor at the site, or its gradient; None where its size is unknown."""
+    """The tensor at the site, or its gradient; None where its size is unknown: adds why to `uncounted`."""
     try:
         return sizes.activation(site, "gradient" if backward else "value")
     except UnknownSizeError as error:
@@ -193,7 +195,7 @@ def _tensor(
         return None
 
 
-def _hook_specs(
+def _list_hook_specs(
     session: Session, hooks: Sequence[HookFunction], site: Site, tensor: EstimatedTensor, mesh: Mesh
 ) -> Iterator[HookSpec]:
     """The effect of these hooks at the site, all on the tensor or all on its gradient."""

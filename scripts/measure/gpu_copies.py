@@ -27,7 +27,7 @@ import megatron_flex as mf
 from megatron_flex.collectives.transport.device_copies import DeviceCopies
 from megatron_flex.collectives.transport.segments import Segment, SharedSegment
 from megatron_flex.config import flex_config
-from megatron_flex.dump.writer.writer_threads import CopyStream
+from megatron_flex.dump.writer.copy_stream import CopyStream
 
 MIB = 32  # of a copy: what fits the shared memory of most containers
 CYCLES = 400_000_000  # of a kernel that does nothing, some 0.2 s: far longer than a copy

@@ -15,8 +15,9 @@ from megatron_flex.config import flex_config
 from megatron_flex.dump.dump_settings import Dump
 from megatron_flex.dump.part_format import DTYPE_NAMES, compute_part_limit
 from megatron_flex.dump.schema import PartIndex, ShardEntry
+from megatron_flex.dump.writer.copy_stream import CopyStream
 from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart
-from megatron_flex.dump.writer.writer_threads import LOG, LOG_SECONDS, CopyStream, WriterThreads
+from megatron_flex.dump.writer.writer_threads import LOG, LOG_SECONDS, WriterThreads
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import Layout
 
@@ -73,13 +74,13 @@ class DumpWriter:
 
     def begin(self, iteration: int, run_of: int, training: bool, microbatches: int) -> None:
         """An iteration starts."""
-        if self._back.elsewhere or self._closed:
+        if self._back.is_forked_child or self._closed:
             return
         self.abandon()
         index = PartIndex(self.rank, self.coords, iteration, run_of, training, microbatches, 0, 0)
         running = PendingIteration(iteration, run_of)
         self._part = PendingPart(index, running)
-        self._back.opens(running)
+        self._back.note_open(running)
         if self._back.stalled:
             self._back.fail(running, _make_stall_error())
 
@@ -94,7 +95,7 @@ class DumpWriter:
             owned: nobody else has it: it need not be copied on its device.
         """
         part = self._part
-        if part is None or part.running.dead or self._back.elsewhere:
+        if part is None or part.running.dead or self._back.is_forked_child:
             return
         try:
             self._take(part, entry, layout, tensor.detach(), owned)
@@ -109,7 +110,7 @@ class DumpWriter:
     def finish(self) -> None:
         """The iteration is over: its last part closes it."""
         part = self._part
-        if part is None or self._back.elsewhere:
+        if part is None or self._back.is_forked_child:
             return
         if part.running.dead:
             self.abandon()
@@ -117,18 +118,18 @@ class DumpWriter:
             self._part = None
             self._largest_iteration = max(self._largest_iteration, part.running.nbytes)
             part.index = replace(part.index, parts=part.index.part + 1)
-            self._back.opens(None)
+            self._back.note_open(None)
             self._submit(part)
         self._warn()
 
     def abandon(self) -> None:
         """The iteration failed: it will not be there, and what is on disk of it is removed."""
         part, self._part = self._part, None
-        if part is None or self._back.elsewhere:
+        if part is None or self._back.is_forked_child:
             return
         running = part.running
         running.dead = True
-        self._back.opens(None)
+        self._back.note_open(None)
         self._back.release(part)
         if running.submitted:
             self._back.submit(running)
@@ -142,7 +143,7 @@ class DumpWriter:
 
     def close(self) -> None:
         """Wait until everything is written, as long as the disk takes anything, and sum up in the log."""
-        if self._closed or self._back.elsewhere:
+        if self._closed or self._back.is_forked_child:
             return
         self.abandon()
         self._closed = True

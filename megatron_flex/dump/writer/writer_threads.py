@@ -1,10 +1,7 @@
-"""The threads of a rank that write parts to disk, and the bounded host memory that holds them until then.
+"""The threads of a rank that write parts to disk.
 
 Each part is a file that one thread writes: Linux lets only one thread at a time write to a file. Two threads
 that write to one file take as long as one thread, which takes 1.7 times as long as two that write to two.
-
-Memory is used again, as fresh pages cost more than copying. On a GPU the copies run on a stream of their own,
-into pinned memory, while the model runs.
 """
 
 from __future__ import annotations
@@ -18,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_flex.config import flex_config
-from megatron_flex.dump.host_memory import allocate_on_host
-from megatron_flex.dump.part_format import TENSOR_ALIGNMENT
+from megatron_flex.dump.writer.host_buffers import HostBuffers
 from megatron_flex.dump.writer.part_writer import (
     PartDraft,
     PendingIteration,
@@ -38,136 +33,6 @@ from megatron_flex.errors import DumpError
 from megatron_flex.progress import BYTES, progress
 
 MOST_THREADS = 2  # that write at the same time: the model needs cores too
-SLAB_BYTES = 8 << 20  # bytes; tensors of less than a quarter of it lie side by side
-
-
-class HostBuffers:
-    """Buffers of plain or pinned host memory. The caller locks.
-
-    Attributes:
-        most: bytes that may be held, but for a single larger tensor.
-        held: bytes in buffers that are in use, and in tensors that are kept as they are.
-        greatest: the most that was ever held.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.slab = max(min(most // 8, SLAB_BYTES) // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT, TENSOR_ALIGNMENT)
-        self.held = self.greatest = self._idle = 0
-        self._free: dict[tuple[int, bool], list[Tensor]] = {}
-
-    def shares(self, nbytes: int) -> bool:
-        """Whether a tensor of this size shares a buffer with others."""
-        return nbytes <= self.slab // 4
-
-    def size(self, nbytes: int, pinned: bool) -> int:
-        """How large a buffer for so many bytes is: few sizes, so that they can be used again."""
-        if self.shares(nbytes):
-            return self.slab
-        if pinned:  # torch rounds it up to that anyway
-            size = 1 << (nbytes - 1).bit_length()
-        else:
-            step = max(1 << max(nbytes.bit_length() - 4, 0), TENSOR_ALIGNMENT)
-            size = -(-nbytes // step) * step
-        return max(nbytes, min(size, self.most))
-
-    def fits(self, size: int) -> bool:
-        """Whether so much more may be held."""
-        return not self.held or self.held + size <= self.most
-
-    def hold(self, size: int) -> None:
-        """Count bytes that are held without a copy; negative when they are released."""
-        self.held += size
-        self.greatest = max(self.greatest, self.held)
-        self._shrink(self.most - self.held)
-
-    def take(self, size: int, pinned: bool) -> Tensor:
-        """A buffer `[size]` of bytes."""
-        free = self._free.get((size, pinned))
-        if free:
-            buffer = free.pop()
-            self._idle -= size
-        else:
-            self._shrink(self.most - self.held - size)
-            buffer = (
-                torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                if pinned
-                else allocate_on_host([size], torch.uint8)
-            )
-        self.held += size
-        self.greatest = max(self.greatest, self.held)
-        return buffer
-
-    def give(self, buffer: Tensor, pinned: bool) -> None:
-        """Take a buffer back."""
-        size = buffer.nbytes
-        self.held -= size
-        if self.held + self._idle + size <= self.most:
-            self._free.setdefault((size, pinned), []).append(buffer)
-            self._idle += size
-
-    def clear(self) -> None:
-        """Release the buffers that nothing refers to."""
-        self._shrink(0)
-
-    def _shrink(self, most: int) -> None:
-        for key, free in self._free.items():
-            while free and self._idle > most:
-                free.pop()
-                self._idle -= key[0]
-
-
-class CopyStream:
-    """A stream of a device, on which tensors go to pinned memory.
-
-    Args:
-        device: of the tensors.
-        module: torch's module for the kind of device, such as `torch.cuda`.
-    """
-
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        self.device = device
-        self.module = module or torch.get_device_module(device)
-        self.stream = self.module.Stream(device)
-
-    def copy(self, host: Tensor, tensor: Tensor, owned: bool) -> None:
-        """Begin to copy; the model may overwrite `tensor` at once, unless the caller `owned` it alone.
-
-        Args:
-            host: of the same shape and dtype, in pinned memory; not to be read before `mark`'s event.
-            tensor: on the device, ready on the current stream.
-            owned: nothing else writes to it.
-        """
-        source = tensor.contiguous() if owned else tensor.clone(memory_format=torch.contiguous_format)
-        self.stream.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(self.stream):
-            host.copy_(source, non_blocking=True)
-        source.record_stream(self.stream)  # its memory is free for others only after the copy
-
-    def mark(self) -> CopyMark:
-        """A mark that is reached when all copies that have begun have ended."""
-        event = self.module.Event()
-        event.record(self.stream)
-        return CopyMark(self.device, self.module, event)
-
-
-class CopyMark(NamedTuple):
-    """A moment of a device's stream: its device, torch's module for that kind of device, and the event."""
-
-    device: torch.device
-    module: Any
-    event: Any
-
-    def wait(self) -> None:
-        """Wait until the moment is reached, in a thread that has no device of its own.
-
-        A new thread's device is the first one: to wait there would make a context on the first GPU for every
-        process of the node, about 0.5 GB each.
-        """
-        self.module.set_device(self.device)
-        self.event.synchronize()
-
-
 LOG = logging.getLogger("megatron_flex.dump")
 LOG_SECONDS = 10.0  # seconds between two words on progress
 
@@ -231,7 +96,7 @@ class WriterThreads:
         self._lock = WritersLock(folder)
 
     @property
-    def elsewhere(self) -> bool:
+    def is_forked_child(self) -> bool:
         """Whether this is a forked child, which has no thread and must not write, nor wait for a lock."""
         return os.getpid() != self._process
 
@@ -240,8 +105,8 @@ class WriterThreads:
         """Whether the disk takes nothing."""
         return bool(self._active) and time.monotonic() - self._moved > flex_config.dump_seconds
 
-    def opens(self, running: PendingIteration | None) -> None:
-        """Know the iteration that is under way, to remove it should the process end before it does."""
+    def note_open(self, running: PendingIteration | None) -> None:
+        """Note the iteration that is under way, to remove it should the process end before it does."""
         self._open = running
 
     def fits(self, size: int) -> bool:
@@ -254,7 +119,7 @@ class WriterThreads:
         if self.fits(size):
             return True
         began = time.monotonic()
-        has_room = self._until(lambda: self.buffers.fits(size))
+        has_room = self._wait_until(lambda: self.buffers.fits(size))
         self.tally.waited += time.monotonic() - began
         return has_room
 
@@ -272,7 +137,7 @@ class WriterThreads:
         """Forget a part's tensors."""
         with self.change:
             for buffer, pinned in part.buffers:
-                self.buffers.give(buffer, pinned)
+                self.buffers.give_back(buffer, pinned)
             self.buffers.hold(-part.kept)
             self.change.notify_all()
         part.tensors, part.buffers, part.rest, part.kept = [], [], {}, 0
@@ -285,7 +150,7 @@ class WriterThreads:
             self.change.notify_all()
 
     def fail(self, running: PendingIteration, error: BaseException) -> None:
-        """An iteration will be absent."""
+        """Mark an iteration as failed, and queue its error for the report."""
         with self.change:
             if running.dead:
                 return
@@ -306,7 +171,7 @@ class WriterThreads:
 
     def close(self) -> bool:
         """Wait until everything is written; returns whether it is, which it is not where the disk stalls."""
-        if self.elsewhere:
+        if self.is_forked_child:
             return True
         with self.change:
             self._closing = True
@@ -318,7 +183,7 @@ class WriterThreads:
             self.change.notify_all()
         pending_bytes = self.buffers.held
         with progress("writing the dump", pending_bytes, BYTES) as bar:
-            done = self._until(
+            done = self._wait_until(
                 lambda: not self._queue and not self._active,
                 lambda: bar.to(pending_bytes - self.buffers.held),
             )
@@ -352,7 +217,7 @@ class WriterThreads:
             # Unlike atexit it is run by multiprocessing's children too, and not in forked ones.
             self._at_exit = Finalize(None, self.close, exitpriority=100)
 
-    def _until(self, ready: Callable[[], bool], report: Callable[[], None] = lambda: None) -> bool:
+    def _wait_until(self, ready: Callable[[], bool], report: Callable[[], None] = lambda: None) -> bool:
         """Wait, as long as the disk takes anything; it logs progress now and then, without the lock."""
         while True:
             with self.change:
@@ -377,7 +242,7 @@ class WriterThreads:
                 self._active.append(item)
             try:
                 if isinstance(item, PendingPart):
-                    self._part(item)
+                    self._write_part(item)
                 else:
                     item.remove()
             finally:
@@ -406,7 +271,7 @@ class WriterThreads:
                 return False
         return True
 
-    def _part(self, part: PendingPart) -> None:
+    def _write_part(self, part: PendingPart) -> None:
         running = part.running
         try:
             for mark in part.ready:

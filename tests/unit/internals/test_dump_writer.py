@@ -28,7 +28,8 @@ from megatron_flex.config import flex_config
 from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry, host_memory
 from megatron_flex.dump.part_format import DTYPE_NAMES, read_part
 from megatron_flex.dump.writer import part_writer, writer_threads
-from megatron_flex.dump.writer.writer_threads import SLAB_BYTES, CopyStream, HostBuffers
+from megatron_flex.dump.writer.copy_stream import CopyStream
+from megatron_flex.dump.writer.host_buffers import SLAB_BYTES, HostBuffers
 from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import replicated
 from tests.support.dumps import complete_parts
@@ -458,13 +459,13 @@ def test_buffers_are_used_again_and_bounded() -> None:
     for _ in range(50):
         one, two = at.take(at.size(40_000, False), False), at.take(at.size(10, False), False)
         seen |= {one.data_ptr(), two.data_ptr()}
-        at.give(one, False)
-        at.give(two, False)
+        at.give_back(one, False)
+        at.give_back(two, False)
     assert len(seen) == 2
     for size in range(40_000, 900_000, 10_000):  # of ever other sizes
         one = at.take(at.size(size, False), False)
         assert size <= one.nbytes <= size * 9 / 8 + 64
-        at.give(one, False)
+        at.give_back(one, False)
         assert at.held + at._idle <= at.most
     assert at.held == 0
     assert at.greatest <= at.most
@@ -480,7 +481,7 @@ def test_large_buffers_are_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Non
         start, length, advice = advised.pop()
         assert buffer.data_ptr() <= start < start + length <= buffer.data_ptr() + buffer.nbytes
         assert (length > buffer.nbytes - 2 * mmap.PAGESIZE, advice) == (True, 14)
-        at.give(buffer, False)
+        at.give_back(buffer, False)
         assert at.take(buffer.nbytes, False) is buffer
         assert not advised, "once for a buffer"
 
@@ -650,7 +651,7 @@ def test_a_full_disk_costs_iterations_and_nothing_else(
 
 def _drain(at: DumpWriter) -> None:
     """Wait until the thread has nothing to do."""
-    assert at._back._until(lambda: not at._back._queue and not at._back._active)
+    assert at._back._wait_until(lambda: not at._back._queue and not at._back._active)
 
 
 def test_a_failing_later_part_takes_the_earlier_ones_with_it(
