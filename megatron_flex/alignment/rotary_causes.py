@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_flex.alignment.evidence import Evidence
 
-MOST_PLACES = 4  # significant digits of an estimated base
+MAX_PLACES = 4  # significant digits of an estimated base
 
 
 def rotate(x: Tensor, frequencies: Tensor, interleaved: bool, scale: float = 1.0) -> Tensor:
@@ -77,7 +77,7 @@ def other_frequencies(e: Evidence) -> str:
         return ""
     base = float(angles[1].double() ** (-1 / exponents[0].double()))
     hf_base = float(_base(e))
-    for value in (hf_base, float(f"{base:.1e}"), float(f"{base:.{MOST_PLACES - 1}g}"), base):
+    for value in (hf_base, float(f"{base:.1e}"), float(f"{base:.{MAX_PLACES - 1}g}"), base):
         plain = value ** -(torch.arange(len(frequencies)) / len(frequencies))
         if e.equal(megatron, rotate(before, plain, False)):
             if value == hf_base:

@@ -11,9 +11,9 @@ from megatron_flex.alignment.axes import canonical_axes
 from megatron_flex.alignment.evidence import Evidence
 from megatron_flex.compare.block_sums import GRID_DTYPES, find_on_grid
 from megatron_flex.compare.error_patterns import (
-    FEWEST_ROWS,
-    MOST_MATCHED_COLUMNS,
-    MOST_MATCHED_ROWS,
+    MAX_MATCHED_COLUMNS,
+    MAX_MATCHED_ROWS,
+    MIN_ROWS,
     fit_common_vector,
     list_entries,
     match_rows,
@@ -38,13 +38,13 @@ def match_columns(a: Tensor, b: Tensor, tolerance: float) -> list[int] | None:
         b: likewise.
         tolerance: relative to the norm of a column.
     """
-    if a.shape != b.shape or not 1 < a.shape[1] <= MOST_MATCHED_ROWS:
+    if a.shape != b.shape or not 1 < a.shape[1] <= MAX_MATCHED_ROWS:
         return None
     place, distance = match_rows(a.T, b.T)
     order: list[int] = place.tolist()
     if sorted(order) != list(range(len(order))) or order == sorted(order):
         return None
-    norms = b[:MOST_MATCHED_COLUMNS, place].double().norm(dim=0)
+    norms = b[:MAX_MATCHED_COLUMNS, place].double().norm(dim=0)
     close = distance <= 4 * max(tolerance, 1e-6) * norms.clamp_min(1e-12)
     return order if bool(close.all()) else None
 
@@ -124,7 +124,7 @@ def missing_bias(e: Evidence) -> str:
         i for i, axis in enumerate(canonical_axes(e.match.row.megatron_axes)) if axis in (*TOKEN_AXES, "k")
     ]
     rows = math.prod(megatron.shape[i] for i in tokens)
-    if rows < FEWEST_ROWS:
+    if rows < MIN_ROWS:
         return ""
     megatron, hf = (t.movedim(tokens, list(range(len(tokens)))).reshape(rows, -1) for t in pair)
     mean, _ = fit_common_vector(megatron - hf)
@@ -197,7 +197,7 @@ def shifted_vocabulary(e: Evidence) -> str:
     ids = tokens.unique()
     rows = torch.stack([megatron.reshape(-1, megatron.shape[-1])[(tokens == i).int().argmax()] for i in ids])
     nearest, distance = match_rows(rows, table)
-    greatest = float(table[:, :MOST_MATCHED_COLUMNS].norm(dim=1).max())
+    greatest = float(table[:, :MAX_MATCHED_COLUMNS].norm(dim=1).max())
     if float(distance.max()) > max(e.tolerance, 1e-6) * 4 * greatest:
         return ""
     shifts = ((nearest - ids) % len(table)).unique().tolist()

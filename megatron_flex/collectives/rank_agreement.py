@@ -43,7 +43,7 @@ AT_HOOKS = "hooks"  # where a rank waits that compares hooks
 LOOKS = 100  # how often in a second the ranks of a job look whether others wait, all together
 MEETING = 1800.0  # seconds, as for torch's collectives: a rank may still have steps to run
 FAILED_MEETING = 30.0  # seconds after a failed step: the others may wait for this rank inside of it
-LEAST_WAIT = 600.0  # seconds; the first step of a large job compiles, reads data and opens connections
+MIN_WAIT = 600.0  # seconds; the first step of a large job compiles, reads data and opens connections
 WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its watcher, in a small job
 WATCHING_RANKS = 1000  # ranks that may call their watchers in one second, which ask the store
 FIRST_FLAGS = 28  # flags in the first message of an exchange
@@ -449,17 +449,17 @@ class Agreement:
 
 def agreement_seconds() -> float:
     """How long a rank waits for the others: `FLEX_AGREE_SECONDS`, or as long as torch's collectives, and at
-    least `LEAST_WAIT`.
+    least `MIN_WAIT`.
     """
     if flex_config.agree_seconds:
         return flex_config.agree_seconds
     if not (dist.is_available() and dist.is_initialized()):
-        return LEAST_WAIT
+        return MIN_WAIT
     group: Any = dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     # Not every backend has options: torch's fake one has none.
     options = [b.options for b in backends if getattr(b, "options", None) is not None]
-    return max([LEAST_WAIT, *(float(o._timeout.total_seconds()) for o in options)])
+    return max([MIN_WAIT, *(float(o._timeout.total_seconds()) for o in options)])
 
 
 def _place_key(replica: int | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megatron_flex.document import Document, Note, Part, Renderable, Row, Table, Tone
 
 MARKS = {"→": "differs first", "!": "differs"}
-MOST_SHOWN = 20  # rows of a shortened table
+MAX_SHOWN = 20  # rows of a shortened table
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ComparedResult(Renderable):
         """Return the result as lines of text, the verdict first."""
 
     @abstractmethod
-    def table_rows(self, most: int = MOST_SHOWN) -> list[TableRow]:
+    def table_rows(self, most: int = MAX_SHOWN) -> list[TableRow]:
         """Return the rows of the table, the most informative ones."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class ComparedResult(Renderable):
         plain: dict[str, Any] = _to_plain(self._content())
         return plain
 
-    def table(self, most: int = MOST_SHOWN) -> Document:
+    def table(self, most: int = MAX_SHOWN) -> Document:
         """Return the table alone, for `print`, `rich.print` and notebooks.
 
         Examples:

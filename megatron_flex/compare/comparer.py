@@ -65,7 +65,7 @@ from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 AFTER_ATTENTION = (".self_attention:output", ":mid", ".pre_mlp_layernorm", ".mlp")
 LAYER_ALONE = re.compile(r"\blayers\.\d+$")
-LEAST_SCORES, MOST_SCORES = 10.0, 1000.0  # attention scores that are suggested as a cause
+MIN_SCORES, MAX_SCORES = 10.0, 1000.0  # attention scores that are suggested as a cause
 
 
 def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
@@ -570,7 +570,7 @@ class _Comparer:
             return
         unit = max(p.get_unit() for p in tolerances.precisions)
         scores = self.first.tested.worst.statistic / (2 * unit)
-        if LEAST_SCORES <= scores <= MOST_SCORES:
+        if MIN_SCORES <= scores <= MAX_SCORES:
             yield (
                 f"attention scores that reach {float(f'{scores:.1g}'):.0f} or more would explain it by their "
                 "round-off; dump '**.core_attention:scores' and ':probs' of both runs to see them"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from megatron_flex.compare.compared_dump import ComparedTensor
-from megatron_flex.compare.compared_result import MOST_SHOWN, ComparedResult, TableRow, describe_result
+from megatron_flex.compare.compared_result import MAX_SHOWN, ComparedResult, TableRow, describe_result
 from megatron_flex.compare.structural_tests import Outcome
 from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.document import MAX_TABLE_ROWS, Table
@@ -357,7 +357,7 @@ class Comparison(ComparedResult):
             "rows": [{**asdict(r), "diverges": r.diverges} for r in self.rows],
         }
 
-    def shown(self, most: int = MOST_SHOWN) -> list[Row]:
+    def shown(self, most: int = MAX_SHOWN) -> list[Row]:
         """Return the most informative rows: around the first divergence, or those nearest to their tolerance.
 
         Examples:
@@ -511,7 +511,7 @@ class Comparison(ComparedResult):
             self.incomplete
         )
 
-    def table_rows(self, most: int = MOST_SHOWN) -> list[TableRow]:
+    def table_rows(self, most: int = MAX_SHOWN) -> list[TableRow]:
         """Return the rows of the table for `shown(most)`."""
         first = self.first
         return [TableRow(_format_cells(r), r.diverges, r is first) for r in self.shown(most)]

@@ -20,10 +20,10 @@ from megatron_flex.compare.tolerance import FP32_ROUNDOFF
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
 NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
-MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with
+MAX_CANDIDATES = 64  # tensors of other layers or experts that one is compared with
 MATCH = 0.1  # of the difference to the tensor itself, that one to its source may be
 MATCH_NOISE = 10.0  # times the noise of the tensor, likewise
-MASKED_SCORE, LEAST_PROBABILITY = -1e4, 1e-3  # a masked score is below; the other run's probability is above
+MASKED_SCORE, MIN_PROBABILITY = -1e4, 1e-3  # a masked score is below; the other run's probability is above
 ROTATED_ENTRIES = 1 << 20  # of queries or keys that are examined
 REDUCED_FROM = {"output": "partial"}  # points of a module: the result of a reduction, and its parts
 ATTENTION_POINTS = (".core_attention:scores", ".core_attention:probs")
@@ -165,7 +165,7 @@ class CrossSiteEvidence(ComparedRuns):
         if not NUMBERED.search(item.site):
             return
         candidates = [c for c in self._list_candidates(item) if c in known]
-        for candidate in candidates[:MOST_CANDIDATES]:
+        for candidate in candidates[:MAX_CANDIDATES]:
             distance = self._measure_distance(pair, candidate)
             if distance <= min(MATCH * relative, close):
                 text = f"B's {item.name} is A's {candidate.name} (relative difference {distance:.1g}): "
@@ -258,7 +258,7 @@ def _are_masked_in_one(a: torch.Tensor, b: torch.Tensor, scores: bool) -> torch.
     """Entries that attention leaves out in one run, and that count in the other."""
     if scores:
         return (a <= MASKED_SCORE) != (b <= MASKED_SCORE)
-    return ((a == 0) & (b > LEAST_PROBABILITY)) | ((b == 0) & (a > LEAST_PROBABILITY))
+    return ((a == 0) & (b > MIN_PROBABILITY)) | ((b == 0) & (a > MIN_PROBABILITY))
 
 
 def _describe_move(item: ComparedTensor, candidate: ComparedTensor) -> str:

@@ -22,9 +22,9 @@ from megatron_flex.compare.shards import DimShares
 from megatron_flex.compare.tensor_pairs import DifferenceSums, TensorPair
 from megatron_flex.errors import list_some
 
-MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 4096, 512  # at most this many are matched against each other
+MAX_MATCHED_ROWS, MAX_MATCHED_COLUMNS = 4096, 512  # at most this many are matched against each other
 list_entries = partial(list_some, most=8)
-FEWEST_ROWS = 3  # of a difference that may be one vector
+MIN_ROWS = 3  # of a difference that may be one vector
 FACTOR_SHARE = 0.3  # of the difference's energy
 ERASED = 1e-6  # of the difference's energy, that may be elsewhere than at zeros
 FACTOR_COSINE = 0.7  # of the two: half of the difference of unrelated tensors is along each of them
@@ -119,7 +119,7 @@ def fit_common_vector(rows: Tensor) -> tuple[Tensor, float]:
     """The vector that all rows of a difference share, and what it leaves of the difference's norm.
 
     Args:
-        rows: `[rows, features]`, of which fewer than `FEWEST_ROWS` prove nothing.
+        rows: `[rows, features]`, of which fewer than `MIN_ROWS` prove nothing.
     """
     vector, norm = rows.mean(0), float(rows.norm())
     return vector, float((rows - vector).norm()) / norm if norm else 0.0
@@ -156,7 +156,7 @@ def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
         scale: the norm of the compared tensor.
     """
     rows = difference.reshape(len(difference), -1)
-    if len(rows) < FEWEST_ROWS or rows.shape[1] < 2:
+    if len(rows) < MIN_ROWS or rows.shape[1] < 2:
         return ""
     vector, left = fit_common_vector(rows)
     if float(vector.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and left < 1e-3:
@@ -169,9 +169,9 @@ def match_rows(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         rows: `[rows, features]`.
-        others: likewise. At most `MOST_MATCHED_COLUMNS` features count.
+        others: likewise. At most `MAX_MATCHED_COLUMNS` features count.
     """
-    rows, others = (t[:, :MOST_MATCHED_COLUMNS].double() for t in (rows, others))
+    rows, others = (t[:, :MAX_MATCHED_COLUMNS].double() for t in (rows, others))
     place = torch.cdist(rows, others).argmin(1)
     return place, (rows - others[place]).norm(dim=1)  # cdist takes small distances from large products
 
@@ -194,8 +194,8 @@ def find_permutation(
         known: orders with a name, as functions of the number of rows: row i of B would be row f[i] of A.
         noise: the relative difference of matching rows.
     """
-    left, right = (t.reshape(len(t), -1)[:, :MOST_MATCHED_COLUMNS].double() for t in (a, b))
-    if not 2 <= len(left) <= MOST_MATCHED_ROWS or not (left.isfinite().all() and right.isfinite().all()):
+    left, right = (t.reshape(len(t), -1)[:, :MAX_MATCHED_COLUMNS].double() for t in (a, b))
+    if not 2 <= len(left) <= MAX_MATCHED_ROWS or not (left.isfinite().all() and right.isfinite().all()):
         return ""
     close = min(max(1e-3, ROW_MARGIN * noise), 0.3) * max(float(left.norm(dim=1).max()), 1e-300)
     wrong = ((left - right).norm(dim=1) > close).nonzero().flatten()
@@ -397,9 +397,9 @@ def _read_rows(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both as `[entries along a dim, ...]`; a bounded part of the other dims."""
     length = pair.shape[place]
-    if not 2 <= length <= MOST_MATCHED_ROWS:
+    if not 2 <= length <= MAX_MATCHED_ROWS:
         return None, None
-    room = max(1, min(most // (8 * length), 4 * MOST_MATCHED_COLUMNS))
+    room = max(1, min(most // (8 * length), 4 * MAX_MATCHED_COLUMNS))
     block = []
     for dim, size in enumerate(pair.shape):
         if dim == place:

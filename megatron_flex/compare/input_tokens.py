@@ -13,9 +13,9 @@ from megatron_flex.compare.tensor_pairs import TensorPair
 from megatron_flex.dump import VALUE
 
 EMBEDDING = "embedding"
-MOST_SAMPLES = 8  # that are looked at
-MOST_FEATURES = 32  # of each token's vector
-MOST_SHIFT = 4  # positions by which a fault may have moved the tokens
+MAX_SAMPLES = 8  # that are looked at
+MAX_FEATURES = 32  # of each token's vector
+MAX_SHIFT = 4  # positions by which a fault may have moved the tokens
 
 
 def holds_token_ids(pair: TensorPair) -> bool:
@@ -39,9 +39,9 @@ def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: Compa
     """
     if pair.dims[:2] != (SAMPLE_AXIS, TOKEN_AXIS) or len(pair.dims) > 3:
         return ""
-    samples = min(pair.shape[0], MOST_SAMPLES)
+    samples = min(pair.shape[0], MAX_SAMPLES)
     ids = len(pair.dims) == 2
-    features = 1 if ids else min(pair.shape[2], MOST_FEATURES)
+    features = 1 if ids else min(pair.shape[2], MAX_FEATURES)
     block = (slice(0, samples), slice(0, pair.shape[1]), *(() if ids else (slice(0, features),)))
     hashes_a, hashes_b = ([_hash_rows(s.reshape(len(s), -1)) for s in t] for t in pair.read(block))
     known = {row for sample in hashes_a for row in sample}
@@ -72,4 +72,4 @@ def _count(sample: Iterable[Hashable]) -> frozenset[tuple[Hashable, int]]:
 
 def _is_shifted(a: Sequence[Hashable], b: Sequence[Hashable]) -> bool:
     """Whether two sequences are the same but for a shift of a few positions."""
-    return any(a[by:] == b[:-by] or a[:-by] == b[by:] for by in range(1, min(MOST_SHIFT, len(a) - 1) + 1))
+    return any(a[by:] == b[:-by] or a[:-by] == b[by:] for by in range(1, min(MAX_SHIFT, len(a) - 1) + 1))

@@ -17,7 +17,7 @@ from megatron_flex.compare.tensor_pairs import DifferenceSums
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 
 GRADIENT_KINDS = (GRADIENT, PARAMETER_GRADIENT)
-MOST_EDGE = 0.5  # of the range, in which a finite entry is one that round-off may make infinite
+MAX_EDGE = 0.5  # of the range, in which a finite entry is one that round-off may make infinite
 LOSS_SCALE = (
     "the loss scale is too large for fp16: run both with a smaller one, such as --initial-loss-scale 65536"
 )
@@ -59,7 +59,7 @@ class OverflowState:
         gradient = self.half and item.kind in GRADIENT_KINDS
         known = [d for d in (*dtypes, *self.computed) if d is not None and d.is_floating_point]
         limit = min((torch.finfo(d).max for d in known), default=0.0)
-        nearest = (1 - min(share, MOST_EDGE)) * limit
+        nearest = (1 - min(share, MAX_EDGE)) * limit
         at_edge = 0 < sums.broken == sums.overflowed and sums.nearest_overflow >= nearest
         both = gradient and (self.overflowing or sums.not_finite > 0)
         self.overflowing |= gradient and (at_edge or sums.not_finite > 0)

@@ -13,7 +13,7 @@ from megatron_flex.compare.tensor_pairs import TensorPair
 
 REST = 1e-4  # of the difference's energy, that the factors may leave
 UNLIKE = 1e-3  # of two factors that are not the same
-MOST_SAMPLES = 2  # whose factors are listed
+MAX_SAMPLES = 2  # whose factors are listed
 
 
 def find_rank_factors(pair: TensorPair, shares_by_dim: Mapping[int, Sequence[DimShares]], most: int) -> str:
@@ -75,6 +75,6 @@ def _fit(pair: TensorPair, place: int, coords: Tensor, size: int, most: int) -> 
 
 
 def _list(factors: Tensor) -> str:
-    rows = [", ".join(f"{v:.4g}" for v in row[~row.isnan()].tolist()) for row in factors[:MOST_SAMPLES]]
-    more = " ..." if len(factors) > MOST_SAMPLES else ""
+    rows = [", ".join(f"{v:.4g}" for v in row[~row.isnan()].tolist()) for row in factors[:MAX_SAMPLES]]
+    more = " ..." if len(factors) > MAX_SAMPLES else ""
     return "; ".join(f"{row} in sample {n}" for n, row in enumerate(rows)) + more

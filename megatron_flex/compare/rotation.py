@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-FEWEST_POSITIONS, FEWEST_PAIRS = 3, 2
+MIN_POSITIONS, MIN_PAIRS = 3, 2
 SAME_NORM = 10.0  # times the noise, by which the norms of pairs may differ, and angles of all tokens
-LEAST_ANGLE = 1e-6
+MIN_ANGLE = 1e-6
 
 
 def find_rotation(a: Tensor, b: Tensor, noise: float) -> str:
@@ -23,7 +23,7 @@ def find_rotation(a: Tensor, b: Tensor, noise: float) -> str:
         b: likewise.
         noise: the relative difference that round-off makes.
     """
-    if a.ndim != 4 or a.shape[1] < FEWEST_POSITIONS or not (a.isfinite() & b.isfinite()).all():
+    if a.ndim != 4 or a.shape[1] < MIN_POSITIONS or not (a.isfinite() & b.isfinite()).all():
         return ""
     left, right = a.double(), b.double()
     changed = (
@@ -49,7 +49,7 @@ def _pair(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _describe(left: Tensor, right: Tensor, noise: float) -> str:
-    if left.shape != right.shape or left.shape[-1] < FEWEST_PAIRS:
+    if left.shape != right.shape or left.shape[-1] < MIN_PAIRS:
         return ""
     scale = float(left.abs().square().mean().sqrt())
     if not scale or float((left.abs() - right.abs()).abs().max()) > SAME_NORM * noise * max(
@@ -61,7 +61,7 @@ def _describe(left: Tensor, right: Tensor, noise: float) -> str:
     turned = left * torch.exp(1j * angles)[:, None]
     if float((turned - right).norm()) > SAME_NORM * noise * float(left.norm()):
         return ""  # not one angle for all samples and heads
-    known = angles.abs() > max(LEAST_ANGLE, SAME_NORM * noise)
+    known = angles.abs() > max(MIN_ANGLE, SAME_NORM * noise)
     if not known.any():
         return ""
     if not known[0].any():

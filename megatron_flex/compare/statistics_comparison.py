@@ -22,7 +22,7 @@ from megatron_flex.compare.structural_tests import Outcome
 from megatron_flex.compare.tolerance import (
     DERIVED_MARGIN,
     FP32_ROUNDOFF,
-    MOST_TOLERANCE,
+    MAX_TOLERANCE,
     ReductionDepths,
     get_unit_roundoff,
     read_precision,
@@ -42,7 +42,7 @@ from megatron_flex.statistics.statistics_records import StatisticsKind, TensorSt
 from megatron_flex.wording import count_words
 
 GROWTH = 4.0  # from what the statistics so far differ by to the next tensor's; correct pairs reach 2
-POOLED_POWER, POOLED_LEAST = (
+POOLED_POWER, MIN_POOLED = (
     0.25,
     1.0,
 )  # a sum of n entries has derived / n^(1/4) of round-off; they reach 0.17
@@ -203,8 +203,8 @@ class StatisticsTester:
         """
         site = a.site.removesuffix(GRADIENT_SUFFIX)
         depth = self.depths.depth_of(ComparedTensor(site, a.kind))
-        derived = min(DERIVED_MARGIN * self.unit * math.sqrt(depth) * (1 + steps), MOST_TOLERANCE)
-        pooled = derived * min(1.0, POOLED_LEAST * max(a.count, 1) ** -POOLED_POWER)
+        derived = min(DERIVED_MARGIN * self.unit * math.sqrt(depth) * (1 + steps), MAX_TOLERANCE)
+        pooled = derived * min(1.0, MIN_POOLED * max(a.count, 1) ** -POOLED_POWER)
         bound = max(min(GROWTH * self.noise, derived), pooled)
         if self.count_not_finite(a, b) == a.count:
             return Outcome("norm of statistics", 0.0, bound), math.inf

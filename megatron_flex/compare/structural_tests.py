@@ -21,14 +21,14 @@ from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
 
 FACTOR_DEVIATIONS = 8.0  # standard errors; 200,000 tests of correct pairs reach 5
 GRADIENT_DEVIATIONS = 12.0  # of gradients of parameters, of which a few tokens are most; they reach 6.3
-FEWEST_CLUSTERS = 16  # entries of the longest dim, fewer of which give no standard error
+MIN_CLUSTERS = 16  # entries of the longest dim, fewer of which give no standard error
 FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is not a wrong factor
 BLOCK_CONTRAST, SMALL_BLOCK_CONTRAST = 4.0, 6.0  # amplitude of a block's difference over that of the rest
 POSITION_CONTRAST = 8.0  # of token positions, which attend to more tokens the later they are
 LATE_CONTRAST = 30.0  # once parameters differ: a few tokens may be most of a gradient; they reach 14
 GRADIENT_CONTRAST = 10.0  # of rows of a parameter's gradient, to which some tokens contribute; they reach 5.7
 SMALL_BLOCK = 64  # entries
-FEWEST_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one entry
+MIN_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one entry
 ENTRY_CONTRAST = 10.0  # of one sample, token or head
 OFFSET_SHARE = 0.75  # of the difference's energy, in one vector that all rows share
 OFFSET_ROWS = 32
@@ -97,7 +97,7 @@ def estimate_factor(profile: DifferenceProfile) -> tuple[float, float]:
     """
     energy = profile.total("squares_a")
     longest = max((len(s.numbers) for s in profile.by_dim), default=0)
-    if not energy or longest < FEWEST_CLUSTERS:
+    if not energy or longest < MIN_CLUSTERS:
         return 0.0, math.inf
     factor = profile.total("dots") / energy
     # Products, not powers: of entries near the greatest double a power raises, and a product is infinite.
@@ -169,7 +169,7 @@ def measure_block(
         rest = rest[rest > 0]
     floor = (unit / 2) ** 2
     contrast = math.sqrt(float(in_block.median()) / (float(rest.median()) + floor))
-    if len(block.entries) < FEWEST_BLOCK_ENTRIES:
+    if len(block.entries) < MIN_BLOCK_ENTRIES:
         return contrast, max(ENTRY_CONTRAST, least)
     if sums.dim in (TOKEN_AXIS, "s"):
         return contrast, max(POSITION_CONTRAST, least)
@@ -195,7 +195,7 @@ def check_blocks(
     """
     best: Outcome | None = None
     for block in blocks:
-        if not single and len(block.entries) < FEWEST_BLOCK_ENTRIES:
+        if not single and len(block.entries) < MIN_BLOCK_ENTRIES:
             continue
         contrast, bound = measure_block(profile, block, unit, least)
         text = f"the difference is {contrast:.1f} times as large in {block.text} as elsewhere"

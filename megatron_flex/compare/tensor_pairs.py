@@ -25,9 +25,9 @@ from megatron_flex.dump.host_memory import ReusedMemory
 from megatron_flex.dump.reader import DumpArray
 from megatron_flex.dump.reader.read_ahead import read_ahead
 
-MOST_THREADS = 8  # that read and sum blocks
+MAX_THREADS = 8  # that read and sum blocks
 CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
-FEWEST_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
+MIN_READ_AHEAD = 1 << 18  # entries of a block; a smaller one is read sooner than handed to a thread
 
 
 @dataclass(slots=True)
@@ -359,7 +359,7 @@ class _PairBlock:
     is_last: bool
 
     def is_small(self) -> bool:
-        return self.block is None or math.prod(s.stop - s.start for s in self.block) < FEWEST_READ_AHEAD
+        return self.block is None or math.prod(s.stop - s.start for s in self.block) < MIN_READ_AHEAD
 
 
 def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> PairSums:
@@ -390,7 +390,7 @@ def sum_in_order(
         a, b = item.pair.read(item.block, memory)
         return a, b, sum_real_block(a, b)
 
-    threads = max(1, min(MOST_THREADS, os.cpu_count() or 1))
+    threads = max(1, min(MAX_THREADS, os.cpu_count() or 1))
     for item, values in read_ahead(blocks, read, _PairBlock.is_small, threads):
         out = out or _make_sums(item.pairs)
         if item.block is not None and values is not None:

@@ -29,9 +29,9 @@ from megatron_flex.compare.structural_tests import (
 from megatron_flex.compare.table_of_tests import OVERALL, Bounds, Conditions, run_tests
 from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums, TensorPair
 from megatron_flex.compare.tolerance import (
+    MAX_PEAK_TOLERANCE,
+    MAX_TOLERANCE,
     MEASURED_MARGIN,
-    MOST_PEAK_TOLERANCE,
-    MOST_TOLERANCE,
     Tolerances,
     get_unit_roundoff,
 )
@@ -224,13 +224,13 @@ class TensorTester:
         noise_bounds = self.noise.bounds(item, self.tolerances.depths.depth_of(item))
         if not self.noise.same_weights or self.noise.softmax or self.unseen_steps:
             return noise_bounds[0] + cast, noise_bounds[1] + cast
-        most = self.tolerances.derived(item, dtypes, most=MOST_PEAK_TOLERANCE)
+        most = self.tolerances.derived(item, dtypes, most=MAX_PEAK_TOLERANCE)
         return min(noise_bounds[0] + cast, derived), min(noise_bounds[1] + cast, most)
 
     @staticmethod
     def _bound_late(derived: float, steps: int) -> float:
         """What a tensor may differ by after steps of which nothing else is known."""
-        return min(derived * (1 + steps), max(derived, MOST_TOLERANCE))
+        return min(derived * (1 + steps), max(derived, MAX_TOLERANCE))
 
     def _is_buffer(self, item: ComparedTensor) -> bool:
         """Whether it has no gradient in a dump that has the gradients of parameters."""
@@ -238,7 +238,7 @@ class TensorTester:
 
     def _bound_rerouted(self, item: ComparedTensor) -> float:
         """What the norm of a tensor may differ by of which some tokens have other experts."""
-        most = MOST_PEAK_TOLERANCE if item.kind == PARAMETER_GRADIENT else MOST_TOLERANCE
+        most = MAX_PEAK_TOLERANCE if item.kind == PARAMETER_GRADIENT else MAX_TOLERANCE
         return min(REROUTED_GROWTH * math.sqrt(self.rerouted.fraction), most)
 
     def _factor_floor(self, conditions: Conditions, profile: DifferenceProfile | None) -> float:

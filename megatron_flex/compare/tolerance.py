@@ -27,8 +27,8 @@ REDUCTIONS_PER_LAYER = (
 DERIVED_MARGIN = 6.0  # factor of derived tolerances over the expected independent errors
 MEASURED_MARGIN = 5.0  # factor of measured tolerances over the noise
 DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model's width is unknown
-MOST_PEAK_TOLERANCE = 0.75  # of the greatest difference over the peak, which single entries reach
-MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
+MAX_PEAK_TOLERANCE = 0.75  # of the greatest difference over the peak, which single entries reach
+MAX_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
 FP8_ROUNDOFF = 2.0**-4  # of e4m3
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
 WIDTH_FIELDS = ("hidden_size", "n_embd")  # of configs of Megatron and transformers
@@ -185,7 +185,7 @@ def derive_tolerance(
     depth: int,
     precisions: Sequence[Precision],
     dtypes: Sequence[torch.dtype],
-    most: float = MOST_TOLERANCE,
+    most: float = MAX_TOLERANCE,
 ) -> float:
     """The tolerance from dtype and depth, of runs with the same parameters.
 
@@ -233,7 +233,7 @@ class Tolerances:
     @property
     def gradient_noise(self) -> float:
         """The derived tolerance of gradients of parameters."""
-        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.full_depth), MOST_TOLERANCE)
+        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.full_depth), MAX_TOLERANCE)
 
     def given(self, item: ComparedTensor) -> float | None:
         """The bound that the caller gave for a site; None if it is to be derived or measured."""
@@ -247,7 +247,7 @@ class Tolerances:
         item: ComparedTensor,
         dtypes: Sequence[torch.dtype],
         depth: int | None = None,
-        most: float = MOST_TOLERANCE,
+        most: float = MAX_TOLERANCE,
     ) -> float:
         """The bound from dtype and depth.
 
@@ -275,7 +275,7 @@ class Tolerances:
         if given is not None:
             return given
         depth = min(self.depths.depth_of(item), self.depths.layer) if isolated else None
-        return min(self.derived(item, dtypes, depth) + more, MOST_TOLERANCE)
+        return min(self.derived(item, dtypes, depth) + more, MAX_TOLERANCE)
 
     def cast(self, dtypes: Sequence[torch.dtype]) -> float:
         """What casts of the dumped values may add."""

@@ -27,8 +27,8 @@ FORM_TYPES: dict[str, type] = {
     "null": type(None),
     "any": object,
 }
-MOST_INTEGER = 1 << 62  # of an integer
-MOST_DIMS = 64  # of a tensor, as torch has it
+MAX_INTEGER = 1 << 62  # of an integer
+MAX_DIMS = 64  # of a tensor, as torch has it
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which would break a line of a message
 
 
@@ -217,7 +217,7 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
             raise ValueError(f"{_name_place(at)} is {str(value)[:40]!r}, and not {form}")
         if type(value) is str and CONTROL_CHARACTER.search(value):
             raise ValueError(f"{_name_place(at)} is {value[:40]!r}, and has a control character")
-        if type(value) is int and not -MOST_INTEGER <= value <= MOST_INTEGER:
+        if type(value) is int and not -MAX_INTEGER <= value <= MAX_INTEGER:
             raise ValueError(f"{_name_place(at)} is out of range")
     elif isinstance(form, list):
         check_form(value, "list", at)

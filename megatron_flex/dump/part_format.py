@@ -24,7 +24,7 @@ from megatron_flex.checksums import (
     is_sealed,
     seal_json,
 )
-from megatron_flex.dump.json_form import MOST_DIMS, check_form, from_json, load_json, pick_known, to_json
+from megatron_flex.dump.json_form import MAX_DIMS, check_form, from_json, load_json, pick_known, to_json
 from megatron_flex.dump.schema import (
     DUMP_FORMAT,
     DUMP_VERSION,
@@ -44,11 +44,11 @@ METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 PART_BYTES = 32 << 20  # about the bytes of one part by default: while it is written, the next one fills
 MIN_FIRST_PART_BYTES = 8 << 20  # unless parts are smaller; less is copied before a thread has begun
-MOST_HEADER_BYTES = 100 << 20  # bytes, as safetensors has it
-MOST_TOKENS = 1 << 23  # of a tensor of which only some are written; nobody has more in a microbatch
-MOST_CLAIMED = 1 << 24  # rows of all such tensors of a part, of each shape once; and CLAIMED for each byte
+MAX_HEADER_BYTES = 100 << 20  # bytes, as safetensors has it
+MAX_TOKENS = 1 << 23  # of a tensor of which only some are written; nobody has more in a microbatch
+MAX_CLAIMED = 1 << 24  # rows of all such tensors of a part, of each shape once; and CLAIMED for each byte
 CLAIMED_PER_BYTE = 64
-MOST_EMPTY_ROWS = 1 << 20  # rows of tensors without a value
+MAX_EMPTY_ROWS = 1 << 20  # rows of tensors without a value
 DTYPE_NAMES = {  # safetensors' names of dtypes
     torch.float64: "F64",
     torch.float32: "F32",
@@ -159,7 +159,7 @@ def read_part(path: Path) -> StoredPart:
         with path.open("rb") as file:
             front = file.read(8)
             length = struct.unpack("<Q", front)[0] if len(front) == 8 else -1
-            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise DumpError(
                     f"{path}: a header of {length} bytes in a file of {size}: it is damaged", path=path
                 )
@@ -238,7 +238,7 @@ def check_dims(shape: Sequence[int]) -> None:
     Raises:
         ValueError: more dims than there can be, or a negative one.
     """
-    if len(shape) > MOST_DIMS or min(shape, default=0) < 0:
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
         raise ValueError(f"a shape of {len(shape)} dims, {str(shape)[:60]}")
 
 
@@ -253,8 +253,8 @@ def _check_claims(entries: Sequence[ShardEntry], where: TensorSpans, size: int) 
         elif entry.kind != REPLICA and 0 in entry.shape:
             empty += prod(max(n, 1) for n in entry.shape)
     if (
-        sum(rows.values()) > MOST_CLAIMED + CLAIMED_PER_BYTE * size
-        or empty > MOST_EMPTY_ROWS + CLAIMED_PER_BYTE * size
+        sum(rows.values()) > MAX_CLAIMED + CLAIMED_PER_BYTE * size
+        or empty > MAX_EMPTY_ROWS + CLAIMED_PER_BYTE * size
     ):
         raise ValueError(f"its tensors claim {sum(rows.values())} tokens, and {empty} rows of nothing")
 
@@ -275,8 +275,8 @@ def _check_stored(entry: ShardEntry, where: TensorSpans) -> None:
         first, last = entry.span
         fits = 0 <= first <= last <= prod(shape) and stored == (last - first,) and not entry.picked
     elif entry.picked:
-        fits = bool(stored) and prod(max(n, 1) for n in shape) <= prod(stored[1:]) * MOST_TOKENS
+        fits = bool(stored) and prod(max(n, 1) for n in shape) <= prod(stored[1:]) * MAX_TOKENS
     elif entry.kind != ROUTING:
-        fits = stored == shape and (prod(shape) > 0 or prod(max(n, 1) for n in shape) <= MOST_TOKENS)
+        fits = stored == shape and (prod(shape) > 0 or prod(max(n, 1) for n in shape) <= MAX_TOKENS)
     if not fits:
         raise ValueError(f"{name[:80]!r} has shape {stored}, and its index says {shape}")

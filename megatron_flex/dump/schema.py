@@ -19,7 +19,7 @@ from megatron_flex.checksums import ZERO_CHECKSUM, is_sealed, seal_json
 from megatron_flex.dump.file_names import DRAFT_SUFFIX, MANIFEST_NAME
 from megatron_flex.dump.json_form import (
     CONTROL_CHARACTER,
-    MOST_DIMS,
+    MAX_DIMS,
     Form,
     check_form,
     derive_form,
@@ -399,8 +399,8 @@ FORMS: dict[str, Form] = {
 }
 TENSOR_FORM = derive_form(StoredTensorSpan)
 
-MOST_SEGMENTS = 4096  # of a dim: packed projections have a few, and as many as pieces at most
-MOST_SEQUENCES = 1 << 16  # of a pack
+MAX_SEGMENTS = 4096  # of a dim: packed projections have a few, and as many as pieces at most
+MAX_SEQUENCES = 1 << 16  # of a pack
 DIM_MEANINGS = {
     "s": "sequence",
     "b": "batch",
@@ -440,7 +440,7 @@ def layout_from_json(record: Any) -> Layout:
     """
     check_form(record, LAYOUT_FORM)
     layout = from_json(Layout, record)
-    if len(layout.dims) > MOST_DIMS:
+    if len(layout.dims) > MAX_DIMS:
         raise ValueError(f"a layout of {len(layout.dims)} dims")
     for dim in layout.dims:
         _check_dim(dim)
@@ -448,15 +448,15 @@ def layout_from_json(record: Any) -> Layout:
 
 
 def _check_dim(dim: Dim) -> None:
-    if len(dim.segments) > MOST_SEGMENTS or len(dim.cuts) > MOST_DIMS:
+    if len(dim.segments) > MAX_SEGMENTS or len(dim.cuts) > MAX_DIMS:
         raise ValueError(f"a dim of {len(dim.segments)} segments and {len(dim.cuts)} cuts")
     if min(dim.segments, default=0) < 1 or (dim.keep is not None and dim.keep < 0):
         raise ValueError(f"segments {dim.segments}, of which {dim.keep} are kept")
     ends = [0, *(n for span in dim.sequences for n in span)]
-    if len(dim.sequences) > MOST_SEQUENCES or any(a > b for a, b in pairwise(ends)):
+    if len(dim.sequences) > MAX_SEQUENCES or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"packed sequences {dim.sequences!s:.100} that are not one behind the other")
     for cut in dim.cuts:
-        if len(cut.segments) > MOST_SEQUENCES or min(cut.segments, default=0) < 1:
+        if len(cut.segments) > MAX_SEQUENCES or min(cut.segments, default=0) < 1:
             raise ValueError(f"a cut in segments {cut.segments!s:.100}, which must have a length each")
         if cut.order not in ("contiguous", "zigzag"):
             raise ValueError(f"order {cut.order!r} is not contiguous or zigzag")

@@ -33,7 +33,7 @@ from megatron_flex.sites import fold_numbers, strip_numbers
 MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
 DUMP_COLUMNS = ("tensor", "stage", "shape", "layout", ">per rank", ">total")  # of `DumpEstimate.rows()`
 ReplicaAxes = tuple[tuple[str, int], ...]  # along which ranks hold the same, and how many of them do
-MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is treated as typical
+MAX_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is treated as typical
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class StageLoad:
         """
         shared = [t for t in self.tasks if t.replicas]
         most = max((t.times for t in shared), default=1)
-        rounds = max(1, min(most, MOST_TURNS // max(1, len(shared))))
+        rounds = max(1, min(most, MAX_TURNS // max(1, len(shared))))
         turns = {t.replicas: ReplicaTurns(prod(n for _, n in t.replicas)) for t in shared}
         counts = [[0] * prod(n for _, n in t.replicas) for t in shared]
         for turn in range(rounds):

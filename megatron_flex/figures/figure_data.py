@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
-MOST_LISTED = 6  # entries of a tuple that a printed figure lists
+MAX_LISTED = 6  # entries of a tuple that a printed figure lists
 
 
 class FigureError(FlexError):
@@ -51,7 +51,7 @@ def describe_data(data: Any) -> str:
         value = getattr(data, name)
         if hasattr(value, "shape"):
             text = f"array {list(value.shape)}, {value.dtype}"
-        elif isinstance(value, tuple) and len(value) > MOST_LISTED:
+        elif isinstance(value, tuple) and len(value) > MAX_LISTED:
             text = f"{value[0]} ... {value[-1]} ({len(value)})"
         elif isinstance(value, tuple):
             text = ", ".join(map(str, value))

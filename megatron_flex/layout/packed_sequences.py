@@ -19,7 +19,7 @@ UNEVEN_PACK = (
     "{size} shards each sequence into {parts} equal chunks; pad each to a multiple of {parts} and pass the "
     "padded lengths as cu_seqlens_q_padded"
 )
-MOST_PACKS = 256  # packs whose layouts are kept; one for each microbatch of a step
+MAX_PACKS = 256  # packs whose layouts are kept; one for each microbatch of a step
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def explain_uneven_sequence(pack: PackedSequences, context_parallel: int) -> str
     return ""
 
 
-@lru_cache(MOST_PACKS)
+@lru_cache(MAX_PACKS)
 def _make(ends: tuple[int, ...], padded: tuple[int, ...], by_sequence: bool) -> PackedSequences:
     if len(ends) != len(padded):
         raise LayoutError(

@@ -21,7 +21,7 @@ from megatron_flex.layout.spans import coordinates, inverse_order
 
 DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
 RegionIndex = tuple[DimIndex, ...]  # for each dim
-MOST_KEPT_RANKS = 256  # of a layout whose plans are kept; 64 plans are
+MAX_KEPT_RANKS = 256  # of a layout whose plans are kept; 64 plans are
 
 
 class BlockRead(NamedTuple):
@@ -57,7 +57,7 @@ def plan_reads(
     """
     axes = tuple((axis, sizes.get(axis, 1)) for axis in layout.axes)
     ranges = tuple(index for index in indices if isinstance(index, range))
-    if lengths or len(ranges) < len(indices) or prod(n for _, n in axes) > MOST_KEPT_RANKS:
+    if lengths or len(ranges) < len(indices) or prod(n for _, n in axes) > MAX_KEPT_RANKS:
         return _iterate_reads(layout, full, sizes, indices, lengths)
     return iter(_list_reads(layout, tuple(full), axes, ranges))
 

@@ -13,7 +13,7 @@ from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
 from megatron_flex.page.html_page import PageNote, damage_note, info_note
 
-MOST_BYTES = 1 << 30  # maximum size of a dump to check every byte, which takes some seconds
+MAX_BYTES = 1 << 30  # maximum size of a dump to check every byte, which takes some seconds
 MAX_NOTES = 24
 
 
@@ -45,7 +45,7 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
     opened = dump if isinstance(dump, DamagedDump) else None
     if opened is None or opened.damage is None:
         runs = list_runs(path)
-        large = count_part_bytes(runs) > MOST_BYTES
+        large = count_part_bytes(runs) > MAX_BYTES
         damage = _find_by_names(runs) if large else _find_by_bytes(path)
         try:
             opened = opened or open_damaged_dump(path, check="blocks" if large else "first")

@@ -22,7 +22,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import explain_gather
 
-MOST = 4096  # bounds the cache of shapes
+MAX_SHAPES = 4096  # that are kept
 NONE = -(2**62)  # of a rank without a value to compare: below every number
 BITS = 0x7FFFFFFF
 UNLIKE = (
@@ -140,7 +140,7 @@ class ShapeGuard:
         varies = self._varies.setdefault(site, set())
         if len(last) == len(shape):
             varies |= {i for i, (a, b) in enumerate(zip(last, shape, strict=True)) if a != b}
-        if len(self._fit) >= MOST:
+        if len(self._fit) >= MAX_SHAPES:
             self._fit.clear()
         self._last[site] = shape
         self._fit.add((site, shape, layout))

@@ -24,7 +24,7 @@ PATTERNS = 1 << 16  # of 16 bits
 COUNTED_DTYPES = (torch.bfloat16, torch.float16)
 DEVICE_DTYPES = (*COUNTED_DTYPES, torch.float32)
 DEVICE_BLOCK = 1 << 22  # values of a block: what is made of them has 12 bytes a value
-LEAST_SCALE = 2.0**-126  # of the powers' unit: the least normal number of fp32
+MIN_SCALE = 2.0**-126  # of the powers' unit: the least normal number of fp32
 
 
 class PatternTable(NamedTuple):
@@ -92,7 +92,7 @@ def add_fp32(row: Tensor, absmax: Tensor, block: Tensor, factor: float, first_bi
         row[first_bin:].index_add_(0, table.bins, counts)
     clean = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     greatest = torch.linalg.vector_norm(clean, float("inf"))
-    unit = greatest.clamp(min=LEAST_SCALE)
+    unit = greatest.clamp(min=MIN_SCALE)
     clean.div_(unit)
     center = clean.mean()
     clean.sub_(center)

@@ -247,7 +247,7 @@ def _make_bin_table() -> Tensor:
 
 # How many add up, the sum of their iterations, of their microbatches, and how many could not measure.
 HEAD_RANKS, HEAD_ITERATION, HEAD_MICROBATCHES, FAILED, HEAD_WIDTH = range(5)
-MOST_SEPARATE_RANKS = 64  # up to so many ranks of a stage have a place each for their greatest magnitudes
+MAX_SEPARATE_RANKS = 64  # up to so many ranks of a stage have a place each for their greatest magnitudes
 
 
 class MomentEntry(NamedTuple):
@@ -282,7 +282,7 @@ class MomentTable:
     @property
     def apart(self) -> bool:
         """Whether ranks have places of their own for their greatest magnitudes."""
-        return self.ranks <= MOST_SEPARATE_RANKS
+        return self.ranks <= MAX_SEPARATE_RANKS
 
     @property
     def width(self) -> int:

@@ -79,7 +79,7 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
 
 
 SHOWN_COLUMNS = ("mean", "std", "rms", "absmax", "zeros", "nans", "infinities")  # of a printed series
-MOST_SHOWN_ROWS = 20
+MAX_SHOWN_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class StatisticsSeries(Renderable):
             Row((str(iteration), *(f"{column[n]:.4g}" for column in columns)))
             for n, iteration in enumerate(self.iterations)
         ]
-        if len(rows) > MOST_SHOWN_ROWS:
-            half = MOST_SHOWN_ROWS // 2
-            rows[half:-half] = [Row((f"... {len(rows) - MOST_SHOWN_ROWS:,} more",))]
+        if len(rows) > MAX_SHOWN_ROWS:
+            half = MAX_SHOWN_ROWS // 2
+            rows[half:-half] = [Row((f"... {len(rows) - MAX_SHOWN_ROWS:,} more",))]
         heads = (">iteration", *(f">{name}" for name in SHOWN_COLUMNS))
         return Document("StatisticsSeries", [Table(heads, rows, title=self.site)])
 

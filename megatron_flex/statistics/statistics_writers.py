@@ -136,7 +136,7 @@ def _compute_finite_edges() -> list[float]:
     return out
 
 
-MOST_QUEUED = 64  # iterations that wait for the disk; more, and the model waits, too
+MAX_QUEUED = 64  # iterations that wait for the disk; more, and the model waits, too
 
 
 def open_writers(
@@ -227,7 +227,7 @@ class StatisticsThread:
         with self._change:
             if self._closing:
                 return
-            if not self._until(lambda: len(self._queue) < MOST_QUEUED):
+            if not self._until(lambda: len(self._queue) < MAX_QUEUED):
                 self._dropped += 1
                 self._report_once("stalled", _describe_stall())
                 return

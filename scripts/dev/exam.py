@@ -23,7 +23,7 @@ from tests.support.planted import Bench
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "tests" / "data" / "exam.json"
 PAGE, README = ROOT / "docs" / "contributing" / "exam.md", ROOT / "README.md"
-MOST_SAID = 220  # characters of the words that a cell quotes
+MAX_SAID = 220  # characters of the words that a cell quotes
 HEADS = ["bug", "configuration", "Megatron", "found by", "first site", "cause", "clean run"]
 PRECISIONS = ("fp32", "bf16")
 PAIR_NAMES = [(c, p, f"clean pair {c.name}, {p}") for c in PAIRS for p in PRECISIONS]
@@ -129,7 +129,7 @@ def shown(words: str, cause: str) -> str:
     sentences = words.split("; ")
     sentence = next((s for s in sentences if cause and re.search(cause, s, re.IGNORECASE)), sentences[0])
     sentence = " ".join(sentence.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
-    return sentence if len(sentence) <= MOST_SAID else f"{sentence[:MOST_SAID]} ..."
+    return sentence if len(sentence) <= MAX_SAID else f"{sentence[:MAX_SAID]} ..."
 
 
 def counted(kept: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

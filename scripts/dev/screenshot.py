@@ -13,7 +13,7 @@ from tests.support.pictures import small
 SITE = "decoder.layers.1.mlp.linear_fc1:output"
 RANK = 1  # of the stage that has the site
 SIZE = (1360, 850)
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 
 
 def main(page: Path, target: Path) -> int:
@@ -31,9 +31,9 @@ def main(page: Path, target: Path) -> int:
         browser.close()
     if trouble:
         sys.exit(f"error: {page} is not silent: {'; '.join(trouble)}")
-    drawn = next((d for n in (256, 128, 64, 32) if len(d := small(picture, n)) < MOST_BYTES), None)
+    drawn = next((d for n in (256, 128, 64, 32) if len(d := small(picture, n)) < MAX_BYTES), None)
     if drawn is None:
-        sys.exit(f"error: the picture has more than {MOST_BYTES} bytes, even of 32 colours")
+        sys.exit(f"error: the picture has more than {MAX_BYTES} bytes, even of 32 colours")
     target.write_bytes(drawn)
     print(f"{target}: {len(drawn)} bytes")
     return 0

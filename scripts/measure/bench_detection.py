@@ -53,7 +53,7 @@ LEAST = {
     "fp16": -17.0,
     "fp8": -17.0,
 }  # magnitudes that are tried, powers of two
-MOST_SAID = 200  # characters of hints that are kept
+MAX_SAID = 200  # characters of hints that are kept
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "tests" / "data" / "detection.json"
 COMPARER = ROOT / "megatron_flex" / "compare"
@@ -181,7 +181,7 @@ def sweep(bench: Bench, task: Task) -> dict[str, Any]:
     def probe(magnitude: float) -> bool:
         found = judge(bug, bench.compared(pair, bug.name, magnitude))
         probes.append([magnitude, found.found, found.localised, found.hinted, found.first])
-        said.append(found.hints[:MOST_SAID])
+        said.append(found.hints[:MAX_SAID])
         return found.found
 
     alarm = _alarm(bench, pair)

@@ -21,7 +21,7 @@ PACKAGES = (
     *("pyyaml", "regex", "safetensors", "tqdm", "xxhash"),
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_5_x86_64")
-MOST_BYTES = 60 << 20
+MAX_BYTES = 60 << 20
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -39,9 +39,9 @@ def carry(folder: Path) -> None:
     nbytes = sum(wheel.stat().st_size for wheel in wheels)
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 2**20:7.1f} MiB  {wheel.name}")
-    if nbytes > MOST_BYTES:
+    if nbytes > MAX_BYTES:
         raise SystemExit(
-            f"error: {folder} holds {nbytes / 2**20:.1f} MiB, at most {MOST_BYTES >> 20}: name fewer packages"
+            f"error: {folder} holds {nbytes / 2**20:.1f} MiB, at most {MAX_BYTES >> 20}: name fewer packages"
         )
     print(f"{nbytes / 2**20:7.1f} MiB in {folder}; there: scripts/gpu --wheels {folder}")
 

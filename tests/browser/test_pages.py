@@ -14,7 +14,7 @@ from tests.support.pictures import AGAIN, kept
 
 KINDS = ("quick", "large", "diverged", "damaged", "hostile")
 FC1 = "decoder.layers.1.mlp.linear_fc1:output"
-MOST_NODES = 20_000  # of the page of 16,384 ranks and 100 layers, whatever is chosen
+MAX_NODES = 20_000  # of the page of 16,384 ranks and 100 layers, whatever is chosen
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -135,12 +135,12 @@ def test_a_large_page_is_small_and_ready(show: Open, made: Make) -> None:
     page = made("large").page
     assert page.stat().st_size < 20_000_000
     window = show(page)
-    assert window.nodes() < MOST_NODES
+    assert window.nodes() < MAX_NODES
     assert "16,384" in window.text("#about")
     for layer in (0, 57, 99):
         site = f"decoder.layers.{layer}.mlp.linear_fc1:output"
         window.find(site)
         assert str(layer) in window.text("#chosen")
-        assert window.nodes() < MOST_NODES
+        assert window.nodes() < MAX_NODES
     window.page.locator("#mesh").scroll_into_view_if_needed()
     assert window.page.locator("#mesh [data-rank]").count() <= 1024

@@ -153,7 +153,7 @@ def many(case: Case, state: Any) -> Any:
     from megatron_flex.statistics import Statistics, moments
     from tests.support import ranks
 
-    changes.setattr(moments, "MOST_SEPARATE_RANKS", 1)
+    changes.setattr(moments, "MAX_SEPARATE_RANKS", 1)
     chunks = ranks.start(case)
     if state is None:
         state = gpt.randomize(chunks[0])

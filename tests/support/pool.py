@@ -26,7 +26,7 @@ from tests.support import rank
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 
-MOST_RANKS = 24  # of all pools of this process; the pools that were used longest ago are stopped beyond
+MAX_RANKS = 24  # of all pools of this process; the pools that were used longest ago are stopped beyond
 GRACE = 5.0  # seconds in which the peers of a failed rank, which mostly wait for it, may say what they know
 
 
@@ -198,7 +198,7 @@ def stop() -> None:
 def _keep(pool: Pool) -> None:
     _pools[pool.topology] = pool
     pool.rest()
-    while sum(t.world for t in _pools) > MOST_RANKS:
+    while sum(t.world for t in _pools) > MAX_RANKS:
         _pools.popitem(last=False)[1].stop()
 
 

@@ -32,7 +32,7 @@ changes = pytest.MonkeyPatch()  # what a function sets through it is put back wh
 SEED = 20230
 SECONDS = 60  # that a collective waits for the other ranks
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-MOST_GROUPS = 40  # of a rank, each with its sockets and threads; with more it is not used again
+MAX_GROUPS = 40  # of a rank, each with its sockets and threads; with more it is not used again
 
 
 class Answer(NamedTuple):
@@ -139,7 +139,7 @@ class Rank:
         if left:
             lines = "\n  ".join(left)
             return False, f"{function.__module__}.{function.__name__} leaves behind on this rank:\n  {lines}"
-        return True, Answer(value, fingerprint.groups() > MOST_GROUPS)
+        return True, Answer(value, fingerprint.groups() > MAX_GROUPS)
 
     @contextlib.contextmanager
     def _isolated(self) -> Iterator[None]:

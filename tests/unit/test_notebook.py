@@ -35,13 +35,13 @@ from tests.support.markup import Shown
 from tests.support.messages import assert_names
 
 EVIL = "<script>alert('&\"')</script>"
-MOST_BYTES = 400_000  # of any fragment
+MAX_BYTES = 400_000  # of any fragment
 FIRST, SECOND = "decoder.layers.0:output", "decoder.layers.1:output"
 
 
 def shown(found: object) -> Shown:
     html = found._repr_html_()  # type: ignore[attr-defined]
-    assert len(html) < MOST_BYTES
+    assert len(html) < MAX_BYTES
     return Shown(html)
 
 

@@ -24,7 +24,7 @@ from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_files import create_file
-from megatron_flex.statistics.statistics_writers import MOST_QUEUED
+from megatron_flex.statistics.statistics_writers import MAX_QUEUED
 from tests.support import measured
 from tests.support.measured import SITES, begin, header, row, rows, write
 from tests.support.messages import assert_names, raises, warns
@@ -284,13 +284,13 @@ def test_a_disk_that_takes_nothing_holds_nobody_up_for_long(tmp_path, monkeypatc
     writers = begin(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for n in range(MOST_QUEUED + 4):
+        for n in range(MAX_QUEUED + 4):
             writers.write(n, rows(n))
     assert writers.lost == 3, "one is being written, and so many wait"
     (told,) = caught
     assert issubclass(told.category, FlexWarning)
     assert_names(told.message, "0.3 s")
-    with warns(FlexWarning, "statistics-0000.jsonl", MOST_QUEUED + 4):
+    with warns(FlexWarning, "statistics-0000.jsonl", MAX_QUEUED + 4):
         writers.close()
     broken.goes.set()
 
@@ -300,10 +300,10 @@ def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_flex.statistics.statistics_writers.create_file", lambda *_: broken)
     writers = begin(tmp_path)
     threading.Timer(0.3, broken.goes.set).start()
-    for n in range(2 * MOST_QUEUED):
+    for n in range(2 * MAX_QUEUED):
         writers.write(n, rows(n))
     writers.close()
-    assert [r.iteration for r in broken.got] == [n for n in range(2 * MOST_QUEUED) for _ in SITES]
+    assert [r.iteration for r in broken.got] == [n for n in range(2 * MAX_QUEUED) for _ in SITES]
     assert writers.lost == 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.json_form import MOST_INTEGER
+from megatron_flex.dump.json_form import MAX_INTEGER
 from megatron_flex.dump.reader.sample_plan import (
     MicrobatchSamples,
     SamplePlan,
@@ -34,7 +34,7 @@ from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_i
 if TYPE_CHECKING:
     from megatron_flex.dump.reader.dump_reader import OpenDump
 
-MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
+MAX_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
 PIECE_BYTES = 16 << 20  # of an array, which one thread reads at a time; each takes about 1 ms more
 
 
@@ -82,7 +82,7 @@ class ActivationSource:
         self.dump, self.which, self.iteration_keys, self.name = dump, which, passes, which.name
         self._shards = shards or StoredTensorShards(dump, which)
         self._planner = SamplePlanner(dump, which, self._shards)
-        self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MOST_CACHED_SHARDS)
+        self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MAX_CACHED_SHARDS)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ActivationSource, (self.dump, self.which, self.iteration_keys)
@@ -205,7 +205,7 @@ class ActivationSource:
                     raise DumpError(f"{self.name} has no dim of tokens, and so no sequences")
                 spans = next((d.sequences for d in layout.dims if d.sequences), ())
                 given = not spans and self._planner.selection.samples is not None
-                for row, span in enumerate(spans or [(0, MOST_INTEGER)] * len(block.kept)):
+                for row, span in enumerate(spans or [(0, MAX_INTEGER)] * len(block.kept)):
                     sample_positions = positions if positions.ndim == 1 else positions[0 if spans else row]
                     first, last = torch.searchsorted(
                         sample_positions, torch.tensor(span)

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megatron_flex.document import Document, Drawing, Note, Row, Table, shorten_notes
-from megatron_flex.dump.reader.missing_parts import MOST_DETAILED
+from megatron_flex.dump.reader.missing_parts import MAX_DETAILED
 from megatron_flex.dump.run_folders import DumpRun
 from megatron_flex.dump.schema import Manifest, SiteRecord, layout_from_json
 from megatron_flex.errors import FlexError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_flex.dump.reader.dump_array import DumpArray
     from megatron_flex.dump.reader.dump_reader import OpenDump
 
-MOST_DRAWN_RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
+MAX_DRAWN_RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
 REPLACED_HINT = "dump.replaced lists all"
 VERIFY_HINT = "`megatron-flex dump verify` lists all"
 TENSORS_HINT = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
@@ -48,8 +48,8 @@ def describe_dump(dump: OpenDump) -> Document:
         title,
         [
             Note(head),
-            *shorten_notes(missing, "note", MOST_DETAILED, VERIFY_HINT),
-            *shorten_notes(replaced, "note", MOST_DETAILED, REPLACED_HINT),
+            *shorten_notes(missing, "note", MAX_DETAILED, VERIFY_HINT),
+            *shorten_notes(replaced, "note", MAX_DETAILED, REPLACED_HINT),
             Table(
                 (">run", "made", "framework", "mesh", ">ranks", ">iterations", ">whole, read from it"),
                 [Row((*_make_run_cells(run), str(kept[id(run)]))) for run in dump.runs],
@@ -144,4 +144,4 @@ def describe_array(array: DumpArray) -> Document:
 def draw_shard_layout(layout: Layout, sizes: Sizes) -> str:
     """The drawing of a layout; for two ranks of each axis where the mesh has more parts than can be seen."""
     axes = {*layout.axes, *layout.shared}
-    return draw_layout(layout, sizes if prod(sizes.get(a, 1) for a in axes) <= MOST_DRAWN_RANKS else None)
+    return draw_layout(layout, sizes if prod(sizes.get(a, 1) for a in axes) <= MAX_DRAWN_RANKS else None)

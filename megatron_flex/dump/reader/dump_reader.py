@@ -14,10 +14,10 @@ import torch
 from megatron_flex.dump.expert_routing import ExpertRouting
 from megatron_flex.dump.reader.array_sources import ActivationSource, ParameterSource
 from megatron_flex.dump.reader.dump_array import DumpArray
-from megatron_flex.dump.reader.missing_parts import MOST_DETAILED, lost, missing, replaced
+from megatron_flex.dump.reader.missing_parts import MAX_DETAILED, lost, missing, replaced
 from megatron_flex.dump.reader.sample_plan import StoredTensorKey
 from megatron_flex.dump.reader.shard_files import (
-    MOST_OPEN_FILES,
+    MAX_OPEN_FILES,
     ChecksumPolicy,
     LocatedShard,
     PartFiles,
@@ -33,7 +33,7 @@ from megatron_flex.ranges import describe_numbers, normalize_path
 from megatron_flex.sites import GRADIENT_SUFFIX, find_recorded_names
 from megatron_flex.wording import count_words
 
-MOST_ROUTED = 1 << 24  # entries of routers' decisions that are kept
+MAX_ROUTED = 1 << 24  # entries of routers' decisions that are kept
 OUTPUT_SUFFIX = ":output"
 RoutingKey = tuple[IterationKey, int, str, int, int]  # iteration, stage, layer, call, microbatch
 ExecutionTurn = tuple[int, int, int]  # microbatch, call, and the turn on the rank
@@ -127,7 +127,7 @@ class OpenDump:
     _warns = True  # about iterations that have lost a part
 
     def __init__(
-        self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks", most_open: int = MOST_OPEN_FILES
+        self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks", most_open: int = MAX_OPEN_FILES
     ) -> None:
         self.path, self.check = Path(normalize_path("path", path)), check
         self.files = PartFiles(check, most_open)
@@ -145,7 +145,7 @@ class OpenDump:
     @cached_property
     def routings(self) -> WeightedCache[RoutingKey, ExpertRouting]:
         """Routers' decisions, of which all sites of a layer's experts ask for the same."""
-        return WeightedCache(MOST_ROUTED)
+        return WeightedCache(MAX_ROUTED)
 
     # -- contents -------------------------------------------------------------------------------------
 
@@ -187,13 +187,13 @@ class OpenDump:
         by_key = {which: self._look(which) for which in every}
         complete = {which: stored for which, stored in by_key.items() if stored is not None}
         if self._warns and len(complete) < len(every) and (lost_iterations := lost(self.runs, complete)):
-            rest = len(lost_iterations) - MOST_DETAILED
+            rest = len(lost_iterations) - MAX_DETAILED
             more = f", and {rest} more" if rest > 0 else ""
-            named = "; ".join(lost_iterations[:MOST_DETAILED])
+            named = "; ".join(lost_iterations[:MAX_DETAILED])
             text = f"{self.path}: left out, because parts are missing: {named}{more}"
             warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
         if self._warns and (several := replaced(self.runs, complete)):
-            warnings.warn(f"{self.path}: {'; '.join(several[-MOST_DETAILED:])}", FlexWarning, 4)
+            warnings.warn(f"{self.path}: {'; '.join(several[-MAX_DETAILED:])}", FlexWarning, 4)
         return complete
 
     @property

@@ -21,7 +21,7 @@ from megatron_flex.dump.run_folders import (
 from megatron_flex.dump.schema import Manifest
 from megatron_flex.ranges import describe_numbers
 
-MOST_DETAILED = 8  # iterations whose missing ranks are listed
+MAX_DETAILED = 8  # iterations whose missing ranks are listed
 
 
 def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationKey]) -> list[str]:
@@ -42,7 +42,7 @@ def missing(path: Path, runs: Sequence[DumpRun], complete: Collection[IterationK
     for run in runs:
         for which in run.iteration_keys:
             if which not in complete:
-                stored = run.iteration(which) if len(out) < MOST_DETAILED else None
+                stored = run.iteration(which) if len(out) < MAX_DETAILED else None
                 out.append(_describe(run, which, [] if stored is None else list(stored.missing())))
     text = describe_gaps(runs)
     out += [text] if text else []
@@ -99,7 +99,7 @@ def _some(ranks: Sequence[int], most: int = 6) -> str:
     return ", ".join(map(str, ranks[:most])) + more
 
 
-MOST_GAPS = 1000  # iterations that are not there, of a run
+MAX_GAPS = 1000  # iterations that are not there, of a run
 
 
 def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
@@ -133,7 +133,7 @@ def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
             by = earlier if len(earlier) > 1 else dumped
             expected.append(_expected_iterations(settings, by, earlier[-1], dumped[0]))
         previous = settings, dumped
-        out.update(islice((n for n in chain(*expected) if n not in present), MOST_GAPS))
+        out.update(islice((n for n in chain(*expected) if n not in present), MAX_GAPS))
     return sorted(out)
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 B = TypeVar("B")
 V = TypeVar("V")
 
-MOST_THREADS = 8  # that read the pieces of one array
+MAX_THREADS = 8  # that read the pieces of one array
 THREAD_BYTES = 8 << 20  # of an array for each thread; less is read before a thread has begun
 
 
@@ -78,7 +78,7 @@ def read_pieces(pieces: Iterable[Callable[[], object]], nbytes: int) -> None:
     Raises:
         Exception: what the first of the functions raised that failed; those that follow are not called then.
     """
-    threads = min(MOST_THREADS, os.cpu_count() or 1, nbytes // THREAD_BYTES)
+    threads = min(MAX_THREADS, os.cpu_count() or 1, nbytes // THREAD_BYTES)
     if threads < 2 or _local.is_reader:
         for piece in pieces:
             piece()

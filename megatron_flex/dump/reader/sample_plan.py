@@ -39,8 +39,8 @@ from megatron_flex.layout import Coords, DimIndex, Layout, compact_index
 if TYPE_CHECKING:
     from megatron_flex.dump.reader.dump_reader import OpenDump
 
-MOST_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
-MOST_KNOWN_SHARDS = 1 << 15  # of a tensor whose places are kept
+MAX_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
+MAX_KNOWN_SHARDS = 1 << 15  # of a tensor whose places are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,10 @@ class StoredTensorShards:
         self.dump, self.which = dump, which
         self.expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
         self._known: WeightedCache[tuple[IterationKey, int], dict[int, list[LocatedShard]]] = WeightedCache(
-            MOST_KNOWN_SHARDS
+            MAX_KNOWN_SHARDS
         )
         self._tensors: WeightedCache[tuple[IterationKey, int, int], StoredTensor] = WeightedCache(
-            MOST_KNOWN_SHARDS
+            MAX_KNOWN_SHARDS
         )
 
     def by_microbatch(self, written: StoredIteration, replica: int) -> Mapping[int, list[LocatedShard]]:
@@ -417,7 +417,7 @@ class SamplePlanner:
             cut = token is not None and bool(layout.dims[token].cuts)
             tokens = 1 if token is None or cut else self.selection.count_kept_tokens(shape[token])
             picks_samples = self.selection.samples is not None
-            if samples > MOST_PICKED_SAMPLES or (
+            if samples > MAX_PICKED_SAMPLES or (
                 not picks_samples and samples * tokens > max(stored[0], samples * cut)
             ):
                 raise DumpError(

@@ -157,7 +157,7 @@ def _get_block_border(number: int, size: int) -> tuple[int, int]:
 
 ChecksumPolicy = Literal["blocks", "first", "never"]
 CHECKSUM_POLICIES: tuple[ChecksumPolicy, ...] = get_args(ChecksumPolicy)
-MOST_OPEN_FILES = 256  # files that are mapped at once; a process may have some thousand open
+MAX_OPEN_FILES = 256  # files that are mapped at once; a process may have some thousand open
 LocatedShard = tuple[
     StoredPart, ShardEntry, Layout, Coords
 ]  # an entry, the part that has it, and the rank's coordinates
@@ -216,7 +216,7 @@ class PartFiles:
     """
 
     def __init__(
-        self, check: ChecksumPolicy = "blocks", most_open: int = MOST_OPEN_FILES, most_entries: int = 1 << 18
+        self, check: ChecksumPolicy = "blocks", most_open: int = MAX_OPEN_FILES, most_entries: int = 1 << 18
     ) -> None:
         if check not in CHECKSUM_POLICIES:
             raise DumpError(f"check={check!r} is not one of {', '.join(CHECKSUM_POLICIES)}")

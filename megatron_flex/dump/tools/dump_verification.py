@@ -63,7 +63,7 @@ class _Replica(NamedTuple):
     entry: ShardEntry
 
 
-MOST_RANKS = 8  # ranks that a finding names
+MAX_RANKS = 8  # ranks that a finding names
 
 
 @dataclass(slots=True)
@@ -237,10 +237,10 @@ def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
     for first, *others in out.values():
         if others:
             ranks = [str(f.rank) for f in (first, *others)]
-            more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+            more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
             sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
             lost = f"; lost: what they wrote of {count_words(len(sites), 'site')}" if sites else ""
-            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are missing{lost}"
+            text = f"parts of ranks {', '.join(ranks[:MAX_RANKS])}{more} are missing{lost}"
             elsewhere = "" if first.error else "; another run has it complete"
             first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
         joined.append(first)

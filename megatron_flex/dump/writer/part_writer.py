@@ -21,7 +21,7 @@ from megatron_flex.layout import Layout
 # Bytes in one call to the system, a multiple of what has one checksum. Their checksums are computed just
 # before, while the CPU's cache has them; with fewer bytes, threads wait for the GIL more often.
 WRITE_BYTES = 32 * CHECKSUM_BLOCK
-MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
+MAX_VECTORS = 512  # pieces in one call; Linux allows 1024
 
 # Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -215,7 +215,7 @@ def _write_tensors(
             checksums.append(compute_block_checksums(chunk))
             if entry.kind == REPLICA:
                 continue
-            if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MOST_VECTORS):
+            if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MAX_VECTORS):
                 _write_all(batch, file, start, on_progress)
                 start, batch, nbytes = start + nbytes, [], 0
             batch.append(chunk)

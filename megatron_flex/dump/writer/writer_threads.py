@@ -32,7 +32,7 @@ from megatron_flex.dump.writer.writers_lock import WritersLock
 from megatron_flex.errors import DumpError
 from megatron_flex.progress import BYTES, progress
 
-MOST_THREADS = 2  # that write at the same time: the model needs cores too
+MAX_THREADS = 2  # that write at the same time: the model needs cores too
 LOG = logging.getLogger("megatron_flex.dump")
 LOG_SECONDS = 10.0  # seconds between two words on progress
 
@@ -203,7 +203,7 @@ class WriterThreads:
     def _start(self) -> None:
         """Begin threads for what the queue has, again if they died. The lock is held."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        most = min(MOST_THREADS, os.cpu_count() or 1)
+        most = min(MAX_THREADS, os.cpu_count() or 1)
         while len(self._threads) < min(len(self._active) + len(self._queue), most):
             thread = threading.Thread(target=self._work, name="megatron_flex dump", daemon=True)
             try:

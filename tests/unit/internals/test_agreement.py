@@ -97,7 +97,7 @@ def test_the_least_step_is_stored_whoever_comes_last() -> None:
 
 def ending(how: str, folder: str) -> None:
     """Rank 1 ends between its last step and `restore()`; the others write what they are told, and when."""
-    changes.setattr(rank_agreement, "LEAST_WAIT", 600.0)
+    changes.setattr(rank_agreement, "MIN_WAIT", 600.0)
     agreement = Agreement("ending", agreement_seconds())
     dist.barrier()
     if dist.get_rank() == 1:

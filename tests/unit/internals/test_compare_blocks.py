@@ -59,7 +59,7 @@ def test_blocks_are_read_ahead_within_and_across_tensors(
 ) -> None:
     """Each core reads and sums one block ahead."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(tensor_pairs, "FEWEST_READ_AHEAD", 1)
+    monkeypatch.setattr(tensor_pairs, "MIN_READ_AHEAD", 1)
     value = {FIRST: tensor(), SECOND: tensor(seed=1)}
     other = {site: one + 0.01 * tensor(seed=2) for site, one in value.items()}
     paths = both(tmp_path, {s: given(t) for s, t in value.items()}, {s: given(t) for s, t in other.items()})

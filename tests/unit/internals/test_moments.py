@@ -72,11 +72,11 @@ def close(row: TensorStatistics | None, values: Tensor, digits: float) -> None:
     assert row.norm == pytest.approx(float(good.norm()), rel=digits)
     assert row.mean == pytest.approx(float(mean), rel=digits, abs=digits * float(square.sqrt()))
     assert row.std == pytest.approx(float(spread.sqrt()), rel=digits, abs=1e-6 * float(square.sqrt()))
-    if float(square) < MOST_RATIO**2 * float(spread):
+    if float(square) < MAX_RATIO**2 * float(spread):
         assert row.kurtosis == pytest.approx(float((good - mean).pow(4).mean() / spread**2), rel=10 * digits)
 
 
-MOST_RATIO = 300  # of |mean| to std, up to which the kurtosis has six digits
+MAX_RATIO = 300  # of |mean| to std, up to which the kurtosis has six digits
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 

@@ -458,7 +458,7 @@ def test_many_damaged_files_are_told_in_few_notes(tmp_path: Path) -> None:
 
 
 def test_a_large_dump_is_checked_by_its_names(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_damage, "MOST_BYTES", 0)
+    monkeypatch.setattr(dump_damage, "MAX_BYTES", 0)
     assert Shown(dump_source(dump, NAMES)).damage == []
     lose(part(dump, 10, 0))
     (said,) = Shown(dump_source(dump, NAMES)).damage
