@@ -91,7 +91,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "give attach(model, [hook])": lambda: mf.attach(Model(), mf.HookFunction("layers.0")),  # type: ignore[arg-type]
     "is registered already": register_twice,
     "neither saves nor edits": lambda: mf.HookFunction("layers.0", save=False),
-    "has the capture name of hook": lambda: step(
+    "entries under one name": lambda: step(
         mf.HookFunction("layers.0"), mf.HookFunction("layers.0", select=mf.Select(dims={0: 0}))
     ),
     "pass the names of all dims": lambda: step(mf.HookFunction("layers.0", select=mf.Select(samples=0))),
