@@ -214,13 +214,14 @@ def why_unsupported(module: nn.Module) -> str:
 
 
 def refuse_unsupported(chunks: Any) -> None:
-    """Refuse a model with such a module in it, wherever that is. Nothing is communicated.
+    """Refuse a model that holds a module that cannot be hooked, at any depth. Nothing is communicated.
 
     Raises:
-        FlexError: there is one.
+        FlexError: a module cannot be hooked; the message says where it is.
     """
     for chunk in chunks:
         walk = walk_modules(chunk)
+        # One module of each class is enough, but for DataParallel, where the number of devices decides.
         suspects = (
             m for kind, m in walk.classes.items() if issubclass(kind, DataParallel) or why_unsupported(m)
         )

@@ -80,7 +80,7 @@ class ReferenceRun:
 
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
-            return self._expert_hooks(path, module)
+            return self._hook_experts(path, module)
 
         def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else kwargs.get("hidden_states", kwargs.get("input"))
@@ -118,8 +118,11 @@ class ReferenceRun:
             self._record(f"{path}:probs", probabilities.to(value.dtype))
         return output
 
-    def _expert_hooks(self, path: str, module: nn.Module) -> list[Any]:
-        """The rows of each expert: its linears are called one expert after the other, two for each."""
+    def _hook_experts(self, path: str, module: nn.Module) -> list[Any]:
+        """Register hooks that record each expert's rows.
+
+        The module calls two linears per expert, in order of experts.
+        """
         watches: list[_Watch] = []
 
         def enters(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -162,13 +162,13 @@ def compare(
     if learning_rate is not None:
         check_nonnegative("learning_rate", learning_rate)
     only = None if iterations is None else normalize_spans("iterations", iterations)
-    measured = [find_statistics(source) for source in (a, b)]
-    if any(statistics is not None for statistics in measured):
+    statistics = [find_statistics(source) for source in (a, b)]
+    if any(side is not None for side in statistics):
         if tolerance is not None or tolerance_from is not None:
             raise FlexError(
                 "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
             )
-        return _compare_measured((a, b), measured, allow_missing, only, block_bytes)
+        return _compare_with_statistics((a, b), statistics, allow_missing, only, block_bytes)
     with (
         one_torch_thread(),
         open_compared_dump(a, "A") as dump_a,
@@ -180,9 +180,9 @@ def compare(
         return walk.run(progress, allow_missing)
 
 
-def _compare_measured(
+def _compare_with_statistics(
     sources: Sequence[Any],
-    measured: Sequence[OpenStatistics | None],
+    statistics: Sequence[OpenStatistics | None],
     allow_missing: bool,
     only: Sequence[Span] | None,
     block_bytes: int,
@@ -190,9 +190,9 @@ def _compare_measured(
     """Compare statistics with statistics, or with a dump."""
     with ExitStack() as stack:
         opened: list[StatisticsFiles | ComparedDump] = []
-        for source, label, statistics in zip(sources, "AB", measured, strict=True):
-            if statistics is not None:
-                opened.append(StatisticsFiles(statistics, label))
+        for source, label, its_statistics in zip(sources, "AB", statistics, strict=True):
+            if its_statistics is not None:
+                opened.append(StatisticsFiles(its_statistics, label))
             else:
                 opened.append(stack.enter_context(open_compared_dump(source, label)))
         align_names(opened)

@@ -285,14 +285,14 @@ def describe_foreign_flags(words: Sequence[str]) -> str:
     Args:
         words: what `split_argv` left.
     """
-    before = words[: list(words).index("--")] if "--" in words else words
-    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(FLAG_PREFIX))
+    script_words = words[: list(words).index("--")] if "--" in words else words
+    names = dict.fromkeys(w.partition("=")[0] for w in script_words if w.startswith(FLAG_PREFIX))
     if not names:
         return ""
     known = [flag.option for flag in FLAGS]
     nearest = {name: suggest_nearest(name, known, 1).removeprefix("; ") for name in names}
-    told = ", ".join(f"{name} ({near})" if near else name for name, near in nearest.items())
-    return f"passed on to the script, as no flag of megatron_flex has this name: {told}"
+    listed = ", ".join(f"{name} ({near})" if near else name for name, near in nearest.items())
+    return f"passed on to the script, as no flag of megatron_flex has this name: {listed}"
 
 
 def _make_unknown_error(option: str) -> FlexError:

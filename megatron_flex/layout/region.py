@@ -113,12 +113,12 @@ def assemble_region(
     Raises:
         LayoutError: the full tensor does not have these entries.
     """
-    order, local = _order_by_shard(layout, full, indices)
-    shape = [len(index) for index in local]
+    order, shard_indices = _order_by_shard(layout, full, indices)
+    shape = [len(index) for index in shard_indices]
     summed = is_partial(layout, sizes)
     in_order = None if out is None else out.permute(inverse_order(order))
     total, dtype = None if summed else in_order, torch.float32
-    for coords, source, target in plan_reads(layout, full, sizes, local, lengths):
+    for coords, source, target in plan_reads(layout, full, sizes, shard_indices, lengths):
         block = shard(coords, source)
         dtype = block.dtype
         if total is None:
@@ -162,8 +162,8 @@ def find_region(
     Raises:
         LayoutError: the full tensor does not have these entries.
     """
-    order, local = _order_by_shard(layout, full, indices)
-    blocks = list(islice(plan_reads(layout, full, sizes, local, lengths), 2))
+    order, shard_indices = _order_by_shard(layout, full, indices)
+    blocks = list(islice(plan_reads(layout, full, sizes, shard_indices, lengths), 2))
     if len(blocks) != 1:
         return None
     coords, source, _ = blocks[0]
@@ -173,18 +173,29 @@ def find_region(
 def _order_by_shard(
     layout: Layout, full: Sequence[int], indices: Sequence[DimIndex]
 ) -> tuple[tuple[int, ...], list[DimIndex]]:
-    """The shards' order of the dims of the full tensor, and a region's entries of each dim in that order."""
+    """The shards' order of the dims of the full tensor, and a region's entries of each dim in that order.
+
+    Raises:
+        LayoutError: the region has another number of dims, or entries that the full tensor does not have.
+    """
     order = layout.permute or tuple(range(len(layout.dims)))
     if len(indices) != len(order):
-        raise LayoutError(f"a region of {len(indices)} dims of layout {layout.describe()}")
-    local: list[DimIndex] = [range(0)] * len(order)
+        raise LayoutError(
+            f"a region of {len(indices)} dims; layout {layout.describe()} has {len(order)}: give entries "
+            "of each"
+        )
+    shard_indices: list[DimIndex] = [range(0)] * len(order)
     for index, at in zip(indices, order, strict=True):
         keep = layout.dims[at].keep
         length = full[at] if keep is None else min(full[at], keep)
         if len(index) and not 0 <= min(index) <= max(index) < length:
-            raise LayoutError(f"entries {min(index)} to {max(index)} of a dim of {length}")
-        local[at] = index
-    return order, local
+            name = layout.dims[at].name or f"d{at}"
+            raise LayoutError(
+                f"entries {min(index)} to {max(index)} of dim {name}, of {length} in layout "
+                f"{layout.describe()}: ask for entries of the full tensor"
+            )
+        shard_indices[at] = index
+    return order, shard_indices
 
 
 def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:

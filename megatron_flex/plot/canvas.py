@@ -101,11 +101,11 @@ def label_ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) ->
 
 def label_sites(axes: Axes, sites: Sequence[str]) -> None:
     """Label the x axis with sites: with layer numbers alone where nothing else differs."""
-    alike = {LAYER_NUMBER.sub("N", name, count=1) for name in sites}
+    templates = {LAYER_NUMBER.sub("N", name, count=1) for name in sites}
     numbers = [LAYER_NUMBER.search(name) for name in sites]
-    if len(alike) == 1 and all(numbers):
+    if len(templates) == 1 and all(numbers):
         label_ticks(axes.xaxis, [match[0] for match in numbers if match is not None])
-        axes.set_xlabel(f"N of {alike.pop()}", parse_math=False)
+        axes.set_xlabel(f"N of {templates.pop()}", parse_math=False)
     else:
         label_ticks(axes.xaxis, sites, 48, rotation=90, fontsize=TINY)
 

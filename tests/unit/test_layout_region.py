@@ -150,8 +150,10 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_entries_outside_are_refused() -> None:
     layout = Layout((Dim("v", (Cut("a"),), keep=3),))
     shards = [torch.arange(2), torch.arange(2)]
-    with raises(LayoutError, "0 to 3", 3):
+    with raises(LayoutError, "0 to 3", "dim v", 3):
         assemble_region(layout, Shards(layout, shards), [4], SIZES, [range(4)])
+    with raises(LayoutError, 2, 1):
+        assemble_region(layout, Shards(layout, shards), [4], SIZES, [range(3), range(1)])
 
 
 def test_first_copy_is_one_of_the_ranks_that_hold_the_same() -> None:

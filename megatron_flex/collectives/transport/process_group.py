@@ -277,7 +277,11 @@ class ProcessGroupTransport:
         return [(p.tag, p.tensor) for p in sent.recorded if p.tensor is not None]
 
     def _copy(self, tensor: Tensor, shard: CapturedShard) -> Tensor | None:
-        """A copy, after those that are sent with it; of a tensor that is not sent a copy of its own."""
+        """Copy a shard behind those that the same message sends, or by itself if it is not sent.
+
+        Returns:
+            The copy; None if this rank does not take part in the gather.
+        """
         if not shard.needed:
             return None
         if not shard.steps:

@@ -418,7 +418,7 @@ class DumpArray:
         return DumpArray(source, [range(len(keys)), *self.view[1:]])
 
     def microbatch_arrays(self) -> Iterator[MicrobatchArray]:
-        """Iterate over what was written at a time, each as an array: for tensors whose shapes differ.
+        """Iterate over the microbatches as ranks wrote them, an array for each: their shapes may differ.
 
         Returns:
             An iterator over microbatches of the data parallel replicas.

@@ -31,9 +31,10 @@ TOKEN_SAMPLE_DIMS = Dim(TOKEN_DIM), Dim(SAMPLE_DIM)
 
 
 class ExpertTensor:
-    """A tensor of experts, led home to its tokens; its regions are read as they are asked for.
+    """A tensor of experts, with its rows in the order of their tokens.
 
-    It is `[s, b, slots, ...]`, and of one expert `[s, b, ...]`; zeros where a token has no row.
+    It is `[s, b, slots, ...]`, and of one expert `[s, b, ...]`; zeros where a token has no row. Regions are
+    read as they are asked for.
 
     Attributes:
         layout: of the tensor by token.
@@ -47,33 +48,40 @@ class ExpertTensor:
         files: PartFiles,
         located: Sequence[LocatedShard],
         routing: ExpertRouting,
-        home: Layout,
+        token_layout: Layout,
         replica: int,
         sizes: Sizes,
         where: str,
     ) -> None:
         self.where, self.routing = where, routing
         expert = pick_known(RowsRoute, located[0][1].route or {}).expert
-        self._slots = 1 if expert is not None else routing.slots
+        self._single_expert = expert is not None
+        self._slots = 1 if self._single_expert else routing.slots
         self._rows = routing.rows(replica, expert)
         self._ranks = _assemble_by_rank(files, located, sizes, where)
-        for (edp, ep), rows in self._ranks.items():
-            if rows.shape[0] != routing.sent(edp, ep, expert):
-                raise DumpError(
-                    f"{where}: {rows.shape[0]} rows at edp={edp}, ep={ep}, and routers sent "
-                    f"{routing.sent(edp, ep, expert)}: the dump is damaged"
-                )
+        self._check_row_counts(expert)
         first_rows = next(iter(self._ranks.values()))
         self.dtype = first_rows.dtype
-        dims = (*TOKEN_SAMPLE_DIMS, *home.dims[1:]) if expert is not None else home.dims
+        dims = (*TOKEN_SAMPLE_DIMS, *token_layout.dims[1:]) if self._single_expert else token_layout.dims
         dims = (replace(dims[0], sequences=routing.sequences), *dims[1:])
-        self.shape = *routing.shape, *((routing.slots,) if expert is None else ()), *first_rows.shape[1:]
+        slots = () if self._single_expert else (routing.slots,)
+        self.shape = *routing.shape, *slots, *first_rows.shape[1:]
         self.layout = Layout(dims)
-        self._one = expert is not None
         if len(self.shape) != len(self.layout.dims):
             raise DumpError(
-                f"{where}: rows of shape {first_rows.shape[1:]} in {home.describe()}: the dump is damaged"
+                f"{where}: rows of shape {first_rows.shape[1:]} in {token_layout.describe()}: the dump is "
+                "damaged"
             )
+
+    def _check_row_counts(self, expert: int | None) -> None:
+        """Refuse a rank whose number of rows is not what routers sent it."""
+        for (edp, ep), rows in self._ranks.items():
+            sent = self.routing.sent(edp, ep, expert)
+            if rows.shape[0] != sent:
+                raise DumpError(
+                    f"{self.where}: {rows.shape[0]} rows at edp={edp}, ep={ep}, and routers sent {sent}: "
+                    "the dump is damaged"
+                )
 
     def dim(self, name: str) -> int | None:
         """The first dim of that name."""
@@ -91,8 +99,8 @@ class ExpertTensor:
             DumpError: a rank's rows are missing or damaged.
         """
         tokens, samples, *rest = indices
-        (length, batch), slots = self.routing.shape, [0] if self._one else list(rest[0])
-        features = rest if self._one else rest[1:]
+        (length, batch), slots = self.routing.shape, [0] if self._single_expert else list(rest[0])
+        features = rest if self._single_expert else rest[1:]
         unique_tokens, at_token = torch.tensor(list(tokens), dtype=torch.int64).unique(return_inverse=True)
         unique_samples, at_sample = torch.tensor(list(samples), dtype=torch.int64).unique(return_inverse=True)
         place = torch.full((length, batch), -1)
@@ -113,7 +121,7 @@ class ExpertTensor:
         shape = len(unique_tokens), len(unique_samples)
         dense = scatter_rows_to_tokens(rows, fetch, shape, self._slots, next(iter(self._ranks)))
         dense = dense[at_token[:, None], at_sample][:, :, slots]
-        return dense[:, :, 0] if self._one else dense
+        return dense[:, :, 0] if self._single_expert else dense
 
 
 class ExpertTensorReader:
@@ -156,8 +164,9 @@ class ExpertTensorReader:
             where: what it is, for errors.
         """
         routing = self._routing(written, microbatch, str(pick_known(RowsRoute, located[0][1].route or {}).of))
-        home = parse_layout_text(json.dumps(self.dump.site_records[self.site].layout))
-        return ExpertTensor(self.dump.files, located, routing, home, replica, written.run.sizes, where)
+        token_layout = parse_layout_text(json.dumps(self.dump.site_records[self.site].layout))
+        sizes = written.run.sizes
+        return ExpertTensor(self.dump.files, located, routing, token_layout, replica, sizes, where)
 
     def _routing(self, written: StoredIteration, microbatch: int, layer: str) -> ExpertRouting:
         def make() -> ExpertRouting:
