@@ -199,12 +199,12 @@ class FlexModel(nn.Module):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank, the leader, receives captures."""
+        """Whether this is the receiving rank, on which captures are returned."""
         return self.session.is_leader
 
     @property
     def output_dict(self) -> Captures:
-        """The captures by hook point; empty on ranks other than the leader.
+        """The captures by hook point; empty except on the receiving rank.
 
         Filled at the end of each run of the schedule, or call of the model, or backward pass that follows it.
         """
@@ -513,10 +513,10 @@ class FlexModel(nn.Module):
                 the schedule calls that function (`config.finalize_model_grads_func`), or if no DDP wraps the
                 model (then they are not reduced).
             padded: include the rows that pad a vocabulary to a multiple.
-            everywhere: return the tensor on every rank instead of the leader only.
+            everywhere: return the tensor on every rank instead of the receiving rank only.
 
         Returns:
-            A copy on the CPU, on the leader of each model replica or on every rank; None on other ranks.
+            A copy on the CPU, on the receiving rank of each replica or on every rank; None on other ranks.
 
         Raises:
             SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
@@ -544,7 +544,7 @@ class FlexModel(nn.Module):
 
         Args:
             name: the global name.
-            value: the full tensor; the same on every rank, or on the leader alone and None on other ranks.
+            value: the full tensor; the same on every rank, or None on all but the receiving rank.
             gradient: set the gradient instead.
             reduced: as for `get_module_parameter`.
             padded: `value` includes the rows that pad a vocabulary; otherwise these rows keep their values.
@@ -552,7 +552,8 @@ class FlexModel(nn.Module):
 
         Raises:
             SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
-            FlexError: on all ranks: another shape or dtype, differing values, or no value on the leader.
+            FlexError: on all ranks: another shape or dtype, differing values, or no value on the
+                receiving rank.
 
         Examples:
             >>> name = "decoder.layers.3.mlp.linear_fc1.weight"

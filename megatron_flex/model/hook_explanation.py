@@ -64,7 +64,7 @@ class HookExplanation:
             if hook.selection is not None:
                 selected = hook.selection.describe()
                 yield f"selected on the shard: {selected}; no more than that is kept and sent"
-            yield f"read: kept, and sent to the leader when the step is over: {_join_steps(steps)}"
+            yield f"read: kept, and sent to the receiving rank when the step is over: {_join_steps(steps)}"
         elif not (why := self._why_gathered(hook, site, layout, shape)):
             yield f"edit: {describe_edit(hook.editing_function)}, on the shard of each rank, nothing sent"
             if not hook.backward:

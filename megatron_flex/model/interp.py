@@ -71,7 +71,7 @@ class Interp:
                 such name, a function of a name, the name or glob of a hook point, or a list of these. For a
                 plain module, None selects the outputs of all modules that the run calls, and a function gets
                 their names.
-            everywhere: return the results on every rank; otherwise on the leader only.
+            everywhere: return the results on every rank; otherwise on the receiving rank only.
             microbatch_size: sequences that go through the pipeline together; all if None.
 
         Returns:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 OTHER_STAGES_NOTE = (
-    "hooks on other stages that send nothing to the leader are shown as hooked: "
+    "hooks on other stages that send nothing to the receiving rank are shown as hooked: "
     "only those stages record whether they were called"
 )
 
@@ -63,7 +63,7 @@ class Report:
     ) -> None:
         """Print the model as a tree, with layouts, shapes, stages and hooks.
 
-        Communicates nothing. Prints on the leader; on other ranks it prints only if `file` is given.
+        Communicates nothing. Prints on the receiving rank; on other ranks it prints only if `file` is given.
 
         Args:
             pattern: selects the hook points to show, as for `FlexModel.sites()`.
@@ -131,8 +131,8 @@ class Report:
     ) -> Path | None:
         """Write an HTML file that shows the model, its ranks and hooks, and data of dumps and statistics.
 
-        Communicates nothing. The leader of the first data parallel replica writes; on other ranks the call
-        does nothing. `docs/view.md` describes the page.
+        Communicates nothing. The receiving rank of the first data parallel replica writes; on other ranks
+        the call does nothing. `docs/view.md` describes the page.
 
         Args:
             path: the HTML file; an existing file is replaced.
@@ -191,14 +191,14 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """Return the tree of `show()` as folding HTML. Communicates nothing; only the leader has the tree."""
+        """Return the tree of `show()` as folding HTML, on the receiving rank. Communicates nothing."""
         session = self._session
         head = format_headline(session)
         if not session.is_leader:
             coords = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
             first = "of all" if session.over_data else "of its model replica"
             notice = (
-                f"This rank ({coords}) is not a leader: what hooks read arrives on the first rank {first}, "
+                f"This rank ({coords}) is not a receiving rank: captures are on the first rank {first}, "
                 "so look at the model there; flex.report.show(file=sys.stdout) prints the tree on any rank"
             )
             return Document(f"FlexModel · {head}", [Note(notice, "note")])._repr_html_()

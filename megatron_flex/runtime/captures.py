@@ -1,4 +1,4 @@
-"""The captures on the leader: for each site the full tensors by step, microbatch and call."""
+"""The captures on the receiving rank: for each site the full tensors by step, microbatch and call."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Readings(Sequence[Tensor]):
 
 
 class Captures(Mapping[str, Readings]):
-    """Maps site names to readings; empty on every rank but the leader.
+    """Maps site names to readings; empty except on the receiving rank.
 
     A module's name refers to its only captured point, or to its output.
 

@@ -105,7 +105,7 @@ def test_a_notebook_has_the_tree_on_the_leader_and_elsewhere_where_it_is() -> No
     for number, html in enumerate(others, 1):
         told = Shown(html)
         assert f"pp {number // 2}" in told.text
-        assert "leader" in told.text
+        assert "receiving rank" in told.text
         assert "flex.report.show(file=sys.stdout)" in told.text
         assert not told.summaries
 
