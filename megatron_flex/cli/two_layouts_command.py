@@ -53,8 +53,8 @@ def two_layouts(
     iterations: Annotated[str, typer.Option(metavar="N", help="The number of iterations to dump.")] = "2",
     sites: Annotated[str | None, typer.Option(metavar="'PATTERNS'", help="The hook points to dump.")] = None,
     processes: Annotated[
-        str, typer.Option(metavar="4,2", help="The number of ranks of each run.", show_default=False)
-    ] = "",
+        str | None, typer.Option(metavar="4,2", help="The number of ranks of each run.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint to load instead of saving one.")
     ] = None,
@@ -82,7 +82,7 @@ def two_layouts(
         iterations=parse_count(iterations, "--iterations"),
         sites=DEFAULT_SITES if sites is None else sites.split(),
         parameters=not no_parameters,
-        processes=[parse_count(n, "--processes") for n in processes.split(",") if n],
+        processes=[] if processes is None else [parse_count(n, "--processes") for n in processes.split(",")],
         checkpoint=checkpoint,
     )
     if dry:

@@ -365,6 +365,7 @@ PLAIN = {  # those whose values are names, paths or patterns
         "--mean",
     ),
     *("--read", "--edit", "--dump", "--match", "--site", "--of", "--compare", "--out"),
+    *("--against", "--without", "--checkpoint", "--no-parameters", "--dry"),
 }
 GPT = [
     "--num-layers",
@@ -389,6 +390,7 @@ WORDS = {  # of each command, before and after the option
     "sites": (["sites"], ["--", *GPT]),
     "view": (["view", "dump", "--out", "page.html"], []),
     "align": (["align", "absent"], ["--", "absent.py"]),
+    "two-layouts": (["two-layouts", "--dry", "--against", "--a 1"], ["--", "absent.py", "--a", "2"]),
 }
 FINE = {("dump prune", "--before"), ("align", "--tokens")}  # any number is one; the name of a file
 
