@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,7 +110,8 @@ def stand_in() -> None:
     """Let this process's Megatron find Transformer Engine; to be called before a model is built."""
     if PACKAGE in sys.modules:
         return
-    for name in [n for n in sys.modules if n == "megatron" or n.startswith("megatron.")]:
+    imported = [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
+    for name in imported:
         del sys.modules[name]
     sys.path.insert(0, str(folder()))
     sys.modules[te_extension.NAME] = te_extension.module()
@@ -126,6 +128,8 @@ def stand_in() -> None:
 
     _on_any_device(TransformerEngineBaseModule, "prepare_forward")
     _on_any_device(DotProductAttention, "forward")
+    for name in imported:  # again, as a rank must be left with the modules that it had
+        import_module(name)
 
 
 def visible(sites: list[str], settings: dict[str, Any]) -> list[str]:
