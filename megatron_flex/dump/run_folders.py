@@ -314,7 +314,7 @@ def list_runs(path: Path) -> list[DumpRun]:
     """List the runs of a dump, by number, including those without a manifest.
 
     Raises:
-        DumpError: there is no dump.
+        DumpError: the path has no dump.
     """
     runs = scan_runs(path)
     if not runs:

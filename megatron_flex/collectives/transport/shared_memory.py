@@ -441,7 +441,7 @@ class SharedMemoryTransport:
     def _choose_segment(self) -> tuple[int | None, bool]:
         """The segment of the next step, and whether the tensors of this step are lent; else they are copied.
 
-        The segment is None where there is no room. Tensors are lent while there is yet another segment
+        The segment is None if the pool is full. Tensors are lent while the pool has one more segment
         for the step after the next, so that no step needs the segment of the step before it.
         """
         pool, need = self._pool, self._need

@@ -56,7 +56,7 @@ def list_removals(
             hold its lock is left alone either way.
 
     Raises:
-        DumpError: there is no dump.
+        DumpError: the path has no dump.
         FlexError: `keep_every` is less than 1.
     """
     if keep_every is not None and keep_every < 1:

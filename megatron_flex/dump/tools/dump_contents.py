@@ -118,7 +118,7 @@ def list_dump_contents(path: Path) -> DumpContents:
     """What a dump has, by its manifests and the headers of its files; damage is listed, not raised.
 
     Raises:
-        DumpError: there is no dump.
+        DumpError: the path has no dump.
     """
     runs = list_runs(path)
     rows = [_make_run_row(run) for run in runs]

@@ -255,7 +255,7 @@ def verify_dump(path: Path, live: bool = False) -> Verification:
         live: the newest run still writes: what it has not closed yet is not counted as incomplete.
 
     Raises:
-        DumpError: there is no dump.
+        DumpError: the path has no dump.
     """
     runs = list_runs(path)
     with progress("verifying", 2 * count_part_bytes(runs), BYTES) as bar:
