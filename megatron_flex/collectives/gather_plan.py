@@ -191,11 +191,6 @@ class GatherPlan:
     messages: tuple[tuple[Message, ...], ...]
     reads: tuple[FullTensorRead | None, ...]
 
-    @property
-    def axes(self) -> set[str]:
-        """The axes along which shards are gathered to or from this rank."""
-        return {m.step.axis for messages in self.messages for m in messages if m.step.op == "gather"}
-
 
 def plan_gather(shards: tuple[CapturedShard, ...], mesh: Mesh, most: int) -> GatherPlan:
     """The plan of a gather of captures to the leader.

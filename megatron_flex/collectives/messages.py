@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -172,12 +173,27 @@ class PendingMessages:
 
     def __init__(self) -> None:
         self.works: list[Any] = []
+        self._sent_before: list[PendingMessages] = []  # over the same group, these included, in their order
+
+    def hold(self, group: Any) -> None:
+        """Keep the tensors, also if nobody waits: until later messages over the group have arrived.
+
+        gloo stops all later messages between two ranks, whoever sends them, where it finds that a tensor of
+        an earlier one has been released. A step that fails waits for none of its messages.
+        """
+        self._sent_before = _in_transit.setdefault(dist.group.WORLD if group is None else group, [])
+        self._sent_before.append(self)
 
     def wait(self) -> None:
         """Wait until all messages are complete."""
         for work in self.works:
             if work is not None:
                 work.wait()
+        if self._sent_before:  # messages between two ranks arrive in the order in which they were sent
+            del self._sent_before[: self._sent_before.index(self) + 1]
+
+
+_in_transit: WeakKeyDictionary[Any, list[PendingMessages]] = WeakKeyDictionary()  # by process group
 
 
 def begin_gather_to_first(
@@ -201,7 +217,9 @@ def begin_gather_to_first(
         if message.device.type != "cpu":
             slots = None if axis.coord else [message, *rows]
             out.works.append(dist.gather(message, slots, axis.ranks[0], group=group, async_op=True))
-        elif axis.coord:
+            return
+        out.hold(group)
+        if axis.coord:
             out.works.append(dist.isend(message, axis.ranks[0], group=group, tag=tag))
         else:
             out.works += [

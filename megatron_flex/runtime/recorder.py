@@ -36,15 +36,17 @@ class Recorder:
     earlier.
     """
 
-    def __init__(self, mesh: Mesh, captures: Captures, watch: Callable[[], None] | None = None) -> None:
-        """Make a recorder; `watch` is called repeatedly while this rank waits for what others have
-        recorded.
+    def __init__(
+        self, mesh: Mesh, captures: Captures, name: str, watch: Callable[[], None] | None = None
+    ) -> None:
+        """Make a recorder for the session of a name; `watch` is called repeatedly while this rank waits for
+        what others have recorded.
         """
-        self.mesh, self.captures, self._watch = mesh, captures, watch
+        self.mesh, self.captures, self._name, self._watch = mesh, captures, name, watch
         self._leader, self._alone = is_leader(mesh), mesh["pp"].size == 1
         self._stages = PipelineGather(mesh)
         self._arrived: list[tuple[Key, Tensor]] = []
-        self._transports = open_transports(mesh, watch, setup=False)
+        self._transports = open_transports(mesh, watch, False, name)
         self._prepared = False
         self._finishes: dict[Key, Finish] = {}
         self._last: dict[str, torch.Size] = {}  # of the shards at each site
@@ -54,7 +56,7 @@ class Recorder:
         """Open the transports, the first time. Collective in the model replica; nothing is recorded yet."""
         if not self._prepared:
             self._prepared = True
-            self._transports = open_transports(self.mesh, self._watch, setup=True)
+            self._transports = open_transports(self.mesh, self._watch, True, self._name)
             if self._leader:
                 self._stages.open()
 
@@ -137,7 +139,7 @@ class Recorder:
         self.drop()
         for transport in self._transports:
             transport.close()
-        self._transports = open_transports(self.mesh, self._watch, setup=False)
+        self._transports = open_transports(self.mesh, self._watch, False, self._name)
         self._stages.close()
 
     def gather_if_large(self) -> None:

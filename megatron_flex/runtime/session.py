@@ -98,7 +98,7 @@ class Session:
         name = f"session{Session._counts[ranks]}"
         Session._counts[ranks] += 1
         self.agreement = StepAgreement(name, self.registry, self.clock, self.mesh, self._list_model_ids)
-        self._recorder = Recorder(self.mesh, self.captures, self.agreement.check_waiting_ranks)
+        self._recorder = Recorder(self.mesh, self.captures, name, self.agreement.check_waiting_ranks)
         meeting = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
         self.trainable = TrainableModules(adapter, self.clock, meeting, self.over_data, self._await_backward)
         self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, self.over_data)

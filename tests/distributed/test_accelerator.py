@@ -177,7 +177,7 @@ def registering(_: Rules) -> list[Any]:
         group = dist.new_group()
         mesh = Mesh((Axis("tp", 2, rank, group, (0, 1)),))
         captures = Captures()
-        recorder = Recorder(mesh, captures)
+        recorder = Recorder(mesh, captures, "session")
         recorder.prepare()
         for step, rows in enumerate((4, 4, 4, *(LARGE_ROWS,) * 4)):
             recorder.shard(

@@ -16,7 +16,7 @@ from megatron_flex.mesh import Mesh
 TRANSPORTS: tuple[type[Transport], ...] = (SharedMemoryTransport, ProcessGroupTransport)
 
 
-def open_transports(mesh: Mesh, watch: Watch | None, setup: bool) -> tuple[Transport, ...]:
+def open_transports(mesh: Mesh, watch: Watch | None, setup: bool, name: str) -> tuple[Transport, ...]:
     """The transports of this stage; a capture goes with the first that accepts it.
 
     Collective within the stage if `setup`.
@@ -25,8 +25,9 @@ def open_transports(mesh: Mesh, watch: Watch | None, setup: bool) -> tuple[Trans
         mesh: the axes of the run.
         watch: called now and then while this rank waits for another one; it may raise.
         setup: whether the ranks connect now; without, only the last transport, which needs no connection.
+        name: the session's, the same on all ranks and different from that of every earlier one.
     """
-    opened = (transport.open(mesh, watch) for transport in (TRANSPORTS if setup else TRANSPORTS[-1:]))
+    opened = (transport.open(mesh, watch, name) for transport in (TRANSPORTS if setup else TRANSPORTS[-1:]))
     return tuple(t for t in opened if t is not None)
 
 

@@ -38,7 +38,7 @@ class Transport(Protocol):
     """
 
     @classmethod
-    def open(cls, mesh: Mesh, watch: Watch | None) -> Transport | None:
+    def open(cls, mesh: Mesh, watch: Watch | None, name: str) -> Transport | None:
         """Set the transport up; None, on all ranks of the stage, if it is not available.
 
         Collective within the stage.
@@ -46,6 +46,7 @@ class Transport(Protocol):
         Args:
             mesh: the axes of the run.
             watch: called now and then while this rank waits for another one; it may raise.
+            name: the session's, the same on all ranks and different from that of every earlier one.
         """
 
     combines: bool  # whether `collect` exchanges the flags of the stage; otherwise it returns this rank's

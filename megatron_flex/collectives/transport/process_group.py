@@ -129,8 +129,8 @@ class _InFlight:
 class ProcessGroupTransport:
     """Gathers captures over the process groups of the mesh. It carries every capture, on any machine."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, name: str = "") -> None:
+        self.mesh, self._name = mesh, name
         self._pending: list[_PendingCapture] = []
         self._waiting_bytes = 0
         self._waiting_unknown = False
@@ -138,15 +138,13 @@ class ProcessGroupTransport:
         self._lengths: dict[Layout, Lengths] = {}
         self._buffers = CopyTapes()
         self._sent: _InFlight | None = None
-        # Dropped while they were being sent: gloo may still write to the memory.
-        self._abandoned: list[_InFlight] = []
         self._shard_of = lru_cache(MAX_SHARDS)(partial(CapturedShard.from_layout, mesh=mesh))
         self._plan = lru_cache(MAX_PLANS)(partial(plan_gather, mesh=mesh))
 
     @classmethod
-    def open(cls, mesh: Mesh, watch: Watch | None) -> ProcessGroupTransport:
+    def open(cls, mesh: Mesh, watch: Watch | None, name: str) -> ProcessGroupTransport:
         """Always available, and set up without communication; collectives wait without `watch`."""
-        return cls(mesh)
+        return cls(mesh, name)
 
     combines = False
 
@@ -208,9 +206,7 @@ class ProcessGroupTransport:
         Another rank may never send or receive them, so this one does not wait for them.
         """
         self._pending.clear()
-        if self._sent is not None:
-            self._abandoned.append(self._sent)
-            self._sent = None
+        self._sent = None
         self._buffers.clear()
         buffer_pool.clear()
         self._waiting_bytes, self._waiting_unknown = 0, False
@@ -249,8 +245,8 @@ class ProcessGroupTransport:
             shards = exchange_shapes(shards, self.mesh, device)
             self._note_lengths(shards)
         plan = self._plan(tuple(shards), most=flex_config.bucket_bytes)
-        # Messages of a step that was dropped are not taken for those of this one.
-        tag = crc32(str(order[0].tag).encode()) & TAG_MASK
+        # Messages of a dropped step, also of an earlier session, are not taken for those of this one.
+        tag = crc32(f"{self._name} {order[0].tag}".encode()) & TAG_MASK
         return ShardGather(plan, [p.tensor for p in order], self.mesh, owned=True, tag=tag)
 
     def _note_lengths(self, shards: Sequence[CapturedShard]) -> None:
@@ -270,10 +266,6 @@ class ProcessGroupTransport:
             order = pending.route.gather_order() if pending.route else None
             pending.tensor = full if full is None or order is None else full[order]
         self._buffers.give_back(sent.blocks)
-        if self._abandoned:
-            # Messages between two ranks arrive in the order in which they were sent: those before these have.
-            axes = sent.gather.plan.axes
-            self._abandoned = [a for a in self._abandoned if not a.gather.plan.axes <= axes]
         return [(p.tag, p.tensor) for p in sent.recorded if p.tensor is not None]
 
     def _copy(self, tensor: Tensor, shard: CapturedShard) -> Tensor | None:

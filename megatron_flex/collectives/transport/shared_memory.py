@@ -193,7 +193,7 @@ class SharedMemoryTransport:
         self._skip = skip
 
     @classmethod
-    def open(cls, mesh: Mesh, watch: Watch | None) -> SharedMemoryTransport | None:
+    def open(cls, mesh: Mesh, watch: Watch | None, name: str) -> SharedMemoryTransport | None:
         """Agree on who shares memory, and map the first segment: `Transport.open`."""
         axes = [a.name for a in mesh if a.name not in REPLICA_AXES and a.size > 1]
         if not axes:

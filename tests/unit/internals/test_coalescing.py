@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import leader_gather
+from megatron_flex.collectives import messages as messages_module
 from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.collectives.transport.process_group import CopyTapes, ProcessGroupTransport
 from megatron_flex.config import flex_config
@@ -37,6 +39,7 @@ SITES: list[tuple[Layout, torch.dtype]] = [
     (Layout((Dim("s"), Dim("h")), partial=("tp", "cp")), torch.float32),
 ]
 ROWS = Layout((Dim("t", (Cut("cp"), Cut("tp")), uneven=True), Dim("h")))
+LARGE = [(Layout((Dim("s", (TP,)), Dim("h"))), torch.float32)]
 UNEVEN: list[tuple[Layout, torch.dtype]] = [
     (ROWS, torch.float32),
     (Layout((Dim("t", (Cut("tp"),), uneven=True), Dim("h"))), torch.bfloat16),
@@ -51,9 +54,9 @@ class Kept(dict[Any, Tensor]):
         self[key] = tensor
 
 
-def make_recorder(mesh: Mesh) -> tuple[Recorder, Kept]:
+def make_recorder(mesh: Mesh, name: str = "session") -> tuple[Recorder, Kept]:
     kept = Kept()
-    return Recorder(mesh, kept), kept  # type: ignore[arg-type]  # of Captures a recorder uses `add` alone
+    return Recorder(mesh, kept, name), kept  # type: ignore[arg-type]  # of Captures a recorder uses `add` alone
 
 
 def whole_of(site: int, step: int, dtype: torch.dtype) -> Tensor:
@@ -213,21 +216,23 @@ def dropped(failed_on: int) -> Any:
     mesh = make_mesh(1)
     rank = mesh["tp"].coord
     recorder, kept = make_recorder(mesh)
-    (transport,) = recorder._transports
-    assert isinstance(transport, ProcessGroupTransport)
-    large = [(Layout((Dim("s", (TP,)), Dim("h"))), torch.float32)]
     for step in (10, 11):
         if rank != failed_on or step == 10:
-            read(recorder, large, step, True)
+            read(recorder, LARGE, step, True)
             recorder.gather_if_large()
         recorder.drop()
-    held = len(transport._abandoned)
+    held = count_in_transit(mesh)
     dist.barrier()
     for step in range(2):
-        read(recorder, large, step, True)
+        read(recorder, LARGE, step, True)
         recorder.gather_if_large()
     recorder.flush()
-    return held, len(transport._abandoned), right(kept, large, 2) if rank == 0 else not kept
+    return held, count_in_transit(mesh), right(kept, LARGE, 2) if rank == 0 else not kept
+
+
+def count_in_transit(mesh: Mesh) -> int:
+    """How many messages over the group of tensor parallel ranks keep their memory."""
+    return len(messages_module._in_transit.get(mesh["tp"].group, ()))
 
 
 @pytest.mark.parametrize("failed_on", [0, 1, 2], ids=["leader", "other", "both alike"])
@@ -236,6 +241,41 @@ def test_messages_of_a_dropped_step_are_not_taken_for_others(failed_on: int) -> 
     assert all(good for _, _, good in answers)
     assert [held for held, _, _ in answers] == [2 - (rank == failed_on) for rank in range(2)]
     assert [left for _, left, _ in answers] == [0, 0], "their memory is kept until later messages have come"
+
+
+def dropped_with_its_session(sends: tuple[bool, bool]) -> Any:
+    """A step is dropped with its session, before its messages meet; the same step of the next one is good.
+
+    Args:
+        sends: whether each rank sends or receives in the dropped step.
+    """
+    flex_config.pending_bytes = 0
+    mesh = make_mesh(1)
+    rank = mesh["tp"].coord
+    for turn in range(2):
+        if turn == rank and sends[rank]:
+            recorder, _ = make_recorder(mesh, "first")
+            read(recorder, LARGE, 0, True)
+            recorder.gather_if_large()
+            recorder.drop()
+            del recorder
+            gc.collect()
+        dist.barrier()
+    recorder, kept = make_recorder(mesh, "second")
+    for step in range(2):
+        read(recorder, LARGE, step, True)
+        recorder.gather_if_large()
+    recorder.flush()
+    total = torch.ones(3)
+    dist.all_reduce(total, group=mesh["tp"].group)  # of the framework, between the same ranks
+    return bool((total == 2).all()) and (right(kept, LARGE, 2) if rank == 0 else not kept)
+
+
+@pytest.mark.parametrize(
+    "sends", [(True, True), (True, False), (False, True)], ids=["both", "leader", "other"]
+)
+def test_messages_of_a_session_that_ended_stop_no_others(sends: tuple[bool, bool]) -> None:
+    assert run(2, dropped_with_its_session, sends, timeout=60) == [True, True]
 
 
 def test_memory_of_a_tape() -> None:

@@ -81,7 +81,7 @@ def mesh_of(tp: int, cp: int) -> Mesh:
 
 def recorder(mesh: Mesh, watch: Callable[[], None] | None = None) -> tuple[Recorder, Captures]:
     captures = Captures()
-    made = Recorder(mesh, captures, watch)
+    made = Recorder(mesh, captures, "session", watch)
     made.prepare()
     return made, captures
 

@@ -28,7 +28,7 @@ def key(site: str) -> Key:
 
 @pytest.mark.parametrize("setup", [False, True])
 def test_one_rank_needs_no_shared_memory(setup: bool) -> None:
-    (found,) = open_transports(Mesh(), None, setup)
+    (found,) = open_transports(Mesh(), None, setup, "session")
     assert isinstance(found, ProcessGroupTransport)
 
 
@@ -105,7 +105,7 @@ class Picky:
 
 
 def recorder() -> tuple[Recorder, Captures, Picky]:
-    made = Recorder(Mesh(), captures := Captures())
+    made = Recorder(Mesh(), captures := Captures(), "session")
     picky = Picky("x")
     made._transports = (picky, *made._transports)  # type: ignore[assignment]  # it has no `open`, as it is open
     return made, captures, picky
@@ -138,7 +138,7 @@ def test_what_is_left_is_dropped_and_closed() -> None:
 
 def test_zeros_stand_for_a_shard_that_does_not_fit() -> None:
     axis = Axis("tp", 1, 0, None, (0,))
-    made = Recorder(Mesh((axis,)), captures := Captures())
+    made = Recorder(Mesh((axis,)), captures := Captures(), "session")
     cut = Layout((Dim("h", (Cut("tp"),)),))
     made.shard(key("x"), torch.ones(4), cut)
     with raises(LayoutError, (4, 4)):
