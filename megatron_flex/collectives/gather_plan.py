@@ -21,8 +21,10 @@ from megatron_flex.collectives.messages import align_size, group_by_size, messag
 from megatron_flex.layout import (
     Layout,
     ShardCopy,
+    blocks,
     coordinates,
     full_shape,
+    padded_shape,
     plan_copy,
     uneven_lengths,
 )
@@ -109,6 +111,8 @@ class CapturedShard:
         steps, needed, nbytes = tuple(plan_read(layout, mesh)), takes_part(layout, mesh), None
         if not has_uneven_shards(layout, mesh):
             nbytes = prod(full_shape(layout, shape, mesh.sizes)) * dtype.itemsize
+            # Here, where every rank raises, and not on the leader alone while the others send to it.
+            blocks(layout, mesh.coords, mesh.sizes, padded_shape(layout, shape, mesh.sizes))
         return cls(layout, tuple(shape), dtype, (), steps, needed, nbytes)
 
     @property

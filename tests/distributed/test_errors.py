@@ -318,11 +318,14 @@ def packed(case: Case, **pack: Any) -> str:
     return ranks.step_says(case, chunks, flex)
 
 
-def packs(case: Case, several: list[dict[str, Any]]) -> list[str]:
+def packs(case: Case, several: list[dict[str, Any]], sent: bool) -> list[str]:
+    if sent:
+        flex_config.pending_bytes = flex_config.shared_bytes = 0
     return [packed(case, **pack) for pack in several]
 
 
-def test_packed_sequences_that_no_layout_describes() -> None:
+@pytest.mark.parametrize("sent", [False, True], ids=["in shared memory", "sent within the step"])
+def test_packed_sequences_that_no_layout_describes(sent: bool) -> None:
     """Every rank raises, those of later stages too, and none before its peers have what they wait for."""
     lengths = torch.tensor
     refused: list[tuple[dict[str, Any], tuple[object, ...]]] = [
@@ -335,11 +338,11 @@ def test_packed_sequences_that_no_layout_describes() -> None:
         ({"cu_seqlens_q_padded": lengths([0, 16])}, ("cu_seqlens_q", 3, "cu_seqlens_q_padded", 2)),
     ]
     packings = [pack for pack, _ in refused]
-    for said in run(4, packs, Case("cp2 pp2", cp=2, pp=2, layers=2), packings):
+    for said in run(4, packs, Case("cp2 pp2", cp=2, pp=2, layers=2), packings, sent):
         for text, (_, values) in zip(said, refused, strict=True):
             assert_names(text, *values)
     padded = {"cu_seqlens_q_padded": torch.tensor([0, 8, 20])}
-    assert run(1, packs, Case("cp1", layers=2), [{}, padded]) == [["", ""]]
+    assert run(1, packs, Case("cp1", layers=2), [{}, padded], sent) == [["", ""]]
 
 
 # -- edits without a file, and errors without a text --------------------------------------------------
