@@ -290,7 +290,7 @@ def reads(options: dict[str, Any], model: Model) -> Iterator[Prepared]:
         yield Prepared(flex.step, flex.output_dict.clear)
 
 
-def _share_memory(mesh: Mesh, watch: Any) -> SharedMemoryTransport:
+def _share_memory(mesh: Mesh, watch: Any, name: str) -> SharedMemoryTransport:
     """The transport of the first of two ranks of a node, as `SharedMemoryTransport.open` returns it."""
     members = [Member(rank, {"tp": rank}, "node") for rank in range(RANKS)]
     pool = SegmentPool(flex_config.shared_folder, 1 << 28)
