@@ -211,7 +211,6 @@ def _bar_class() -> Any:
             return super().display(msg, pos)
 
         def close(self) -> None:
-            """Remove the bar."""
             try:
                 super().close()
             finally:

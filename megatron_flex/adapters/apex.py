@@ -124,7 +124,6 @@ class ApexRules:
     """The rules of apex's parallel layers, and of norms on a sharded sequence."""
 
     def find_rule(self, path: str, module: nn.Module) -> Rule | None:
-        """The rule of one module."""
         if is_apex(module, COLUMN, ROW):
             rule = _column_rule(module) if is_apex(module, COLUMN) else _row_rule(module)
             stride = getattr(module.weight, "partition_stride", 1)

@@ -68,7 +68,6 @@ class ApexSchedule:
 
     @property
     def busy(self) -> bool:
-        """Whether a schedule runs."""
         return self._running
 
     def watch(self, listener: Listener) -> Undo:

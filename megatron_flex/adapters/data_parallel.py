@@ -264,7 +264,6 @@ class FSDPParameters(ModuleParameters):
                 )
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The gathered parameter."""
         place = self._places.get(parameter)
         if place is None:
             return super().value(parameter)

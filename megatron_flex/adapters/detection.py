@@ -329,7 +329,6 @@ def _ask_finders(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: 
 def _ask_finder(
     known: FinderEntry, chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
 ) -> FinderClaim | None:
-    """The answer of one finder."""
     finder = known.get()
     framework = cast(Any, finder(chunks, axis_sizes, process_group))
     if framework is None:

@@ -190,7 +190,6 @@ class FairscaleRules:
     """
 
     def find_rule(self, path: str, module: nn.Module) -> Rule | None:
-        """The rule of one module."""
         layer: Any = module
         if is_fairscale(module, COLUMN):
             gathered = layer.gather_output

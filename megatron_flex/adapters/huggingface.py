@@ -170,7 +170,12 @@ class OffloadedParameters(ModuleParameters):
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off; modules with offloaded weights get other parameters in each call."""
-        trained = [(m, n) for m in self.root.modules() for n, p in m._parameters.items() if _is_trained(p)]
+        trained = [
+            (module, name)
+            for module in self.root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
 
         def turn(on: bool) -> None:
             for module, name in trained:
@@ -180,7 +185,3 @@ class OffloadedParameters(ModuleParameters):
 
         turn(False)
         return lambda: turn(True)
-
-
-def _is_trained(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.requires_grad

@@ -158,5 +158,4 @@ class NoRules:
     """Plain modules: their layouts follow from the user's declarations."""
 
     def find_rule(self, path: str, module: nn.Module) -> Rule | None:
-        """Nothing."""
         return None

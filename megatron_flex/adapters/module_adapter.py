@@ -222,7 +222,6 @@ class ModuleAdapter(Adapter):
         ]
 
     def buffer_owners(self) -> dict[str, str]:
-        """Those of all modules."""
         return list_buffer_owners(self._named)
 
     def _find_propagated(self, name: str) -> PropagatedParameter | None:
@@ -282,7 +281,6 @@ def _make_propagator(
 
 
 def make_name_source(propagator: LayoutPropagator, site: str) -> PropagatedNames:
-    """The source of the names of the dims at a site."""
     from megatron_flex.adapters.propagation.layout_propagation import PropagatedNames
 
     return PropagatedNames(propagator, (site, 0))
@@ -314,7 +312,6 @@ def find_storage(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModuleParamet
 
 
 def find_runner(chunk: nn.Module, mesh: Mesh) -> ModelRunner:
-    """The caller of a model."""
     if "deepspeed" in sys.modules:
         from megatron_flex.adapters import deepspeed
 

@@ -124,11 +124,9 @@ class ModuleParameters:
         return {}
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter itself."""
         return parameter.detach()
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write to it."""
         with torch.no_grad():
             parameter.copy_(value)
 

@@ -191,7 +191,6 @@ class StageParameters:
         return watch_torch_clipping([part.root for part in self._parts], listener)
 
     def freeze(self) -> Undo:
-        """Freeze all parameters."""
         self._runner.frozen = True
         thaw = partial(setattr, self._runner, "frozen", False)
         return join_undos([thaw, *(storage.freeze() for storage in self._storages)])
@@ -288,7 +287,6 @@ class SilentRunner:
     name, why = "nobody", ""
 
     def watch(self, listener: Listener) -> Undo:
-        """Nothing."""
         return lambda: None
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:

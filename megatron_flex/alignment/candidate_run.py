@@ -31,7 +31,6 @@ class AddedBias(View):
     part: tuple[int, int] | None = None
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
-        """With the bias."""
         return tensor + take_part(weights[self.weights[0]], self.part).to(tensor)
 
 

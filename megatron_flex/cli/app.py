@@ -83,7 +83,6 @@ class PatchCommand(typer.core.TyperCommand):
     )
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options."""
         with formatter.section("Options"):
             formatter.write_dl(self.rows)
 

@@ -108,7 +108,6 @@ class WholeNameFormatter(FORMATTER):  # type: ignore[misc]  # typer does not exp
     """Formats help so that no line ends within a name such as `--num-layers`; textwrap breaks at hyphens."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        """Write the line of usage."""
         super().write_usage(prog, args.replace("-", NO_BREAK_HYPHEN), prefix)
 
     def write_text(self, text: str) -> None:

@@ -186,11 +186,9 @@ class Identity:
     joint_entrance = joint_exit = zeros_count = False
 
     def enter(self, local: Tensor) -> Tensor:
-        """The tensor."""
         return local
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
-        """The edited tensor."""
         return edited
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
@@ -384,7 +382,6 @@ class OneRank:
         self._holders = holders
 
     def enter(self, local: Tensor) -> Tensor:
-        """The full tensor."""
         return local
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:

@@ -2,12 +2,23 @@
 
 A router decides at each call which rank holds which row. At their tokens every rank has the rows of its own
 tokens, sharded like the residual stream, so that an ordinary Layout describes the rest of the way.
+
+    at the experts    rows of this rank's experts, from all ranks of `ep` and `etp`: by source rank, then by
+                      expert; the same rows on all of `etp`, their features sharded over it
+         |            `to_tokens` assembles the features, keeps the rows whose tokens are on ranks with this
+         |            coordinate of `etp`, and exchanges them over `ep`; `to_experts` is the inverse
+    at the tokens     rows of this rank's tokens, as `[s, b, slots, ...]`; of one expert as `[rows, ...]`
+         |            a Layout assembles them; the rows of one expert are then sorted by `gather_order`
+    full tensor       rows in the order of the tokens
+
+The numbers of rows follow from the router's choice. Each rank knows its own and gathers those of the others
+once a call, at the first use. Gradients take the same route.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -22,6 +33,7 @@ from megatron_flex.collectives.gather_scatter import (
     has_uneven_shards,
     stack_along,
 )
+from megatron_flex.collectives.messages import as_bytes
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
     Dim,
@@ -46,30 +58,20 @@ class Dispatch(ExpertChoice):
     """
 
     mesh: Mesh
+    _tokens: dict[tuple[str, ...], Tensor] = field(init=False, repr=False, default_factory=dict)
+    _rows: dict[int | None, RowPlan] = field(init=False, repr=False, default_factory=dict)
 
     @cached_property
-    def _counts(self) -> list[Tensor]:
-        return []
-
-    def gather_counts(self) -> Tensor:
+    def _counts(self) -> Tensor:
         """`[ep, etp, experts]`: the number of rows from each rank, on the host.
 
-        Collective over `ep` and `etp` in the first call, which all their ranks therefore make together.
+        Collective over `ep` and `etp` at the first use, which all their ranks therefore reach together.
         """
-        if not self._counts:
-            self._counts.append(self._stack_counts())
-        return self._counts[0]
-
-    def _stack_counts(self) -> Tensor:
         axes = [axis for axis in (self.mesh["etp"], self.mesh["ep"]) if axis.size > 1]
         counts = self.chosen.sum(0) if axes else self.host.sum(0)
         for axis in axes:
             counts = stack_along(counts, axis)
         return counts.cpu().view(self.mesh["ep"].size, self.mesh["etp"].size, -1)
-
-    @cached_property
-    def _tokens(self) -> dict[tuple[str, ...], Tensor]:
-        return {}
 
     def count_tokens(self, axes: tuple[str, ...]) -> Tensor:
         """`[ranks, experts]`: the number of tokens that each rank along some axes has for each expert, on the
@@ -83,23 +85,19 @@ class Dispatch(ExpertChoice):
             known = self._tokens[axes] = counts.reshape(-1, self.chosen.shape[1]).cpu()
         return known
 
-    @cached_property
-    def _rows(self) -> dict[int | None, RowPlan]:
-        return {}
-
     def plan_rows(self, expert: int | None) -> RowPlan:
-        """Where the rows of all experts, or of one, are on this rank. Collective as `gather_counts`."""
+        """Where the rows of all experts, or of one, are on this rank. Collective as `_counts`."""
         plan = self._rows.get(expert)
         if plan is None:
             plan = self._rows[expert] = self._plan_rows(expert)
         return plan
 
     def _plan_rows(self, expert: int | None) -> RowPlan:
-        ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self.gather_counts()
+        ep, etp, counts = self.mesh["ep"], self.mesh["etp"], self._counts
         experts = select_experts(self.chosen.shape[1], ep.size, ep.coord, expert)
         places = [torch.cat(ranks) for ranks in rows_by_source(counts[:, :, experts], self.etp_outer)]
         sent = counts[ep.coord, etp.coord].clone()
-        if expert is not None:
+        if expert is not None:  # a rank sends, and receives, rows of that expert alone
             sent[:expert] = 0
             sent[expert + 1 :] = 0
         return RowPlan(
@@ -159,25 +157,18 @@ class Route:
         """The route of the tensor's gradient."""
         return Route(self.dispatch, *find_route_gradient(self.layout, self.token_layout), self.expert)
 
-    @cached_property
-    def _orders(self) -> list[Tensor]:
-        return []
-
     def gather_order(self) -> Tensor | None:
         """For one expert, the permutation that sorts the assembled rows by token; None if none is needed.
 
         Collective over the axes that shard the tokens in the first call, which all their ranks make together.
         """
-        if self.expert is None:
-            return None
-        if not self._orders:
-            self._orders.append(self._sort_tokens(self.expert))
-        return self._orders[0]
+        return None if self.expert is None else self._token_order
 
-    def _sort_tokens(self, expert: int) -> Tensor:
+    @cached_property
+    def _token_order(self) -> Tensor:
         rows = Layout(self.token_layout.dims[:1])
         places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
-        tokens = self.dispatch.host[:, expert].nonzero()[:, 0]
+        tokens = self.dispatch.host[:, self.expert].nonzero()[:, 0]
         positions = places.index_select(0, to_device(tokens, places.device))
         if has_uneven_shards(rows, self.mesh):
             positions = assemble_uneven(positions, rows, self.mesh, self.list_shapes(rows, positions))
@@ -258,9 +249,9 @@ class Route:
         if axis.size == 1:
             return rows
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        width = rows[:1].nbytes if len(rows) else out[:1].nbytes
-        sent = rows.contiguous().reshape(-1).view(torch.uint8)
-        flat = out.reshape(-1).view(torch.uint8)
-        into, outof = [n * width for n in receive], [n * width for n in send]
-        call_metered("all_to_all", axis, out, dist.all_to_all_single, flat, sent, into, outof)
+        width = rows[:1].nbytes if len(rows) else out[:1].nbytes  # sent as bytes: not all dtypes can be
+        received, sent = [n * width for n in receive], [n * width for n in send]
+        call_metered(
+            "all_to_all", axis, out, dist.all_to_all_single, as_bytes(out), as_bytes(rows), received, sent
+        )
         return out

@@ -234,7 +234,6 @@ class ShardExchange:
         return out.clone(memory_format=torch.contiguous_format) if shared or not out.is_contiguous() else out
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient of the local tensor."""
         part = torch.where(self._mask(grad.device), grad, 0) if self._padded else grad
         return part if self._inverse is None else part.permute(self._inverse)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
-from megatron_flex.collectives.messages import begin_collective
+from megatron_flex.collectives.messages import as_bytes, begin_collective
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis, Mesh
 
@@ -46,9 +46,7 @@ def broadcast_copies(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """
     for tensor in tensors:
         packed = tensor.detach().clone(memory_format=torch.contiguous_format)
-        broadcast_from_first(
-            packed.reshape(-1).view(torch.uint8), mesh
-        )  # as bytes, since not every backend supports bools
+        broadcast_from_first(as_bytes(packed), mesh)
         with torch.no_grad():
             tensor.copy_(packed)
 

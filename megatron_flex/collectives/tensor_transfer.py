@@ -17,6 +17,7 @@ from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broa
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.leader_gather import gather_to_leader
+from megatron_flex.collectives.messages import as_bytes
 from megatron_flex.collectives.object_exchange import broadcast_object
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -89,7 +90,7 @@ def broadcast_items(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tup
         like = items[number][1] if first else torch.empty(shape, dtype=dtype)
         moved = like.to(device).contiguous()
         if moved.nbytes:
-            broadcast_from_first(moved.reshape(-1).view(torch.uint8), mesh)
+            broadcast_from_first(as_bytes(moved), mesh)
         out.append((tag, moved.cpu()))
     return out
 
@@ -121,17 +122,13 @@ def broadcast_in_buckets(
     for bucket in _buckets(headers, bucket_bytes):
         sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, shape, dtype in bucket]
         if first:
-            flat = torch.cat([_flatten_to_bytes(next(local_items)[1]) for _ in bucket])
+            flat = torch.cat([as_bytes(next(local_items)[1]) for _ in bucket])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
         flat = broadcast_from_first(flat.to(device), mesh).cpu() if len(flat) else flat
         for (tag, shape, dtype), part in zip(bucket, flat.split(sizes), strict=True):
             out.append((tag, part.clone().view(dtype).reshape(shape)))
     return out
-
-
-def _flatten_to_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _buckets(headers: Sequence[TensorHeader], limit: int) -> Iterator[list[TensorHeader]]:
@@ -209,10 +206,10 @@ def send_from_stage(
         run_collective(dist.broadcast, tensor, axis.ranks[stage], group=axis.group)
         return tensor
     if axis.coord == stage and full is not None:
-        dist.send(_view_as_bytes(full).to(device_of(axis.group)), axis.ranks[0], group=axis.group)
+        dist.send(as_bytes(full).to(device_of(axis.group)), axis.ranks[0], group=axis.group)
     elif axis.coord == 0 and is_leader(mesh):
         buffer = _buffer(like, axis)
-        dist.recv(_view_as_bytes(buffer), axis.ranks[stage], group=axis.group)
+        dist.recv(as_bytes(buffer), axis.ranks[stage], group=axis.group)
         return buffer
     return None
 
@@ -285,7 +282,3 @@ def find_differing_axes(
 
 def _buffer(like: Tensor, axis: Axis) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=device_of(axis.group))
-
-
-def _view_as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

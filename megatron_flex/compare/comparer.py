@@ -364,7 +364,6 @@ class _Comparer:
         return common
 
     def iterations(self) -> list[int]:
-        """The common iterations."""
         iterations_a, iterations_b = set(self.a.iterations), set(self.b.iterations)
         if not iterations_a & iterations_b:
             raise DumpError(
@@ -408,7 +407,6 @@ class _Comparer:
     # -- one tensor ------------------------------------------------------------------------------------
 
     def row(self, pairs: Sequence[TensorPair], both: PairSums, tester: TensorTester) -> Row:
-        """Compare one tensor."""
         sums, pair = both.sums, both.worst
         item = pair.item
         reference = self.measured(item, pair.iteration)

@@ -337,7 +337,6 @@ def _find_error_places(
 
 
 def _name_entries(dim: str) -> str:
-    """The name of a dim's entries."""
     return ENTRY_NAMES.get(dim, f"entries along {dim!r}")
 
 

@@ -65,5 +65,4 @@ class ComparedRuns:
     most: int = COMPARE_BLOCK
 
     def find_row(self, item: ComparedTensor, iteration: int) -> Row | None:
-        """The row of a tensor in an iteration."""
         return next((r for r in self.rows if r.name == item.name and r.iteration == iteration), None)

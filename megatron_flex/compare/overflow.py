@@ -42,7 +42,6 @@ class OverflowState:
         self.half = torch.float16 in self.computed
 
     def begin(self) -> None:
-        """An iteration begins."""
         self.overflowing = False
 
     def is_overflow(

@@ -53,7 +53,6 @@ class RoutingTies:
 
     @property
     def tied_tokens(self) -> int:
-        """The number of tied tokens."""
         return sum(map(len, self.tied.values()))
 
 

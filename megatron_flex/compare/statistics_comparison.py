@@ -138,7 +138,6 @@ class StatisticsOfDump:
         self.names: Sequence[str] = list(self._items)
 
     def describe(self) -> str:
-        """The dump as text."""
         return self.dump.describe()
 
     def precision(self) -> tuple[torch.dtype | None, int]:

@@ -73,7 +73,6 @@ class FolderWeights:
                 self.forms[name] = TensorForm(tuple(tensor.get_shape()), tensor.get_dtype())
 
     def read(self, name: str, index: Index) -> Tensor:
-        """A part of a tensor."""
         return cast(Tensor, self._of[name][index])
 
     def close(self) -> None:

@@ -77,16 +77,12 @@ def loaded_modules(packages: Collection[str]) -> list[ModuleType]:
 
 
 def _swap_globals(modules: Iterable[ModuleType], pairs: list[tuple[Any, Any]]) -> None:
-    swap = {id(old): new for old, new in pairs if _is_code(old)}
+    # Only functions and classes are identified by identity; `True` or `()` would match everywhere.
+    swap = {id(old): new for old, new in pairs if callable(old)}
     for module in modules:
         names = vars(module)
         for name in [name for name, value in names.items() if id(value) in swap]:
             names[name] = swap[id(names[name])]
-
-
-def _is_code(value: Any) -> bool:
-    # Only functions and classes are identified by identity; `True` or `()` would match everywhere.
-    return callable(value)
 
 
 def _remove_item(mapping: MutableMapping[str, str], key: str) -> None:

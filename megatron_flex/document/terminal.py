@@ -177,7 +177,6 @@ class _TableLayout:
         self.widths = [max((_cell_width(row.cells[n]) for row in self.rows), default=0) for n in range(count)]
 
     def lines(self, width: int) -> Iterator[Line]:
-        """The lines, for a terminal of that width."""
         if self.table.title:
             yield (Span(self.table.title, "strong"),)
         rest = range(self.table.name + 1, len(self.widths))

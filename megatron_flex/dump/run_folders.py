@@ -84,7 +84,6 @@ class StoredIteration:
                 yield rank, number, self.folder / format_part_name(rank, number, count)
 
     def describe(self) -> str:
-        """The iteration in words."""
         return describe_iteration(self.key)
 
     def count_bytes(self) -> int:
@@ -151,7 +150,6 @@ def list_missing_parts(iterations: Iterable[StoredIteration]) -> Iterator[Missin
 
 
 def describe_iteration(key: IterationKey) -> str:
-    """An iteration in words."""
     return f"iteration {key[0]}" + (f", pass {key[1]}" if key[1] else "")
 
 
@@ -414,7 +412,6 @@ def count_file_bytes(paths: Iterable[Path]) -> int:
 
 
 def count_part_bytes(runs: Iterable[DumpRun]) -> int:
-    """Bytes of all parts."""
     files = (path for run in runs for stored in run.iterations for _, _, path in stored.files())
     return count_file_bytes(files)
 

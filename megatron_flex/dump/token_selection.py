@@ -425,7 +425,6 @@ class SelectionSettings:
         return len({p + length if p < 0 else p for p in self.tokens if -length <= p < length})
 
     def keeps(self, sample: int) -> bool:
-        """Whether a sample is kept."""
         return is_selected(sample, self.samples)
 
 

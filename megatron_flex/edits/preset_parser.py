@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import Field, fields
+from functools import partial
 from typing import Any
 
 from megatron_flex.edits import replacement_edits, value_edits, vector_edits
@@ -89,10 +90,6 @@ def _convert_argument(name: str, field: Field[Any], text: str) -> Any:
         raise HookError(f"{name}: {field.name}={text!r} is not {ARGUMENT_DESCRIPTIONS[kind]}") from None
 
 
-def _parse_indices(text: str) -> slice | list[int]:
-    return parse_numbers(text, "indices", from_end=True)
-
-
 def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
         raise ValueError
@@ -103,7 +100,7 @@ ARGUMENT_CONVERTERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "int": int,
     "bool": _parse_bool,
-    "Indices": _parse_indices,
+    "Indices": partial(parse_numbers, flag="indices", from_end=True),
 }
 ARGUMENT_DESCRIPTIONS = {
     "float": "a number",

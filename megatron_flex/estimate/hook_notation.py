@@ -57,7 +57,6 @@ class HookSpec:
         return "edit" if self.edit else "read"
 
     def describe(self) -> str:
-        """As text."""
         return self.text or f"{self.kind} {describe_pattern(self.pattern)}"
 
 

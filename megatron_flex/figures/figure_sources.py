@@ -131,7 +131,6 @@ class DumpSource:
         return self._array(name, iteration).shape[0]
 
     def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
-        """One sample."""
         array = self._array(name, iteration)
         numbers = array.samples
         if numbers is None or "token" not in array.dims:
@@ -189,7 +188,6 @@ class CacheSource:
         return []
 
     def blocks(self, name: str, iteration: int) -> Iterator[Tensor]:
-        """All at once."""
         yield self.cache[self._keys[name]]
 
     def samples(self, name: str, iteration: int) -> int:
@@ -197,7 +195,6 @@ class CacheSource:
         return len(self.cache[self._keys[name]]) if self.cache.has_batch_dim else 1
 
     def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
-        """One sequence."""
         full = self.cache[self._keys[name]]
         full = full if self.cache.has_batch_dim else full[None]
         _check_sample(name, sample, len(full))
@@ -266,7 +263,6 @@ class StatisticsSource:
 
     @property
     def where(self) -> str:
-        """The source as text."""
         return str(self.statistics.path)
 
     @property
@@ -276,7 +272,6 @@ class StatisticsSource:
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations with measurements."""
         return self.statistics.iterations
 
     def rows(self, names: Sequence[str]) -> Iterator[TensorStatistics]:

@@ -57,7 +57,6 @@ def print_notice(line: str) -> None:
 
 
 def _should_print(message: str) -> bool:
-    """Whether this rank prints the message."""
     store, rank = _common_store(), current_rank()
     if store is None:
         return True

@@ -151,7 +151,6 @@ def validate_settings(
 
 
 def _describe_validation_error(error: Mapping[str, Any]) -> str:
-    """A validation error as text."""
     kind, shown = error["type"], " ".join(repr(error["input"]).split())
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     if kind == "extra_forbidden":

@@ -16,7 +16,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from os.path import abspath, expanduser
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_flex import edits
 from megatron_flex.dump import Dump
@@ -137,6 +137,9 @@ EDIT_GROUP, DUMP_GROUP, STATISTICS_GROUP = "edit", "dump", "stats"  # every hook
 NONFINITE_GROUP = "nonfinite"
 
 
+SinkT = TypeVar("SinkT", Dump, Statistics)
+
+
 @dataclass(frozen=True)
 class ResolvedSettings:
     """The resolved settings.
@@ -164,12 +167,13 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
             invalid.
     """
     _check_settings(settings)
+    statistics = () if settings.statistics is None else (settings.statistics,)
     edits = [(hook, e.enabled) for e in settings.edits for hook in _make_edit_hooks(e, settings)]
     return ResolvedSettings(
         tuple(hook for hook, _ in edits),
         tuple(hook for hook, enabled in edits if not enabled),
-        tuple(_make_dump(d, settings) for d in settings.dumps),
-        () if settings.statistics is None else (_make_statistics(settings.statistics, settings),),
+        tuple(_make_sink(Dump, part, settings, DUMP_GROUP) for part in settings.dumps),
+        tuple(_make_sink(Statistics, part, settings, STATISTICS_GROUP) for part in statistics),
         _make_nonfinite(settings),
     )
 
@@ -221,18 +225,14 @@ def _make_edit_hooks(edit: EditSettings, settings: Settings) -> Iterator[HookFun
         raise type(error)(f"{flag}: {error}") from error
 
 
-def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
+def _make_sink(
+    declared: type[SinkT], part: DumpSettings | StatisticsSettings, settings: Settings, group: str
+) -> SinkT:
+    flag = "--flex-dump" if declared is Dump else "--flex-stats"
     try:
-        return Dump(**_arguments(Dump, dump, settings, DUMP_GROUP))
+        return declared(**_arguments(declared, part, settings, group))
     except FlexError as error:
-        raise type(error)(f"--flex-dump {dump.path}: {error}") from error
-
-
-def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:
-    try:
-        return Statistics(**_arguments(Statistics, statistics, settings, STATISTICS_GROUP))
-    except FlexError as error:
-        raise type(error)(f"--flex-stats {statistics.path}: {error}") from error
+        raise type(error)(f"{flag} {part.path}: {error}") from error
 
 
 def _make_nonfinite(settings: Settings) -> NonFinite | None:

@@ -42,6 +42,10 @@ REPLACED_FLAGS = (
     *("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-decay-samples"),
     *("--hidden-dropout", "--attention-dropout", VOCABULARY_FLAG, "--async-save"),
 )
+FIXED_FLAGS = (
+    *("--ckpt-format", "torch_dist", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--eval-iters", "0", "--eval-interval", "1000000", "--lr-warmup-iters", "0"),
+)
 # Megatron's first loss scale, 2^32, overflows gradients in fp16: it would skip the few steps of these runs.
 LOSS_SCALE_FLAGS, LOSS_SCALE = ("--loss-scale", "--initial-loss-scale"), 2**16
 SCHEDULE_FLAG = "--step-batch-size-schedule"  # such as "0:768 250B:1536"
@@ -156,7 +160,7 @@ def plan_two_layouts(
     padded = lcm(*(multiple * size["tp"] for size in sizes))
     worlds = list(processes) or [_count_ranks(size) for size in sizes]
     common = [
-        [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags(), *_list_loss_scale(flags)]
+        [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *FIXED_FLAGS, *_list_loss_scale(flags)]
         for flags, size in zip((first, second), sizes, strict=True)
     ]
     runs = []
@@ -186,13 +190,6 @@ def _check_second_layout(flags: Sequence[str], processes: Sequence[int]) -> None
         )
     if len(processes) not in (0, 2):
         raise FlexError(f"--processes {','.join(map(str, processes))}: give two numbers, such as 4,2")
-
-
-def _fixed_flags() -> list[str]:
-    return [
-        *("--ckpt-format", "torch_dist", "--hidden-dropout", "0", "--attention-dropout", "0"),
-        *("--eval-iters", "0", "--eval-interval", "1000000", "--lr-warmup-iters", "0"),
-    ]
 
 
 def _bound_iterations(words: Sequence[str], iterations: int) -> list[str]:

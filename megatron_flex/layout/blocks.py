@@ -97,7 +97,6 @@ class OwnedBlocks(NamedTuple):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All of its blocks."""
         return _combine(self.dims)
 
 

@@ -44,7 +44,6 @@ class TemporaryCaptures:
 
     @property
     def sites(self) -> set[str]:
-        """The names of the sites."""
         return {a.site for a in self.aliases}
 
     def add(self, aliases: Sequence[Alias]) -> None:
@@ -307,7 +306,6 @@ class TemporaryEdits:
         self._hooks.append(hook)
 
     def clear(self) -> None:
-        """Remove all."""
         for hook in self._hooks:
             self.session.hooks.remove(hook)
         self._hooks = []

@@ -69,7 +69,6 @@ class Scaled(View):
     factor: float = 1.0
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
-        """Multiplied."""
         return tensor * self.factor
 
     def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
@@ -101,7 +100,6 @@ class SplitHeads(View):
     heads: int = 1
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
-        """Split into heads."""
         heads: Tensor = tensor.transpose(0, 1).unflatten(-1, (self.heads, -1))
         return heads
 
@@ -192,7 +190,6 @@ class Unweighted(View):
         return torch.where(weight == 0, 0.0, (tensor.transpose(0, 1) - bias) / weight)
 
     def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """With them."""
         weight, bias = self._parameters(old, weights)
         return (lens_tensor * weight + bias).transpose(0, 1)
 

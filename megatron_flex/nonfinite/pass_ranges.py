@@ -72,7 +72,6 @@ class PassRange(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether all entries are finite."""
         return self.empty or (math.isfinite(self.low) and math.isfinite(self.high))
 
     @property

@@ -46,7 +46,7 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
     if opened is None or opened.damage is None:
         runs = list_runs(path)
         large = count_part_bytes(runs) > MAX_BYTES
-        damage = _find_by_names(runs) if large else _find_by_bytes(path)
+        damage = _find_by_names(runs) if large else _find_by_checksums(path)
         try:
             opened = opened or open_damaged_dump(path, check="blocks" if large else "first")
         except DumpError as error:
@@ -63,8 +63,7 @@ def shorten_paths(text: str, path: Path) -> str:
     return text.replace(f"{path}/", "").replace(str(path), path.name or str(path))
 
 
-def _find_by_bytes(path: Path) -> list[str]:
-    """Check every byte."""
+def _find_by_checksums(path: Path) -> list[str]:
     return [shorten_paths(_describe_finding(f), path) for f in verify_dump(path).findings if f.error]
 
 

@@ -35,7 +35,6 @@ PageNote = dict[str, str]  # its "kind", `damage` or `info`, and its "text"
 
 
 def damage_note(text: str) -> PageNote:
-    """A note about damage."""
     return {"kind": "damage", "text": text}
 
 

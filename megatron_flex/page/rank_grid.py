@@ -47,16 +47,13 @@ class RankGrid:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return prod(a.size for a in self.axes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis."""
         return {a.name: a.size for a in (*self.axes, *self.experts)}
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank."""
         return {a.name: a.coord(rank - self.first) for a in (*self.axes, *self.experts)}
 
     def mesh(self) -> Mesh:
@@ -87,11 +84,10 @@ def grid_of_mesh(mesh: Mesh) -> RankGrid:
     ]
     coords = [(a.ranks[a.coord], a.coord) for a in mesh if a.size > 1]
     steps = {line.name: line.stride for line in lines[0]}
-    first = (
-        coords[0][0] - sum(a.coord * steps[a.name] for a in mesh if a.size > 1)
-        if coords
-        else _first_rank(mesh)
-    )
+    if coords:
+        first = coords[0][0] - sum(a.coord * steps[a.name] for a in mesh if a.size > 1)
+    else:
+        first = mesh.ranks[0] if mesh.ranks else 0
     even = all(
         b - a == line.stride
         for axes, row in ((mesh.axes, lines[0]), (mesh.experts, lines[1]))
@@ -127,10 +123,6 @@ def _count_along(axes: Mapping[str, int]) -> tuple[GridAxis, ...]:
         out.append(GridAxis(name, size, stride))
         stride *= size
     return tuple(reversed(out))
-
-
-def _first_rank(mesh: Mesh) -> int:
-    return mesh.ranks[0] if mesh.ranks else 0
 
 
 def _covers_all_ranks(lines: Iterable[GridAxis]) -> bool:

@@ -79,7 +79,6 @@ class RoutingRecorder:
         self._written: set[tuple[str, int, int]] = set()
 
     def begins(self) -> None:
-        """Begin an iteration."""
         self._written.clear()
 
     def record_choice(self, key: Key, route: Route, writer: DumpWriter) -> dict[str, Any] | None:
@@ -262,7 +261,8 @@ class DumpSink:
             writer.finish()
         else:
             writer.tally.written += 1
-        self._check(mesh)
+        if self.settings.on_error == "raise":  # else the writer warns
+            self._check_written(mesh)
 
     def fail(self, failure: StepFailure) -> None:
         """The iteration will be absent, which the writer reports as if the disk were full."""
@@ -270,11 +270,6 @@ class DumpSink:
             error = DumpError(failure.message, path=self.settings.path)
             error.__cause__ = failure.error
             self._taking.writer.fail(error)
-
-    def _check(self, mesh: Mesh) -> None:
-        """Raise if writing failed on a rank of the mesh and failures are raised; else the writer warns."""
-        if self.settings.on_error == "raise":
-            self._check_written(mesh)
 
     def _check_written(self, mesh: Mesh) -> None:
         """Wait for all ranks, and raise if writing failed on one of them and failures are raised."""

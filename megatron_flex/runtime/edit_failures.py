@@ -91,7 +91,6 @@ def _join_messages(ranks_by_message: dict[str, list[int]]) -> str:
 
 
 def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """Group the ranks by their message."""
     out: dict[str, list[int]] = {}
     for rank, message in reports:
         out.setdefault(message, []).append(rank)

@@ -197,7 +197,6 @@ class _FunctionReader:
             self._variables(function)
 
     def _variables(self, function: FunctionType) -> None:
-        """Read the variables that a function uses."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents

@@ -282,7 +282,6 @@ class GradientHooks:
         self._run = run
 
     def enter(self, local: Tensor) -> Tensor:
-        """The tensor."""
         return local
 
     def exit(self, edited: Tensor, local: Tensor) -> Tensor:
@@ -290,12 +289,10 @@ class GradientHooks:
         return edited
 
     def enter_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient after its hooks."""
         edited = self._run(grad)
         return grad if edited is None else edited
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
-        """As above."""
         return grad, None
 
 

@@ -233,7 +233,6 @@ class HookRegistry:
         self._set(remaining)
 
     def clear(self) -> None:
-        """Remove all hooks."""
         self._expected = {}
         self._set([])
 

@@ -6,6 +6,7 @@ ranks compare their tensors in the first pass, so that no shard is passed to a h
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.sites import Site
 
-CODE_MASK = 0x7FFFFFFF  # bounds the number that ranks compare
 SHAPES_DIFFER = (
     "tensor parallel ranks have parts of different shapes or dtypes, neither the full tensor on all of them "
     "nor equal shards of the expected_shape; hook a point where they have"
@@ -66,14 +66,13 @@ class TensorSketch:
         """Whether both sketches may be of the same tensor along an axis, up to rounding."""
         if (self.place, self.layout, self.shape) != (other.place, other.layout, other.shape):
             return False
-        if axis not in self.axes or not all(map(_is_finite, (*self.waves, *other.waves))):
+        if axis not in self.axes or not all(map(math.isfinite, (*self.waves, *other.waves))):
             return True
         room = self.bound * max(self.norm, other.norm) + 1e-30
         return all(abs(a - b) <= room for a, b in zip(self.waves, other.waves, strict=True))
 
 
 def sketch_tensor(place: str, axes: tuple[str, ...], layout: Layout, local: Tensor) -> TensorSketch:
-    """Make the sketch of a tensor."""
     shape = () if any(d.uneven for d in layout.dims) else tuple(local.shape)
     if not axes or local.is_meta:
         return TensorSketch(place, (), layout.describe(), shape, 0.0, (), 0.0)
@@ -90,10 +89,6 @@ def sketch_tensor(place: str, axes: tuple[str, ...], layout: Layout, local: Tens
     exact = not local.dtype.is_floating_point and not local.dtype.is_complex
     bound = 1e-9 if exact else max(1e-4, 8 * torch.finfo(local.dtype).eps)
     return TensorSketch(place, axes, layout.describe(), shape, square**0.5, tuple(waves), bound)
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
 
 
 class LayoutInference:
@@ -200,7 +195,7 @@ class LayoutInference:
         inferred = self._editing.guard(hook, key, partial(infer_layout, local.shape, full, self._size))
         code = _encode_cuts(inferred, local)
         if not any(h.editing_function and (h.backward or not backward) for h in hooks):
-            self._inferred = zlib.crc32(f"{self._inferred} {key.site} {code}".encode()) & CODE_MASK
+            self._inferred = zlib.crc32(f"{self._inferred} {key.site} {code}".encode())
         elif self._differ(code):
             self._editing.guard(hook, key, partial(_raise_hook_error, SHAPES_DIFFER))
             inferred = None
@@ -262,7 +257,7 @@ class LayoutInference:
 def _encode_cuts(layout: Layout | None, local: Tensor) -> int:
     """Encode, as one number, the sharded dims of a tensor, its shape and its dtype."""
     cut = None if layout is None else [i for i, d in enumerate(layout.dims) if d.cuts]
-    return zlib.crc32(f"{cut} {tuple(local.shape)} {local.dtype}".encode()) & CODE_MASK
+    return zlib.crc32(f"{cut} {tuple(local.shape)} {local.dtype}".encode())
 
 
 def _describe_difference(first: TensorSketch, other: TensorSketch, axis: str) -> str:

@@ -134,7 +134,7 @@ def plan_local_edits(
         if axes := [c.axis for c in dim.cuts if mesh[c.axis].size > 1]:
             return None, f"its shards along {dim.name!r} over {'/'.join(axes)} may differ in length"
     shard = Shard.from_local(torch.empty(shape, device="meta"), layout, mesh)
-    padded = _has_padding(shard)
+    padded = padded_shape(layout, shard.shape, sizes) != shard.full_size
     alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
     bound_edits: dict[HookFunction, EditingFunction] = {}
     for hook, edit in edits.items():
@@ -200,7 +200,3 @@ def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout, mesh: Mesh
         f"{names[i]} is sharded over {'/'.join(a.name for a in shard.axes([i]))}" for i in shard.cut
     )
     return f"{name} needs the full tensor: {cut or 'its gradient is partial'}"
-
-
-def _has_padding(shard: Shard) -> bool:
-    return padded_shape(shard.layout, shard.shape, shard.mesh.sizes) != shard.full_size

@@ -69,7 +69,7 @@ def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[Fin
     """
     parameters = [
         (name, _checksum_parameter(parameter_index, name, mesh))
-        for name in _show_progress(parameter_index.sites)
+        for name in track(parameter_index.sites, "verifying parameters", unit="parameters")
     ]
     unequal = _describe_unequal("parameter", parameters, mesh)
     local_buffers = {
@@ -142,10 +142,6 @@ def _compare_shards(checksums: Mapping[str, tuple[Any, int]], mesh: Mesh) -> lis
     return findings
 
 
-def _show_progress(names: Mapping[str, Any]) -> Any:
-    return track(names, "verifying parameters", unit="parameters")
-
-
 def _checksum_parameter(parameter_index: ParameterIndex, name: str, mesh: Mesh) -> CopyChecksums:
     for site, parameter in parameter_index.held(name)[:1]:
         # Other shards are not known, or not equal.
@@ -215,7 +211,6 @@ class LocalEditCheck:
         dispatcher.registry.note_change()
 
     def stop(self) -> None:
-        """Stop comparing edits."""
         self._dispatcher.passes.compared = None
         self._dispatcher.registry.note_change()
 

@@ -196,7 +196,9 @@ def select_parameters(
     Raises:
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
-    table, elsewhere = _make_table(parameter_index), SiteTable(Site(n, Layout(()), ()) for n in also)
+    table = _make_table(parameter_index)
+    elsewhere = SiteTable(Site(n, Layout(()), ()) for n in also)
+    without_layout = SiteTable(Site(n, Layout(()), (kind,)) for n, kind in parameter_index.unknown.items())
     matched: set[str] = set()
     omitted: dict[str, str] = {}
     for pattern in patterns:
@@ -205,10 +207,7 @@ def select_parameters(
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
             matched.add(parameter_index.resolve(pattern))
             continue
-        unknown = {
-            name: f"is of a {kind}"
-            for name, kind in _match_pattern(SiteTable(_list_unknown(parameter_index)), pattern)
-        }
+        unknown = {name: f"is of a {kind}" for name, kind in _match_pattern(without_layout, pattern)}
         omitted |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
         try:
             matched |= {s.name for s in table.match(pattern)}
@@ -222,10 +221,6 @@ def select_parameters(
         warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
     names = [n for n in parameter_index.sites if n in matched and n not in omitted]
     return ParameterSelection(parameter_index, names, omitted)
-
-
-def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:
-    return (Site(name, Layout(()), (kind,)) for name, kind in parameter_index.unknown.items())
 
 
 def _make_table(parameter_index: ParameterIndex) -> SiteTable:

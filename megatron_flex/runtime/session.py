@@ -379,7 +379,6 @@ class Session:
         self.editing.failure = self.editing.failure or StepFailure(why, HookError(why))
 
     def hooked(self) -> bool:
-        """Whether any hook is active."""
         return bool(self.registry.active)
 
     def check_call(self) -> None:

@@ -88,7 +88,6 @@ class SessionHooks:
 
     @property
     def groups(self) -> dict[str, list[HookFunction]]:
-        """The hooks of each group."""
         return self.registry.groups()
 
     @property
@@ -97,7 +96,6 @@ class SessionHooks:
         return dict(self._editing.skips.skipped)
 
     def add_to_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
-        """Add a hook to groups."""
         self._check_open()
         hook.groups |= check_groups(groups)
         self.registry.groups_changed()

@@ -85,12 +85,10 @@ class SessionSinks:
 
     @property
     def dumps(self) -> list[DumpSink]:
-        """The registered dumps."""
         return [s for s in self._sinks if isinstance(s, DumpSink)]
 
     @property
     def statistics(self) -> list[StatisticsSink]:
-        """The registered statistics."""
         return [s for s in self._sinks if isinstance(s, StatisticsSink)]
 
     @property

@@ -24,7 +24,6 @@ from megatron_flex.runtime.local_edits import explain_gather
 
 MAX_SHAPES = 4096  # that are kept
 NONE = -(2**62)  # of a rank without a value to compare: below every number
-BITS = 0x7FFFFFFF
 UNLIKE = (
     "ranks along {axes} have local tensors of different shapes or dtypes there, this one {mine}, where "
     "layout {layout} makes them equal; run the same model on tensors of the same shape on every "
@@ -119,7 +118,7 @@ class ShapeGuard:
         """
         uneven = [d.uneven for d in layout.dims] if not wrong else []
         lengths = [0 if u else n for u, n in zip(uneven, local.shape, strict=not wrong)]
-        code = zlib.crc32(f"{lengths} {local.dtype}".encode()) & BITS
+        code = zlib.crc32(f"{lengths} {local.dtype}".encode())
         numbers = [NONE] * 4 if wrong else [local.ndim, -local.ndim, code, -code]
         with guard_collective():
             greatest = max_over_ranks([int(wrong), *numbers], over, f"the first edit at {site}")

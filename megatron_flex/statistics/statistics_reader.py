@@ -193,7 +193,9 @@ class OpenStatistics(Renderable):
         name = self._named(name)
         rows = [rows[name] for rows in self._rows.values() if name in rows]
         columns: dict[str, list[Any]] = {n: [getattr(row, n) for row in rows] for n in INTEGER_COLUMNS}
-        columns |= {n: [_replace_none(getattr(row, n)) for row in rows] for n in FLOAT_COLUMNS}
+        for column in FLOAT_COLUMNS:
+            numbers = (getattr(row, column) for row in rows)
+            columns[column] = [math.nan if number is None else number for number in numbers]
         columns["histogram"] = [expand_histogram(row).histogram for row in rows]
         columns["iterations"] = columns["iteration"]
         column_names = [f.name for f in fields(StatisticsSeries) if f.name != "site"]
@@ -308,10 +310,6 @@ def _is_wanted(name: str, words: Sequence[str] | None) -> bool:
     return any(fnmatchcase(name, word) or fnmatchcase(short, word) for word in words)
 
 
-def _replace_none(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def expand_histogram(row: TensorStatistics) -> TensorStatistics:
     """A row whose histogram has all its bins."""
     if not row.histogram:
@@ -379,7 +377,6 @@ class _Found:
 
 
 def _read_files(path: Path, is_selected: NameFilter) -> _Found:
-    """What a folder or a file has."""
     out, names = _Found(), dict[int, str]()
     try:
         is_file = FILE_NAME.fullmatch(path.name) is not None

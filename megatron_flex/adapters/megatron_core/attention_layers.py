@@ -30,6 +30,8 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     is_duplicated,
     norm_inside,
     qkv,
+    used_on_local_heads,
+    used_on_local_tokens,
 )
 from megatron_flex.adapters.taps import method_output, module_input, module_output
 from megatron_flex.layout import Cut, Dim, Layout
@@ -115,10 +117,6 @@ def scores(b: SiteBuilder, path: str, core: Any) -> Iterator[Site]:
     yield b.site(f"{path}:probs", b.of.scores(), Tap(module_output, owner), hidden)
 
 
-def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=True)  # each rank applies it to its own heads
-
-
 def _sinks_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     """The logits that `--softmax-type learnable` adds to the softmax of each head."""
     return Layout((Dim("n", (Cut("tp"),)), *(Dim() for _ in range(1, parameter.ndim))))
@@ -129,7 +127,7 @@ ATTENTION_KINDS = (
     Kind(cross_attention, ("CrossAttention",), ("cross_attention",)),
 )
 ATTENTION_PARAMETERS = (
-    ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),
+    ParameterKind(used_on_local_heads, roles=("q_layernorm", "k_layernorm")),
     ParameterKind(_sinks_layout, ("DotProductAttention", "TEDotProductAttention")),
 )
 
@@ -216,13 +214,8 @@ def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -
     yield core_output(b, f"{path}:output", core, "n*d", b.sizes["n"] * value)
 
 
-def _latent_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(
-        parameter.ndim, shared=of.sequence_parallel
-    )  # over full latents, unlike norms of heads
-
-
 LATENT_KINDS = (Kind(latent_attention, LATENT_CLASSES, ("self_attention",)),)
 LATENT_PARAMETERS = (
-    ParameterKind(_latent_norm_layout, roles=("q_layernorm", "kv_layernorm"), inside=LATENT_CLASSES),
+    # over full latents, unlike the norms of heads above
+    ParameterKind(used_on_local_tokens, roles=("q_layernorm", "kv_layernorm"), inside=LATENT_CLASSES),
 )

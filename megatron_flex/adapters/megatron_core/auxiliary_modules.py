@@ -118,7 +118,6 @@ class AuxiliaryModules:
         ]
 
     def parameters(self, mesh: Mesh) -> list[ParameterSite]:
-        """Their parameters."""
         if not self._names:
             return []
         inner = {self._inner_name(name): name for name in self._names}
@@ -218,7 +217,6 @@ class HolderRules:
         return Rule(outputs=FIRST_DIM if cut else FULL)
 
     def find_rule(self, path: str, module: nn.Module) -> Rule | None:
-        """The rule of one module."""
         if (declared := self._rules.get(module)) is not None:
             return declared
         parameters = self._parameters(path, module)

@@ -36,6 +36,8 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     SiteBuilder,
     gate_up,
     norm_inside,
+    used_on_full_tensor,
+    used_on_local_tokens,
 )
 from megatron_flex.adapters.taps import module_input, module_output
 from megatron_flex.layout import Dim, Layout, replicated
@@ -179,7 +181,7 @@ DENSE_KINDS = (
 
 def _column_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     if name.startswith("layer_norm_"):  # of the norm inside a TELayerNormColumnParallelLinear
-        return _norm_layout(of, role, name, parameter)
+        return used_on_local_tokens(of, role, name, parameter)
     if role == "output_layer":
         return of.vocabulary_cut(parameter.ndim)
     gated = role == "linear_fc1" and of.config.gated_linear_unit
@@ -194,20 +196,12 @@ def _vocabulary_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Par
     return of.vocabulary_cut(2)
 
 
-def _positions_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=False)
-
-
-def _norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
-
-
 DENSE_PARAMETERS = (
     ParameterKind(_column_layout, COLUMN_LINEARS),
     ParameterKind(_row_layout, ROW_LINEARS),
     ParameterKind(_vocabulary_layout, ("VocabParallelEmbedding",)),
-    ParameterKind(_positions_layout, roles=("position_embeddings",)),
-    ParameterKind(_norm_layout, roles=STREAM_NORMS),
+    ParameterKind(used_on_full_tensor, roles=("position_embeddings",)),
+    ParameterKind(used_on_local_tokens, roles=STREAM_NORMS),
 )
 
 
@@ -235,17 +229,13 @@ def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     yield from b.column(path, module, b.of.features("h"), None, input_width=2 * b.config.hidden_size)
 
 
-def _mtp_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
-
-
 MTP_KINDS = (
     Kind(mtp_block, ("MultiTokenPredictionBlock",)),
     Kind(mtp_layer, ("MultiTokenPredictionLayer",)),
     Kind(norm, roles=MTP_NORMS),
     Kind(mtp_projection, roles=("eh_proj",)),
 )
-MTP_PARAMETERS = (ParameterKind(_mtp_norm_layout, roles=MTP_NORMS),)
+MTP_PARAMETERS = (ParameterKind(used_on_local_tokens, roles=MTP_NORMS),)
 
 
 def lm_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
@@ -264,10 +254,6 @@ def first_token(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 def _lm_head_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
     for parameter in module.parameters():
         yield parameter, of.replicated(parameter.ndim, shared=of.sequence_parallel)
-
-
-def _tokentypes_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=False)
 
 
 def _first_token_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
@@ -289,5 +275,5 @@ HEAD_KINDS = (
     Kind(t5_head, ("T5LMHead",)),
     Kind(first_token, roles=("pooler", "binary_head")),
 )
-BERT_PARAMETERS = (ParameterKind(_tokentypes_layout, roles=("tokentype_embeddings",)),)
+BERT_PARAMETERS = (ParameterKind(used_on_full_tensor, roles=("tokentype_embeddings",)),)
 BERT_OWNERS = (OwnerKind(_lm_head_layouts, ("BertLMHead",)), OwnerKind(_first_token_layouts, ("BertModel",)))

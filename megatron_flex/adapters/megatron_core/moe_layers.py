@@ -24,6 +24,7 @@ from megatron_flex.adapters.megatron_core.site_builder import (
     SiteBuilder,
     SiteForm,
     fused_part,
+    used_on_local_tokens,
 )
 from megatron_flex.adapters.taps import (
     add_hook,
@@ -388,10 +389,6 @@ def _why_hidden(b: SiteBuilder) -> str:
 # -- parameters ----------------------------------------------------------------------------------------
 
 
-def _router_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=of.sequence_parallel)
-
-
 def _grouped_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     """`weight0`, `bias0`, ... of the experts of a grouped linear."""
     if role == "linear_fc1":
@@ -402,6 +399,5 @@ def _grouped_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parame
 MOE_KINDS = (Kind(moe_layer, ("MoELayer",), ("mlp",)),)
 MOE_PARAMETERS = (
     ParameterKind(_grouped_layout, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
-    ParameterKind(_router_layout, ("Router",)),
-    ParameterKind(_router_layout, ("SharedExpertMLP",)),
+    ParameterKind(used_on_local_tokens, ("Router", "SharedExpertMLP")),
 )

@@ -46,11 +46,9 @@ class MegatronParameters:
         return {}
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The local parameter."""
         return parameter.detach()
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write to it."""
         with torch.no_grad():
             parameter.copy_(value)
 

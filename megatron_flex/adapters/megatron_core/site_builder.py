@@ -56,7 +56,6 @@ class ModuleMatcher:
     inside: tuple[str, ...] = ()
 
     def fits(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> bool:
-        """Whether a module in that role, in that parent, matches."""
         return (
             (not self.roles or role in self.roles)
             and (not self.classes or is_megatron(module, *self.classes))
@@ -498,10 +497,24 @@ def norm_inside(
         yield b.site(f"{path}:output", layout, Tap(module_output, norm), hidden, width)
 
 
-def _duplicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def used_on_local_tokens(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """The layout of a replicated parameter that is applied to the residual stream.
+
+    With sequence parallelism each rank has only some of the tokens, so that its gradient is partial.
+    """
     return of.replicated(parameter.ndim, shared=of.sequence_parallel)
 
 
+def used_on_local_heads(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """The layout of a replicated parameter that each rank applies to its heads: its gradient is partial."""
+    return of.replicated(parameter.ndim, shared=True)
+
+
+def used_on_full_tensor(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """The layout of a replicated parameter that all ranks apply to equal tensors: equal gradients."""
+    return of.replicated(parameter.ndim, shared=False)
+
+
 TRANSFORMER_ENGINE_PARAMETERS = (
-    ParameterKind(_duplicated_layout, ("TELinear",)),
+    ParameterKind(used_on_local_tokens, ("TELinear",)),
 )  # kinds of parallel linears precede this one

@@ -10,20 +10,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from megatron_flex.adapters.megatron_core.adapted_linears import unadapted
 from megatron_flex.adapters.megatron_core.dense_layers import mlp_linears
 from megatron_flex.adapters.megatron_core.megatron_taps import gemm, without_batch_dim
-from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import COLUMN_LINEARS, VISION_CLASSES, is_megatron
 from megatron_flex.adapters.megatron_core.site_builder import (
     Kind,
     ParameterKind,
     SiteBuilder,
+    used_on_full_tensor,
 )
 from megatron_flex.adapters.taps import module_input, module_output
-from megatron_flex.layout import Layout, replicated
+from megatron_flex.layout import replicated
 from megatron_flex.sites import Site, Tap
 
 EMBEDDERS = ("embedder", "video_embedder")
@@ -87,11 +85,7 @@ VISION_KINDS = (
 )
 
 
-def _replicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.replicated(parameter.ndim, shared=False)
-
-
 VISION_PARAMETERS = (
-    ParameterKind(_replicated_layout, VISION_CLASSES),
-    ParameterKind(_replicated_layout, roles=("conv1", *IMAGE_NORMS)),
+    ParameterKind(used_on_full_tensor, VISION_CLASSES),
+    ParameterKind(used_on_full_tensor, roles=("conv1", *IMAGE_NORMS)),
 )

@@ -123,7 +123,6 @@ class NamedCall(NamedTuple):
     heads: HeadSizes
 
     def dims(self, tensor: Tensor) -> NamedDims:
-        """The dims of an operand."""
         return self.known.get(id(tensor)) or name_dims(tensor.shape, ())
 
     @property

@@ -14,7 +14,6 @@ CutPairs = tuple[tuple[int, str], ...]  # dims, counted from the front, and the 
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text."""
     return text.split()
 
 
@@ -67,7 +66,6 @@ class FunctionCall:
         return out
 
     def spread(self, tensor: Tensor) -> Spread:
-        """The sharding of a tensor."""
         return self._spreads[id(tensor)]
 
     def uniform(self, tensor: Tensor) -> bool:

@@ -393,17 +393,14 @@ def spreads_of_held_tensors(root: nn.Module, known: Mapping[nn.Module, Rule]) ->
     out: dict[int, SpreadOrUnknown] = {}
     for module in root.modules():
         layouts = known[module].parameters if module in known else {}
-        for tensor in (*module.buffers(recurse=False), *_attribute_tensors(module)):
+        attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
+        for tensor in (*module.buffers(recurse=False), *attributes):
             out.setdefault(id(tensor), FULL)
         for name, parameter in module.named_parameters(recurse=False):
             spread: SpreadOrUnknown = layout_to_spread(layouts[name]) if name in layouts else FULL
             if out.get(id(parameter), FULL) == FULL:
                 out[id(parameter)] = spread
     return out
-
-
-def _attribute_tensors(module: nn.Module) -> list[Tensor]:
-    return [t for t in vars(module).values() if isinstance(t, Tensor)]
 
 
 def layout_to_spread(layout: Layout) -> SpreadOrUnknown:

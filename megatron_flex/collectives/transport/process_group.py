@@ -103,7 +103,7 @@ class CopyTapes:
 
 MAX_SHARDS = 4096  # layouts, shapes and dtypes that are remembered
 MAX_PLANS = 64  # sets of captures that are remembered
-TAG_MASK = 0x7FFFFFFF
+TAG_MASK = 0x7FFFFFFF  # the tag of a message is a signed number of 32 bits
 
 
 @dataclass(slots=True)
@@ -238,7 +238,6 @@ class ProcessGroupTransport:
         return arrived
 
     def _begin(self, order: list[_PendingCapture]) -> ShardGather:
-        """Begin the gather of captures."""
         shards = [p.shard for p in order if p.shard is not None]
         device = next((p.device for p in order if p.shard is not None and p.shard.full_bytes is None), None)
         if device is not None:

@@ -69,7 +69,6 @@ DIFFERENT = (
     "other sites or shapes; all ranks of a stage must capture the same tensors, in the same order"
 )
 TENSOR_ALIGN = 64  # bytes; where tensors begin
-CRC_MASK = 0x7FFFFFFF
 MAX_SPACES = 4096  # that are remembered; sequences of ever new lengths make new ones
 
 
@@ -105,7 +104,6 @@ class TensorSpace:
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes that a shard occupies."""
         return _align(self.local.numel() * self.dtype.itemsize)
 
 
@@ -405,7 +403,7 @@ class SharedMemoryTransport:
         code = crc32(f"{len(self._submitted)} {self._skip}".encode())
         for tag, words in self._submitted:
             code = crc32(f"{tag!s}{words}".encode(), code)
-        return code & CRC_MASK
+        return code
 
     def _note(self, number: int | None) -> _Note:
         code, pool = self._code(), self._pool

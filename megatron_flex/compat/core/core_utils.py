@@ -13,5 +13,4 @@ class DummyModule(nn.Module):
     """The identity: insert one to hook a tensor that is not the output of a module."""
 
     def forward(self, inputs: T) -> T:
-        """Return the input."""
         return inputs

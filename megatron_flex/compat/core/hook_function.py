@@ -130,12 +130,10 @@ class HookGroups:
         self._waiting: dict[HookFunction, None] = {}  # in groups, and not registered yet
 
     def add(self, hook: HookFunction) -> None:
-        """Add a registered hook."""
         self._waiting.pop(hook, None)
         self.registered.append(hook)
 
     def groups_of(self, hook: HookFunction) -> set[str]:
-        """The groups of a hook."""
         return set(hook._groups) if hook._native is None else {ALL_GROUPS, *hook._native.groups}
 
     @property
@@ -145,11 +143,9 @@ class HookGroups:
 
     @property
     def groups(self) -> set[str]:
-        """All groups."""
         return set().union(*self.hook_fn_to_groups_map.values())
 
     def members(self, group: str) -> list[HookFunction]:
-        """The hooks of a group."""
         return [hook for hook, groups in self.hook_fn_to_groups_map.items() if group in groups]
 
     def update(self, which: HookSelection, group: str) -> None:

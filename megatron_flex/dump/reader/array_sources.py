@@ -91,7 +91,6 @@ class ActivationSource:
 
     @property
     def folder(self) -> Path:
-        """The folder of the dump."""
         return self.dump.path
 
     @cached_property
@@ -103,12 +102,10 @@ class ActivationSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one iteration."""
         return self.like.shape
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
-        """The names of its dims."""
         like = self.like
         tokens = [] if like.token is None else ["token"]
         front = "microbatch" if like.sample is None else "sample"
@@ -116,7 +113,6 @@ class ActivationSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
         return self.like.longest.dtype
 
     @property
@@ -375,7 +371,6 @@ class ParameterSource:
 
     @property
     def folder(self) -> Path:
-        """The folder of the dump."""
         return self.dump.path
 
     @cached_property
@@ -386,17 +381,14 @@ class ParameterSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one iteration."""
         return self._like.shape
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The names of its dims."""
         return tuple(self._like.dims)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
         return self._like.dtype
 
     @property

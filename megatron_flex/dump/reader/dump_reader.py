@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -522,7 +522,7 @@ class OpenDump:
         return [array[:, :, tokens] for array in arrays], None
 
     def __reduce__(self) -> Any:
-        return _reopen_dump, (self.path, self.check)
+        return partial(OpenDump, self.path, check=self.check), ()
 
     # -- names -----------------------------------------------------------------------------------------
 
@@ -663,10 +663,6 @@ class OpenDump:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _reopen_dump(path: Path, check: ChecksumPolicy) -> OpenDump:
-    return OpenDump(path, check=check)
 
 
 def _is_single_site(sites: Any) -> bool:

@@ -361,7 +361,6 @@ class SamplePlanner:
         return 0
 
     def _tensor(self, written: StoredIteration, microbatch: int, replica: int) -> StoredTensor:
-        """The tensor of a block."""
         return self._shards.tensor(
             written, microbatch, replica, lambda: self._assemble(written, microbatch, replica)
         )
@@ -429,7 +428,6 @@ class SamplePlanner:
     def _average_tokens(
         self, full: StoredTensor, written: StoredIteration, microbatch: int, replica: int
     ) -> TokenMean:
-        """Its mean over tokens."""
         begin, token = (
             self._first(written, microbatch, replica, _count_samples(full), False),
             full.dim(TOKEN_DIM),

@@ -291,7 +291,6 @@ class PartFiles:
         return mapped
 
     def close(self) -> None:
-        """Release all files."""
         self._maps.clear()
         self._headers.clear()
 

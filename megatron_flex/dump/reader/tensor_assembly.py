@@ -72,9 +72,7 @@ class StoredTensor(Protocol):
         ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the full tensor."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dims(self) -> list[str]:
@@ -342,7 +340,6 @@ class TokenMean:
 
     @property
     def dims(self) -> list[str]:
-        """The names of its dims."""
         return [n for d, n in enumerate(self._tensor.dims) if d != self._token]
 
     def dim(self, name: str) -> int | None:

@@ -241,11 +241,9 @@ class _RowBuffer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The rows, of each site."""
         return [room[: self.rows] for room in self._room]
 
     def add(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Append rows."""
         if self.rows + rows > len(self._room[0]):
             most = max(self.rows + rows, 2 * len(self._room[0]))
             self._room = [torch.cat([t, t.new_empty(most - self.rows, *t.shape[1:])]) for t in self.tensors]

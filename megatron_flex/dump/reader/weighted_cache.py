@@ -42,7 +42,6 @@ class WeightedCache(Generic[K, V]):
         return len(self._values)
 
     def clear(self) -> None:
-        """Release all."""
         with self._lock:
             self._values.clear()
             self._weight = 0

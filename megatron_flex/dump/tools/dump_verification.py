@@ -81,7 +81,6 @@ class ReplicaChecksums:
     _copies: dict[tuple[Any, ...], list[_Replica]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, rank: int, part: StoredPart) -> None:
-        """Take in a part."""
         if self.manifest is None or not self.manifest.settings.get("replicas"):
             return
         try:

@@ -66,7 +66,6 @@ class ValueSummary(Renderable):
         return describe_values("ValueSummary", [], {"values": self})
 
     def to_json(self) -> dict[str, Any]:
-        """In plain values."""
         return {**asdict(self), "quantiles": {str(q): v for q, v in self.quantiles.items()}}
 
 
@@ -282,7 +281,6 @@ class _Moments:
         self.count, self.mean, self.spread, self.squares = 0, 0.0, 0.0, 0.0
 
     def add(self, values: Tensor) -> None:
-        """More values."""
         count = values.numel()
         if not count:
             return
@@ -312,7 +310,6 @@ class _Histogram:
         self.counts = torch.zeros(len(self.edges) + 1, dtype=torch.int64)
 
     def add(self, values: Tensor) -> None:
-        """More values."""
         values = values.to(torch.float64)
         where = torch.bucketize(values, self._inner, right=True)
         where[values == self._inner[-1]] = len(self.edges) - 1

@@ -73,7 +73,6 @@ class DumpWriter:
             )
 
     def begin(self, iteration: int, run_of: int, training: bool, microbatches: int) -> None:
-        """An iteration starts."""
         if self._back.is_forked_child or self._closed:
             return
         self.abandon()

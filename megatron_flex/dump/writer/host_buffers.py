@@ -72,7 +72,6 @@ class HostBuffers:
         return buffer
 
     def give_back(self, buffer: Tensor, pinned: bool) -> None:
-        """Take a buffer back."""
         size = buffer.nbytes
         self.held -= size
         if self.held + self._idle + size <= self.most:

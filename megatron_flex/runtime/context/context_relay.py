@@ -51,7 +51,6 @@ class ContextPlan:
 
     @staticmethod
     def from_hooks(active: Sequence[HookEntry], stages: int) -> ContextPlan:
-        """The plan for the active hooks."""
         users = [e for e in active if (edit := e.hook.editing_function) is not None and uses_context(edit)]
         places: list[tuple[HookFunction, int]] = []
         for entry in users:

@@ -4,6 +4,24 @@ Within one graph a tensor is passed as it is. Into another graph (a later virtua
 region with activation recomputation) the tensor is read without its graph: the gradients from its readers are
 accumulated beside it, and an anchor on the output of the edit that made the tensor adds them to the
 backward pass there.
+
+A value, from the call that writes it to the backward pass:
+
+    call              the function runs on a view of the values, a `CallNamespace`
+    _commit           what it wrote becomes the state of the microbatch, each value with its version: the call
+                      that made it, which a replay can name again
+    share             if one rank ran the function, the other ranks of the stage receive the changes;
+                      `context_relay` sends values on to the next stage
+    _read             a later call reads a tensor as it is in the same graph, and else detached
+    anchor_gradients  after the last edit of the site its output keeps the saved tensors; its backward pass
+                      runs after those of all readers, and gives each tensor the sum of their gradients
+
+What a call may do follows from its pass (`CallMode`):
+
+    PLAIN      reads and writes the state; tensors have graphs
+    FIRST      of a recomputed region: has no graph; takes a snapshot of the state, and writes the state
+    REPLAY     the recomputation: has a graph; reads that snapshot, and writes nothing but anchors
+    NO_GRAPH   evaluation, and edits of gradients: reads and writes the state, without gradients
 """
 
 from __future__ import annotations
@@ -70,7 +88,6 @@ class ContextScopes:
 
     @property
     def virtual_stage(self) -> int:
-        """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
 
     def begin(self) -> MicrobatchValues:
@@ -121,7 +138,9 @@ class ContextScopes:
             values, run = micro.snapshots[key.site, key.call, index] = dict(micro.state), dict(self.run)
         elif mode is CallMode.REPLAY:
             values, run = micro.snapshots.get((key.site, key.call, index), (micro.state, self.run))
+        # A container that is changed in place must not change the snapshot.
         replayed = mode in (CallMode.FIRST, CallMode.REPLAY)
+        copy_containers = partial(map_leaves, leaf=_copy_item)
         return CallFrame(
             hook,
             index,
@@ -131,7 +150,7 @@ class ContextScopes:
             CallNamespace(
                 values, bring_to_device(device, partial(self._read, micro, mode, hook.run == "once"))
             ),
-            CallNamespace(run, bring_to_device(device, _copy_value if replayed else _return_value)),
+            CallNamespace(run, bring_to_device(device, copy_containers if replayed else lambda value: value)),
         )
 
     def _mode(self, hook: HookFunction) -> CallMode:
@@ -185,7 +204,6 @@ class ContextScopes:
         self._apply(frame.micro)
 
     def _apply(self, micro: MicrobatchValues) -> None:
-        """Make the changes of the last call."""
         of_microbatch, of_run = self._changes
         of_microbatch.apply(micro.state)
         of_run.apply(self.run)
@@ -296,14 +314,6 @@ def _wants_gradient(tensor: Tensor, mode: CallMode) -> bool:
 
 def _copy_item(item: Any) -> Any:
     return item if isinstance(item, IMMUTABLE_TYPES) else copy.deepcopy(item)
-
-
-def _copy_value(value: Any) -> Any:
-    return map_leaves(value, _copy_item)
-
-
-def _return_value(value: Any) -> Any:
-    return value
 
 
 def _raise_error(key: Any, error: Exception) -> None:

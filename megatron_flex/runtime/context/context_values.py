@@ -104,7 +104,6 @@ def bring_to_device(device: torch.device, bring: Callable[[Any], Any]) -> Callab
 
 
 def detach_value(value: Any) -> Any:
-    """The value with detached tensors."""
     return map_leaves(value, lambda item: item.detach() if isinstance(item, Tensor) else item)
 
 
@@ -270,7 +269,6 @@ class Changes:
     removed: set[str] = field(default_factory=set)
 
     def apply(self, values: dict[str, Any]) -> None:
-        """Make the changes."""
         for name in self.removed:
             values.pop(name, None)
         values.update(self.written)

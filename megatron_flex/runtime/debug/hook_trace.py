@@ -84,7 +84,6 @@ class Tracer:
         dispatcher.trace(self)
 
     def stop(self) -> None:
-        """Stop printing."""
         self.close()
         self.dispatcher.trace(None)
 
@@ -139,7 +138,6 @@ class TracedExchange:
         self.zeros_count = inner.zeros_count
 
     def enter(self, local: Tensor) -> Tensor:
-        """As the exchange."""
         call = self._call
         call.local = tuple(local.shape)
         meter.sink = call.moves.append

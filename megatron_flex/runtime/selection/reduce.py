@@ -175,7 +175,6 @@ class Reduction(ABC):
 
 
 def _choose_sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are computed."""
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
