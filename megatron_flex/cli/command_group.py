@@ -52,6 +52,9 @@ SOURCES = {
     ),
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
     "stats": CommandSource("stats_command", "stats_app", "List and show the statistics that a run wrote."),
+    "weights": CommandSource(
+        "weights_command", "weights_app", "Digest full parameters, and compare two sets of weights."
+    ),
     "two-layouts": CommandSource(
         "two_layouts_command", "two_layouts_app", "Run the same weights in two layouts, and compare the runs."
     ),

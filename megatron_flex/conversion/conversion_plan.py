@@ -27,6 +27,9 @@ FIELDS = re.compile(
     r"(?<=\blayers\.)(?P<layer>\d+)|(?<=\blocal_experts\.)(?P<expert>\d+)|(?P<kind>weight|bias)$"
 )
 ENTRY = re.compile(r"(.+)\[(\d+)\]")
+ENTRY_FIELD = "[{expert}]"  # at the end of a tensor's name in a rule: an entry of its first dim
+FIELD = re.compile(r"\\{(layer|expert|kind)\\}")  # a field in a tensor's name after re.escape
+FIELD_PATTERNS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)", "kind": "(?P<kind>weight|bias)"}
 
 
 class TensorPart(NamedTuple):
@@ -95,12 +98,15 @@ class PlanMaker:
         tied: whether the configuration ties the output layer to the embedding.
         layers: the number of layers in the configuration.
         vocabulary: the rows of the embedding in the configuration.
+
+    Attributes:
+        heads: as given.
     """
 
     def __init__(
         self, architecture: HuggingFaceArchitecture, heads: Heads, tied: bool, layers: int, vocabulary: int
     ) -> None:
-        self._architecture, self._heads, self._tied = architecture, heads, tied
+        self._architecture, self.heads, self._tied = architecture, heads, tied
         self._layers, self._vocabulary = layers, vocabulary
         self._rules: dict[str, list[WeightRule]] = {}
         for rule in architecture.rules:
@@ -146,6 +152,32 @@ class PlanMaker:
                 )
         return ConversionPlan(planned, tuple(unused))
 
+    def list_shapes(self, forms: Mapping[str, TensorForm]) -> dict[str, tuple[int, ...]]:
+        """The full shapes of the parameters that some tensors make up, named as a GPTModel has them.
+
+        Args:
+            forms: the shapes and dtypes of all tensors.
+        """
+        prefix = self._architecture.prefix
+        strip = "" if any(name.startswith(prefix) for name in forms) else prefix
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule in (rule for rules in self._rules.values() for rule in rules):
+            first, entry = rule.theirs[0].removeprefix(strip), ""
+            if first.endswith(ENTRY_FIELD):
+                first, entry = first.removesuffix(ENTRY_FIELD), ENTRY_FIELD
+            pattern = re.compile(FIELD.sub(lambda m: FIELD_PATTERNS[m[1]], re.escape(first)))
+            for match in filter(None, map(pattern.fullmatch, forms)):
+                count = forms[match[0]].shape[0] if entry else 1
+                for number in range(count):
+                    fields = match.groupdict() | ({"expert": str(number)} if entry else {})
+                    _, parts = self._named(rule, fields, strip)
+                    if all(part in forms for part, _ in parts):
+                        rows = [_as_rows(part, at, forms[part], rule).shape for part, at in parts]
+                        if all(rows):
+                            joined = (sum(shape[0] for shape in rows), *rows[0][1:])
+                            shapes.setdefault(rule.ours.format(**fields), joined)
+        return shapes
+
     def write(self, shapes: Mapping[str, tuple[int, ...]]) -> ConversionPlan:
         """The plan for tensors that are to be made; `shapes` as for `match`.
 
@@ -190,7 +222,7 @@ class PlanMaker:
 
     def _divide(self, name: str, rule: WeightRule, rows: int) -> tuple[int, ...]:
         try:
-            return divide_rows(rule.join, rows, self._heads)
+            return divide_rows(rule.join, rows, self.heads)
         except LayoutError as error:
             raise FlexError(f"{name}: {error}") from error
 
@@ -224,7 +256,7 @@ class PlanMaker:
                     f"{part.name} has dtype {form.dtype}: convert it to one of {', '.join(FLOATS)}"
                 )
         try:
-            runs = find_runs(rule.join, rows, self._heads)
+            runs = find_runs(rule.join, rows, self.heads)
         except LayoutError as error:
             raise FlexError(f"{name}: {error}") from error
         return PlannedParameter(name, parts, runs, shape)

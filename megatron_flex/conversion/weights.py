@@ -177,7 +177,9 @@ def load_hf(
         weights.append(open_weights(source))
         try:
             check_structure(differences)
-            conversion = _plan_maker(chosen, config).match(model.shapes, weights[0].forms, weights[0].where)
+            conversion = make_plan_maker(chosen, config).match(
+                model.shapes, weights[0].forms, weights[0].where
+            )
             check_entries(conversion, weights[0].forms)
             _check_tokens(source, model)
             model.check_plain()
@@ -239,7 +241,7 @@ def to_hf(
         known = read_config(config if config is not None else target)
         chosen = architecture or find_architecture(known)
         check_structure(compare_settings(chosen.arguments(known), model.root), writing=True)
-        maker = _plan_maker(chosen, known)
+        maker = make_plan_maker(chosen, known)
         if isinstance(target, nn.Module):
             weights = ModelWeights(target)
             conversion = maker.match(model.shapes, weights.forms, weights.where)
@@ -455,7 +457,7 @@ def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Mo
             return
         config = read_config(target)
         weights = ModelWeights(target)
-        conversion = _plan_maker(find_architecture(config), config).match(
+        conversion = make_plan_maker(find_architecture(config), config).match(
             model.shapes, weights.forms, weights.where
         )
         for name, full in tensors.items():
@@ -464,7 +466,8 @@ def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Mo
     _on_all_ranks(place, model.adapter)
 
 
-def _plan_maker(architecture: HuggingFaceArchitecture, config: Any) -> PlanMaker:
+def make_plan_maker(architecture: HuggingFaceArchitecture, config: Any) -> PlanMaker:
+    """The plan maker of an architecture for a configuration."""
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return PlanMaker(
         architecture,
