@@ -235,6 +235,21 @@ class Settings(SettingsPart):
         "Write each reported gradient norm and that of the full gradients to a file of JSON lines.",
         "FILE",
     )
+    weights_digest: NonEmptyText | None = _flag(
+        None,
+        "weights-digest",
+        CHECK_GROUP,
+        "Write the digest of every full parameter to a JSON file when the training ends, for "
+        "megatron-flex weights compare.",
+        "FILE",
+    )
+    weights_digest_at: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] | None = _flag(
+        None,
+        "weights-digest-at",
+        CHECK_GROUP,
+        "Write it before the step of iteration N instead: 0 for the weights that the run has loaded.",
+        "N",
+    )
     align: NonEmptyText | None = _flag(
         None,
         "align",

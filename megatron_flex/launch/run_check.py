@@ -99,6 +99,6 @@ def _describe_settings(settings: Settings, resolved: ResolvedSettings) -> Iterat
     if resolved.nonfinite is not None:
         yield f"values that are not finite: {resolved.nonfinite.mode}"
     if not (resolved.edits or resolved.dumps or resolved.statistics or resolved.nonfinite):
-        checks = ("list_sites", "estimate", "verify", "gradient_norms", "align")
+        checks = ("list_sites", "estimate", "verify", "gradient_norms", "weights_digest", "align")
         names = [name.replace("_", "-") for name in checks if getattr(settings, name)]
         yield f"checks before training: {', '.join(names)}"

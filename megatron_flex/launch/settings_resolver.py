@@ -181,18 +181,24 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 def _check_settings(settings: Settings) -> None:
     if settings.nonfinite_dir is not None and settings.nonfinite is None:
         raise FlexError(f"--flex-nonfinite-dir {settings.nonfinite_dir} needs --flex-nonfinite stop or warn")
+    if settings.weights_digest_at is not None and settings.weights_digest is None:
+        raise FlexError(
+            f"--flex-weights-digest-at {settings.weights_digest_at} needs --flex-weights-digest FILE"
+        )
     has_hooks = settings.edits or settings.dumps or settings.statistics is not None or settings.nonfinite
     checks = (
         settings.list_sites
         or settings.estimate
         or settings.verify
         or settings.gradient_norms
+        or settings.weights_digest
         or settings.align
     )
     if not settings.idle and not (has_hooks or checks):
         raise FlexError(
             "nothing to do; give --flex-dump, --flex-stats, --flex-edit, --flex-nonfinite, "
-            "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms or --flex-align"
+            "--flex-list-sites, --flex-estimate, --flex-verify, --flex-gradient-norms, "
+            "--flex-weights-digest or --flex-align"
         )
     settings.check_sites()
     paths = [d.path for d in settings.dumps]

@@ -19,6 +19,7 @@ from megatron_flex.launch.settings_resolver import (
     ResolvedSettings,
     resolve_settings,
 )
+from megatron_flex.launch.weights_digest_file import DigestFile
 from megatron_flex.model import FlexModel
 from megatron_flex.wording import count_words
 
@@ -60,6 +61,7 @@ class TrainingRun:
         self.resolved: ResolvedSettings | None = None
         self._control: Control | None = None
         self._norms: NormFile | None = None
+        self._digest: DigestFile | None = None
         self._trained = False
         self._unverified = 0  # steps that are still to be verified
         self._before_evaluation: Any = None
@@ -90,7 +92,7 @@ class TrainingRun:
         Args:
             chunks: the model, or the list of its virtual pipeline chunks.
             write: whether to open dumps, statistics, the search for values that are not finite, verification,
-                the report, norms and control.
+                the report, norms, the digest of weights and control.
 
         Returns:
             The model with its hooks.
@@ -124,6 +126,9 @@ class TrainingRun:
                 self.report.write_line(describe_start(flex, resolved, self.settings.verify))
                 if self.settings.gradient_norms is not None:
                     self._norms = NormFile(flex, Path(self.settings.gradient_norms))
+                if self.settings.weights_digest is not None:
+                    path, at = Path(self.settings.weights_digest), self.settings.weights_digest_at
+                    self._digest = DigestFile(chunks, flex.session.mesh, path, at)
                 if self.settings.control is not None:
                     self._control = Control(flex, self.settings.control)
         except BaseException:
@@ -148,6 +153,8 @@ class TrainingRun:
             self.flex.session.clock.given_iteration = iteration
         if self._control is not None:
             self._control.step_begins(iteration)
+        if self._digest is not None:
+            self._digest.step_begins(iteration)
 
     def step_ends(self) -> None:
         """End the training step, after its backward passes and the optimizer's update.
@@ -169,7 +176,9 @@ class TrainingRun:
                 self.report.write_line(_describe_verified(self.flex, self.settings.verify))
 
     def training_ends(self) -> None:
-        """Write the statistics of the last step, before the loop closes its loggers. Collective over the job.
+        """Write the last step's statistics and the digest of weights, before the loop closes its loggers.
+
+        Collective over the job.
 
         The statistics of a step are else written when the next one ends. Further steps may follow.
 
@@ -182,6 +191,8 @@ class TrainingRun:
         """
         if self.flex is not None:
             self.flex.session.sinks.deliver_statistics()
+        if self._digest is not None:
+            self._digest.training_ends()
 
     def evaluation(self, on: bool) -> None:
         """Begin (`on`) or end an evaluation: edits remain active; dumps and statistics are inactive.
@@ -221,11 +232,14 @@ class TrainingRun:
         """
         self._close_files()
         flex, self.flex = self.flex, None
+        digest, self._digest = self._digest, None
         if flex is None:
             return
         dumps = list(flex.session.sinks.dumps)
         try:
             flex.restore()
+            if digest is not None:
+                digest.close()
             for line in describe_end(dumps, flex.session.mesh):
                 self.report.write_line(line)
         except FlexError as error:
@@ -246,7 +260,7 @@ class TrainingRun:
             >>> running.abort()
         """
         self._close_files()
-        flex, self.flex = self.flex, None
+        flex, self.flex, self._digest = self.flex, None, None
         if flex is not None:
             flex.session.close(failed=True)
         self.report.close()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -77,9 +76,10 @@ class WeightsDigest:
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as draft:
-                draft.write(text)
-            os.replace(draft.name, target)
+            draft = target.with_name(f".{target.name}.{os.getpid()}")
+            with draft.open("xb") as file:
+                file.write(text)
+            draft.replace(target)
         except OSError as error:
             raise FlexError(f"{path}: {error.strerror or error}") from None
 

@@ -33,7 +33,8 @@ def test_the_file_of_the_page(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     out = of(tmp_path, text)
     assert unsaid(Settings(), out) == {
-        *("gradients", "list_sites", "estimate", "verify", "gradient_norms", "cpu")
+        *("gradients", "list_sites", "estimate", "verify", "gradient_norms", "cpu"),
+        *("weights_digest", "weights_digest_at"),
     }
     assert len(out.edits) == 2
     second = [n for n in type(out.edits[1]).model_fields if f"    {n}:" in text]

@@ -66,6 +66,8 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "align": (["llama"], "llama"),
     "align-tokens": (["tokens.json"], "tokens.json"),
     "gradient-norms": (["norms.jsonl"], "norms.jsonl"),
+    "weights-digest": (["weights.json"], "weights.json"),
+    "weights-digest-at": (["3"], 3),
     "align-report": (["align.json"], "align.json"),
     "cpu": ([], True),
 }
@@ -147,6 +149,7 @@ NUMBER = st.integers(1, 999).map(str)
 VALUES = {
     "every": NUMBER,
     "verify": NUMBER,
+    "weights-digest-at": NUMBER,
     "tokens": st.sampled_from(["0,5", "::8", "random:64", "3"]),
     "on-error": st.sampled_from(["raise", "skip"]),
     "nonfinite": st.sampled_from(["stop", "warn"]),
