@@ -1,4 +1,4 @@
-"""Values sent between pipeline stages: packed once, from leader to leader, and broadcast in the stage.
+"""Values sent between pipeline stages: packed once, and broadcast in the stage; or tensors as they are.
 
 A message is bytes on the CPU, sent over a separate gloo group, not the framework's. Sending does not wait for
 the receiver. Each message has its own tag and contains its number, so that a message left over from a failed
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.host_groups import HostWork, device_of, open_host_group, receive_from, send_to
-from megatron_flex.collectives.messages import align_size, pack
+from megatron_flex.collectives.messages import align_size, as_bytes, pack
 from megatron_flex.mesh import Mesh
 
 
@@ -27,7 +27,8 @@ class StageMessage(NamedTuple):
     Attributes:
         step: the step.
         microbatch: the microbatch.
-        virtual_stage: the virtual stage that receives it.
+        virtual_stage: the virtual stage that receives it, or another one that tells it from messages between
+            the same two stages.
         backward: whether the message belongs to the backward pass.
     """
 
@@ -51,8 +52,16 @@ class StageMessage(NamedTuple):
         return (self.step << 31 | self.microbatch << 11 | self.virtual_stage << 1) | self.backward
 
 
+Allocate = Callable[[Tensor], Sequence[Tensor]]  # tensors to receive into, on the CPU, for a package
+
+
+def allocate_nothing(package: Tensor) -> Sequence[Tensor]:
+    """For a package that no tensors follow."""
+    return ()
+
+
 class PipelineRelay:
-    """Sends packages between the leaders of a model replica's stages.
+    """Sends packages between ranks of a model replica's stages that have the same coordinates otherwise.
 
     Args:
         mesh: the run's axes.
@@ -66,30 +75,47 @@ class PipelineRelay:
         self._sent: dict[int, list[tuple[StageMessage, list[HostWork]]]] = {}
 
     def open(self) -> None:
-        """Create the group, if it does not exist. Collective over the leaders of a replica's stages."""
+        """Create the group, if it does not exist. Collective over the ranks of the axis `pp`."""
         if self._group is None:
             self._group = open_host_group(self._name, self._axis.ranks, self._axis.coord)
 
-    def send(self, package: Tensor, stage: int, message: StageMessage) -> None:
-        """Send a package to a stage's leader, without waiting for it.
+    def send(
+        self, package: Tensor, stage: int, message: StageMessage, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """Send a package to a stage, without waiting for it.
 
         Args:
-            package: the result of `pack_values`.
+            package: bytes, such as the result of `pack_values`.
             stage: the receiving stage.
             message: the identity of the message.
+            tensors: what follows, from its own memory; the package tells the receiver how many bytes.
         """
         body = package.cpu()
         lengths = torch.tensor([message.number, body.numel()], dtype=torch.int64)
-        works = [send_to(self._group, t, stage, message.tag << 1 | i) for i, t in enumerate((lengths, body))]
+        parts = [lengths, body, *(as_bytes(t.detach()).cpu() for t in tensors)]
+        works = [
+            send_to(self._group, t, stage, message.tag << 1 | (i > 0)) for i, t in enumerate(parts)
+        ]  # those with one tag arrive in this order
         self._sent.setdefault(message.tag, []).append((message, works))
 
-    def receive(self, stage: int, message: StageMessage) -> Tensor:
-        """Wait for a package from a stage's leader; other packages with the same tag are dropped."""
+    def receive(self, stage: int, message: StageMessage, allocate: Allocate = allocate_nothing) -> Tensor:
+        """Wait for a package from a stage; other packages with the same tag are dropped.
+
+        Args:
+            stage: the sending stage.
+            message: the identity of the message.
+            allocate: makes the tensors that are to hold what follows a package, contiguous.
+        """
         lengths = torch.zeros(2, dtype=torch.int64)
         while True:
             receive_from(self._group, lengths, stage, message.tag << 1).wait()
             body = torch.empty(int(lengths[1]), dtype=torch.uint8)
             receive_from(self._group, body, stage, message.tag << 1 | 1).wait()
+            following = [
+                receive_from(self._group, as_bytes(t), stage, message.tag << 1 | 1) for t in allocate(body)
+            ]
+            for work in following:
+                work.wait()
             if int(lengths[0]) == message.number:
                 return body
 

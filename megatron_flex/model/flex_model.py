@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from megatron_flex.model.interp import Interp
 from megatron_flex.model.model_state import ModelState
 from megatron_flex.model.registration import (
     register_dump,
+    register_features,
     register_nonfinite,
     register_statistics,
     remove_sink,
@@ -30,6 +31,8 @@ from megatron_flex.model.report import Report
 from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
+from megatron_flex.runtime.features.feature_plan import Receivers
+from megatron_flex.runtime.features.features import Features
 from megatron_flex.runtime.full_parameters import ParameterRequest
 from megatron_flex.sites import Pattern, Site
 from megatron_flex.statistics import Statistics
@@ -485,6 +488,60 @@ class FlexModel(nn.Module):
         return register_nonfinite(
             self.session, NonFinite(settings) if isinstance(settings, str) else settings
         )
+
+    # -- features --------------------------------------------------------------------------------------
+
+    def features(
+        self,
+        layers: Sequence[int],
+        to: Receivers = "last_stage",
+        *,
+        full: bool = True,
+        gradients: bool = False,
+        at: str = "decoder.layers.{}",
+        on_features: Callable[[Mapping[int, Tensor], int], None] | None = None,
+    ) -> Features:
+        """Bring hidden states of layers to ranks of other pipeline stages, within each step from the next on.
+
+        Every rank calls it with the same layers. In the forward pass of a microbatch on the last stage,
+        `features[17]` is the output of layer 17, after edits, for any code there: the loss function, or an
+        editing function. A rank sends its shard to the rank with the same coordinates on the receiving
+        stage; a layer on that stage is neither sent nor copied. With `full`, the receiving ranks then gather
+        it. Each data parallel replica has its own tensors.
+
+        Args:
+            layers: numbers of layers of the whole model, from 0.
+            to: `last_stage`, all ranks of it; `all` ranks; `leader`, the first rank of each replica; or the
+                numbers of pipeline stages. A stage has layers of later stages in its backward pass, or at
+                the end of a step without one: use `on_features`.
+            full: whether the tensors are full, `[s, b, h]` in Megatron, or shards as their layers have them,
+                such as `[s/(cp*tp), b, h]` with sequence parallelism.
+            gradients: whether a loss of the features trains the layers: then the gradients are those of one
+                device, with activation recomputation too. Otherwise the tensors are detached, and train
+                what is computed from them alone. Only to the last stage. The loss is a part of what the loss
+                function returns, or an editing function that returns a result that depends on the features.
+            at: the hook point of each layer.
+            on_features: called on the receiving ranks with the features of each microbatch, by layer, and
+                its number, once all have arrived: on the last stage after the loss function.
+
+        Returns:
+            The features of the running microbatch, a mapping. `remove()`, or the end of a `with` block, ends
+            the transfers.
+
+        Raises:
+            SiteError: no such layer.
+            HookError: an argument is invalid; on all ranks, if they ask for different features. At the end
+                of a step: a layer did not run, or on_features failed.
+
+        Examples:
+            >>> def show(features, microbatch):
+            ...     print(microbatch, tuple(features[2].shape), features[2].requires_grad)
+            >>> with attach(chunks) as flex, flex.features(layers=[0, 2], on_features=show):
+            ...     train_step(chunks)
+            0 (16, 2, 32) False
+            1 (16, 2, 32) False
+        """
+        return register_features(self.session, layers, to, full, gradients, at, on_features)
 
     # -- parameters and trainable modules --------------------------------------------------------------
 

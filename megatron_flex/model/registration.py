@@ -24,6 +24,9 @@ from megatron_flex.model.argument_checks import check_sink, explain_other_names
 from megatron_flex.nonfinite import NonFinite
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manifest
+from megatron_flex.runtime.features.feature_exchange import OnFeatures
+from megatron_flex.runtime.features.feature_plan import NAMED_RECEIVERS, FeatureRequest, Receivers
+from megatron_flex.runtime.features.features import Features
 from megatron_flex.runtime.nonfinite_sink import NonFiniteSink
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
 from megatron_flex.runtime.session_sinks import Sink as SessionSink
@@ -265,3 +268,38 @@ def _select_gradients(mesh: Mesh, values: tuple[Site, ...], exact: frozenset[str
             out.append(site)
     warn_left_out(barred, STATISTICS_PURPOSE)
     return tuple(out)
+
+
+def register_features(
+    session: Session,
+    layers: Sequence[int],
+    to: Receivers,
+    full: bool,
+    gradients: bool,
+    at: str,
+    on_features: OnFeatures | None,
+) -> Features:
+    """Take hidden states of layers. Collective. Arguments as for `FlexModel.features`."""
+    session.check_open()
+    numbers = [n for n in layers if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if not numbers or len(set(numbers)) < len(layers):
+        raise HookError(
+            f"features(layers={layers!r}): give different numbers of layers from 0, such as [2, 17]"
+        )
+    if to not in NAMED_RECEIVERS and not isinstance(to, (tuple, list)):
+        raise HookError(
+            f"features(to={to!r}): give one of {', '.join(NAMED_RECEIVERS)}, or a list of pipeline stages"
+        )
+    if on_features is not None and not callable(on_features):
+        raise HookError(f"features(on_features={on_features!r}): give a function of (features, microbatch)")
+    if at.count("{}") != 1:
+        raise HookError(f"features(at={at!r}): give a name with {{}} for the number of the layer")
+    sites = {}
+    for number in numbers:
+        (sites[number], *_) = session.sites.match(at.replace("{}", str(number)), "output")
+        if sites[number].hidden:
+            raise HookError(
+                f"no features of {sites[number].name}: {sites[number].hidden}", site=sites[number].name
+            )
+    request = FeatureRequest(sites, to, full, gradients)
+    return session.features.add(request, on_features, session.agreement.compare)

@@ -22,6 +22,7 @@ from megatron_flex.layout import (
 )
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
+from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.edit_environment import EditEnvironment
 from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
@@ -30,7 +31,7 @@ from megatron_flex.runtime.hooks import explain_unhookable, is_low_precision
 from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.pass_builder import PassBuilder
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.site_pass import Pass, Record, Take
+from megatron_flex.runtime.site_pass import Attach, Pass, Record, Take
 from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_captured, raise_no_layout
 from megatron_flex.sites import DimNames, Site
 
@@ -181,7 +182,9 @@ class SiteDispatch:
         self._hooks, self._later = hooks, later = self._registry.hooks_at(self._name)
         self._needing = [h for h in (*hooks, *later) if h.needs_dim_names and site.dim_names is not None]
         self._sinks = [h for h in hooks if h.tensor_sink is not None]
-        self._acts = bool(later) or any(h.editing_function for h in hooks)
+        self._taps = [h.feature_tap for h in hooks if h.feature_tap is not None]
+        joins = any(tap.joins_gradients for tap in self._taps)
+        self._acts = bool(later) or joins or any(h.editing_function for h in hooks)
         inferred = site.inferred and (not dispatcher.alone or bool(self._needing))
         self._direct = not site.propagated and not inferred
         self._passes = {}
@@ -251,6 +254,8 @@ class SiteDispatch:
         attach = None
         if self._later or (site.propagated and self._editing.modules):
             attach = partial(gradients.attach, site, self._later, replica_layout, layout)
+        if self._taps:  # after the hooks on the gradient, which see what features add to it
+            attach = partial(self._feed_features, attach, replica_layout)
         sinks: tuple[Record, ...] = ()
         if self._sinks:
             sinks = ((partial(captures.feed_sinks, self._sinks), replica_layout),)
@@ -268,6 +273,18 @@ class SiteDispatch:
                 self._passes.clear()
             self._passes[at] = site_pass
         return site_pass
+
+    def _feed_features(
+        self, attach: Attach | None, layout: Layout, key: Key, local: Tensor, route: Route | None
+    ) -> Tensor:
+        """Let features take the tensor that continues in the model; an error is recorded."""
+        out = local if attach is None else attach(key, local, route)
+        try:
+            for tap in self._taps:
+                out = tap.take(key, out, layout, route)
+        except Exception as error:  # recorded: other ranks wait for the backward pass of what is attached
+            self._editing.record_internal_error(self._name, error)
+        return out
 
     def _explain_unhookable(self, local: Tensor) -> str:
         """Why no hook at the site can have the tensor; empty if they can."""

@@ -58,6 +58,17 @@ class TensorSink(Protocol):
         """
 
 
+class FeatureTap(Protocol):
+    """What takes the tensors that continue in the model as features, for ranks of another stage."""
+
+    @property
+    def joins_gradients(self) -> bool:
+        """Whether gradients of the features are added to those of the tensors, in recomputation too."""
+
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+        """Take this rank's tensor after all edits, and return the one that continues in the model."""
+
+
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
 Run = Literal["replicated", "once"]
@@ -121,6 +132,7 @@ class HookFunction:
     Attributes:
         selection: `select` and `reduce`; None if the full tensor is captured.
         tensor_sink: the dump or statistics that receives the tensors, if the hook belongs to one.
+        feature_tap: what takes the tensors as features, if the hook belongs to some.
         captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
             EDITED.
         records: whether the editing function itself captures tensors.
@@ -200,6 +212,7 @@ class HookFunction:
         self.enabled = enabled
         self.captures_edited = self.records = False
         self.tensor_sink: TensorSink | None = None
+        self.feature_tap: FeatureTap | None = None
         self.selection = (
             None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
         )
@@ -512,6 +525,18 @@ def make_sink_hooks(
             places = frozenset(s.place for s in sites if s.index == index)
             out.append(SinkHook(tensor_sink, description, places, kind, index, groups))
     return out
+
+
+class FeatureHook(HookFunction):
+    """A hook that captures nothing and edits nothing, and passes each tensor to its features."""
+
+    def __init__(self, feature_tap: FeatureTap, description: str, places: frozenset[str]) -> None:
+        def chosen(site: Site) -> bool:
+            return site.name in places
+
+        chosen.__qualname__ = description
+        super().__init__(chosen)
+        self.save, self.feature_tap = False, feature_tap
 
 
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)  # not in every version of torch

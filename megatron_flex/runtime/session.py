@@ -37,6 +37,7 @@ from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
 from megatron_flex.runtime.edit_environment import BACKWARD_PASS, FORWARD_PASS, EditEnvironment
 from megatron_flex.runtime.edit_failures import StepFailure, global_rank, raise_on_all_ranks
+from megatron_flex.runtime.features.features import SessionFeatures
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.function_transforms import check_transform
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
@@ -111,6 +112,9 @@ class Session:
         trials = DryRun(adapter, parameters, self.mesh)
         self.hooks = SessionHooks(
             self.registry, self.taps, trials, self.editing, self.check_open, lambda: self.sinks.groups
+        )
+        self.features = SessionFeatures(
+            self.registry, self.hooks, self.sites, self.mesh, self.clock, self.editing, name
         )
         self._reject_reason = ""
         self._in_schedule, self._in_call = False, False
@@ -289,6 +293,7 @@ class Session:
             self._unwatch = None
         self._recorder.close()
         self.context_relay.close()
+        self.features.close()
         self.registry.clear()
         self.trainable.close()
         self.sinks.close(failed)
@@ -327,6 +332,8 @@ class Session:
         self.sinks.begins(StepStart(self.mesh, microbatches), probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.context_relay.begin()
+        if self.features.exchanges:
+            self.features.begin()
         self._in_schedule = True
         self._calls.clear()
 
@@ -334,15 +341,20 @@ class Session:
         """End the step: send the captures to the leader, or drop them if the step failed."""
         self._in_schedule = False
         try:
+            if self.features.active and not failed:
+                self.features.step_ends()
             self._end(failed, self.mesh)
         finally:
             self.context_relay.begin()
+            self.features.end()
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.begin_forward(microbatch, chunk)
         if self.registry.active:
             self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_begins)
+            if self.features.active:
+                self.features.forward_begins()
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
@@ -351,6 +363,8 @@ class Session:
             self.clock.add_tokens(tokens)
         if self.registry.active:
             self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_ends)
+            if self.features.active:
+                self.features.forward_ends()
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
@@ -358,11 +372,15 @@ class Session:
         self.clock.begin_backward(output)
         if self.registry.active:
             self.editing.record_errors_of(BACKWARD_PASS, self.context_relay.backward_begins)
+            if self.features.active:
+                self.features.backward_begins()
 
     def backward_ends(self) -> None:
         """Note that the backward pass ends."""
         if self.registry.active:
             self.editing.record_errors_of(BACKWARD_PASS, self.context_relay.backward_ends)
+            if self.features.active:
+                self.features.backward_ends()
 
     def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
@@ -416,6 +434,8 @@ class Session:
             if self.registry.active and running_transform() is not None:
                 self._check_transform()
             self.clock.set_gradient_factor(gradient_factor)
+            if self.features.active:
+                self.features.forget_values()
             self.forward_begins(self._calls[chunk] if microbatch is None else microbatch, chunk)
             self._calls[chunk] += 1
             return
@@ -431,6 +451,8 @@ class Session:
         self.sinks.begins(StepStart(self._replica(), 1, called=True))
         self.trainable.begins(None)
         self.context_relay.begin()
+        if self.features.exchanges:
+            self.features.begin()
         self.editing.scopes.begin()
         self._in_call = True
 
@@ -443,6 +465,8 @@ class Session:
         if self._in_schedule:
             if self.registry.active:
                 self.editing.record_errors_of(FORWARD_PASS, self.context_relay.forward_ends)
+                if self.features.active:
+                    self.features.forward_ends()
             self._recorder.gather_if_large()
             return
         self._in_call = False
@@ -540,6 +564,8 @@ class Session:
         sends = self.registry.sends_captures
         wrong, failure = self._exchange_flags(hooks, sends, failure, mesh, at)
         self.context_relay.settle()
+        if self.features.active:
+            self.features.settle()
         self.sinks.ends(bool(wrong), mesh, called)
         if wrong:
             self._recorder.drop()
