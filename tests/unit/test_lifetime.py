@@ -170,6 +170,7 @@ NATIVE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "register_dump": lambda flex, old, new: flex.register_dump(mf.Dump("nowhere", ["first:output"])),
     "remove_dump": lambda flex, old, new: flex.remove_dump(mf.Dump("nowhere", ["first:output"])),
     "register_nonfinite": lambda flex, old, new: flex.register_nonfinite("warn"),
+    "features": lambda flex, old, new: flex.features([0]),
     "register_statistics": lambda flex, old, new: flex.register_statistics(
         Statistics("nowhere", ["first:output"])
     ),
