@@ -259,15 +259,14 @@ MAX_NAMED_RANKS = 8  # ranks that an error names; others are only counted
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return `"rank 3"` or `"ranks 0, 1"`; of many, the first ones and the number of the others."""
-    named = ", ".join(str(r) for r in ranks[:MAX_NAMED_RANKS])
-    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {list_some(ranks, MAX_NAMED_RANKS)}"
 
 
-def list_some(items: Sequence[object], most: int = 5) -> str:
-    """Return the first items as text, and the number of the others."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+def list_some(items: Sequence[object], most: int = 5, separator: str = ", ") -> str:
+    """Return the first items as text, and the number of the others: `a, b and 3 more`, `a; b; and 3 more`."""
+    before = " " if separator == ", " else separator
+    more = f"{before}and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
 
 
 def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:

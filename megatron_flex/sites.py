@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from megatron_flex.document import Document, Note, Renderable, Row, Table
-from megatron_flex.errors import SiteError, error_attributes, suggest_nearest
+from megatron_flex.errors import SiteError, error_attributes, list_some, suggest_nearest
 from megatron_flex.gpt_names import NAMESPACE, GptNames, layer_pattern
 from megatron_flex.layout import Layout
 from megatron_flex.layout.layout_drawing import format_shape
@@ -597,18 +597,13 @@ def _choose_point(text: str, recorded: dict[str, RecordedName], where: str) -> l
     """The names of one point of one module: of its output if there are several."""
     if len({parsed.module for parsed in recorded.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} is the end of {_list_names(list(recorded))}; name one, or a pattern",
+            f"{text!r} in {where} is the end of {list_some(list(recorded), 4)}; name one, or a pattern",
             site=text,
         )
     outputs = [name for name, parsed in recorded.items() if parsed.point in ("", "output")]
     if not outputs and len({parsed.point for parsed in recorded.values()}) > 1:
         raise SiteError(
-            f"{text!r} in {where} has several points ({_list_names(list(recorded))}); name one of them",
+            f"{text!r} in {where} has several points ({list_some(list(recorded), 4)}); name one of them",
             site=text,
         )
     return outputs or list(recorded)
-
-
-def _list_names(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -21,6 +21,7 @@ from megatron_flex.adapters.adapter_base import (
     Part,
     Undo,
     is_recomputing,
+    report_step,
     training_writers,
 )
 from megatron_flex.adapters.adapter_registry import Finder, register_adapter
@@ -69,6 +70,7 @@ __all__ = [
     "make_axis",
     "make_mesh",
     "register_adapter",
+    "report_step",
     "training_writers",
 ]
 

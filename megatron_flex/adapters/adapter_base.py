@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -103,6 +104,23 @@ class Listener(Protocol):
 
     def call_ends(self, failed: bool) -> None:
         """That call returned, or raised."""
+
+
+@contextmanager
+def report_step(
+    listener: Listener,
+    iteration: int | None,
+    gradient_factor: Callable[[], float] | None = None,
+    microbatches: int = 1,
+) -> Iterator[None]:
+    """Report the step that runs in this block; arguments as for `Listener.step_begins`."""
+    listener.step_begins(iteration, gradient_factor, microbatches)
+    try:
+        yield
+    except BaseException:
+        listener.step_ends(True)
+        raise
+    listener.step_ends(False)  # it may raise, which is not a failure of what ran in the block
 
 
 class NormListener(Protocol):

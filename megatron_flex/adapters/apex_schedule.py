@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Listener, Undo
+from megatron_flex.adapters.adapter_base import Listener, Undo, report_step
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.pipeline_stages import StageLayouts, UnscheduledCalls
@@ -99,18 +99,13 @@ class ApexSchedule:
             return schedule(*args, **kwargs)
         microbatches = int(import_module(f"{PACKAGE}.utils").get_num_microbatches())
         factor = partial(_gradient_factor, microbatches, kwargs.get("grad_scaler"))
-        listener.step_begins(None, factor, microbatches)
-        self._running, failed = True, True
         self._forwards = [0] * len(self.roots)
-        try:
-            result = schedule(*args, **kwargs)
-            failed = False
-        finally:
-            self._running = False
-            if failed:
-                listener.step_ends(True)
-        listener.step_ends(False)
-        return result
+        with report_step(listener, None, factor, microbatches):
+            self._running = True
+            try:
+                return schedule(*args, **kwargs)
+            finally:
+                self._running = False
 
     def _forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called as `step(forward_step_func, batch, model, input_tensor, ...)`."""

@@ -26,7 +26,7 @@ from megatron_flex.adapters.module_names import (
 )
 from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters, StoredParameter
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, list_some
 
 COMM_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."  # these average equally on all replicas:
 AVERAGING_HOOKS = (
@@ -60,8 +60,7 @@ class DDPParameters(ModuleParameters):
             return self._before
         left_out = self._left_out()
         if left_out:
-            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-            return f"DistributedDataParallel leaves out {left_out[0]}{more}; {REDUCED_REMEDY}"
+            return f"DistributedDataParallel leaves out {list_some(left_out, 1)}; {REDUCED_REMEDY}"
         return True if self.scheduled else all_synchronized(self.wrappers)
 
     def _left_out(self) -> list[str]:

@@ -229,9 +229,9 @@ class DTensorParameters(ModuleParameters):
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded
             tensor = tensor.to(tensor.device_mesh.device_type)
         local: Tensor = tensor.redistribute(placements=self._replicated_placements(placing)).to_local()
-        due = self._shape(parameter)
-        if tuple(local.shape) != due:  # the last shards of an uneven dim
-            padded = local.new_zeros(due)
+        shape = self._shape(parameter)
+        if tuple(local.shape) != shape:  # the last shards of an uneven dim
+            padded = local.new_zeros(shape)
             padded[tuple(slice(n) for n in local.shape)] = local
             return padded
         return local

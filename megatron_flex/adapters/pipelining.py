@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_flex.adapters.adapter_base import (
-    AxisSizes,
-    Listener,
-    Undo,
-)
+from megatron_flex.adapters.adapter_base import AxisSizes, Listener, Undo, report_step
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.adapters.pipeline_stages import (
@@ -159,18 +155,14 @@ class PipelineSchedule:
         # The schedule divides parameter gradients at the end of the step, so activations' gradients are
         # of each microbatch's own loss. Where it does not, the loss is the sum over microbatches.
         mean = bool(getattr(self.schedule, "scale_grads", True))
-        listener.step_begins(None, None, int(self.schedule._n_microbatches) if mean else 1)
-        self._running, failed = True, True
+        microbatches = int(self.schedule._n_microbatches) if mean else 1
         self._unsplit.clear()
-        try:
-            result = step(*args, **kwargs)
-            failed = False
-        finally:
-            self._running = False
-            if failed:
-                listener.step_ends(True)
-        listener.step_ends(False)
-        return result
+        with report_step(listener, None, microbatches=microbatches):
+            self._running = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._running = False
 
     def _try(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Edits can add trained inputs to a frozen model, whose stages then must send gradients.

@@ -23,7 +23,7 @@ from megatron_flex.adapters.module_names import (
 )
 from megatron_flex.adapters.module_walk import walk_modules
 from megatron_flex.adapters.parameter_storage import REDUCED_REMEDY, ModuleParameters
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, list_some
 from megatron_flex.mesh import Mesh
 
 DROPPED_GRADIENT = (
@@ -205,8 +205,8 @@ class ShardedDDPParameters(ModuleParameters):
         if self._before is not None:
             return self._before
         if left_out := self.owners.left_out(named_parameters(self.root)):
-            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-            return f"the optimizers of ShardedDataParallel leave out {left_out[0]}{more}; {REDUCED_REMEDY}"
+            names = list_some(left_out, 1)
+            return f"the optimizers of ShardedDataParallel leave out {names}; {REDUCED_REMEDY}"
         return self.owners.reduced()
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:

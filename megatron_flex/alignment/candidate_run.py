@@ -122,7 +122,7 @@ class CandidateRun:
                 reading.real = run(self.session, tokens, None)
                 return reading.collect(everywhere=False)
         finally:
-            reading.stop()
+            reading.remove()
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the first rank, on all ranks. Collective over all ranks."""

@@ -17,8 +17,13 @@ import torch.distributed as dist
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.host_groups import device_of
-from megatron_flex.collectives.rank_agreement import all_gather_pickled, gather_objects, max_over_ranks
-from megatron_flex.errors import FlexError
+from megatron_flex.collectives.rank_agreement import (
+    all_gather_pickled,
+    equal_over_ranks,
+    gather_objects,
+    max_over_ranks,
+)
+from megatron_flex.errors import FlexError, list_some
 from megatron_flex.mesh import Mesh
 
 ItemT = TypeVar("ItemT")
@@ -45,8 +50,7 @@ def gather_distinct(item: ItemT, mesh: Mesh, axes: Sequence[str] | None = None) 
         if axis.size == 1:
             continue
         code = int.from_bytes(hashlib.sha256(b"".join(items)).digest()[:7])
-        most, least = max_over_ranks([code, -code], Mesh((axis,)), "items that may differ")
-        if most != -least:
+        if not equal_over_ranks(code, Mesh((axis,)), "items that may differ"):
             several = all_gather_pickled(items, axis.group)
             items = list(dict.fromkeys(pickled for of_rank in several for pickled in of_rank))
     return [pickle.loads(pickled) for pickled in items]  # noqa: S301  # ranks of this job pickled them
@@ -87,17 +91,13 @@ def run_or_raise_on_all(mesh: Mesh, act: Callable[[], ItemT]) -> ItemT:
     for who, what in reports:
         wrong.setdefault(what, []).append(who)
     if wrong:
-        raise FlexError("; ".join(f"{what} (rank {_list_first_ranks(who)})" for what, who in wrong.items()))
+        texts = (f"{what} (rank {list_some(ranks, MAX_RANKS_SHOWN)})" for what, ranks in wrong.items())
+        raise FlexError("; ".join(texts))
     return cast(ItemT, result)
 
 
 def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, FlexError) else f"{type(error).__name__}: {error}"
-
-
-def _list_first_ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
-    return ", ".join(map(str, ranks[:MAX_RANKS_SHOWN])) + more
 
 
 def broadcast_object(item: Any, mesh: Mesh) -> Any:

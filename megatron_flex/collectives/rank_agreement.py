@@ -81,6 +81,12 @@ def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watche
     return [*greatest[4 : 4 + min(count, FIRST_FLAGS)], *rest]
 
 
+def equal_over_ranks(number: int, mesh: Mesh, at: str = "", watch: Watcher | None = None) -> bool:
+    """Whether a number is the same on all ranks. Arguments, collective and errors as in `max_over_ranks`."""
+    greatest, negative = max_over_ranks([number, -number], mesh, at, watch)
+    return greatest == -negative
+
+
 def any_over_ranks(flag: bool, mesh: Mesh, device: torch.device) -> torch.Tensor:
     """Whether the flag is true on any rank, as a tensor on the device, for which the host does not wait.
 

@@ -5,7 +5,7 @@ For parameters, checks and explicit transfers; hooks do not use this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron_flex.collectives.gather_scatter import assemble_on_all_ranks, broa
 from megatron_flex.collectives.gloo_workers import run_collective
 from megatron_flex.collectives.host_groups import device_of
 from megatron_flex.collectives.leader_gather import gather_to_leader
-from megatron_flex.collectives.messages import as_bytes
+from megatron_flex.collectives.messages import as_bytes, group_by_size
 from megatron_flex.collectives.object_exchange import broadcast_object
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -95,9 +95,6 @@ def broadcast_items(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tup
     return out
 
 
-TensorHeader = tuple[Any, tuple[int, ...], torch.dtype]
-
-
 def broadcast_in_buckets(
     items: Sequence[tuple[Any, Tensor]], mesh: Mesh, bucket_bytes: int
 ) -> list[tuple[Any, Tensor]]:
@@ -115,34 +112,21 @@ def broadcast_in_buckets(
     if not axes:
         return list(items)
     first = mesh.is_first(a.name for a in mesh)
-    note: list[TensorHeader] = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
-    headers = broadcast_object(note, mesh)
+    headers = broadcast_object([(tag, tuple(t.shape), t.dtype) for tag, t in items], mesh)
+    sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, shape, dtype in headers]
     device = device_of(axes[0].group)
-    local_items, out = iter(items), []
-    for bucket in _buckets(headers, bucket_bytes):
-        sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, shape, dtype in bucket]
+    out = []
+    for bucket in group_by_size(sizes, bucket_bytes):
+        lengths = [sizes[n] for n in bucket]
         if first:
-            flat = torch.cat([as_bytes(next(local_items)[1]) for _ in bucket])
+            flat = torch.cat([as_bytes(items[n][1]) for n in bucket])
         else:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            flat = torch.empty(sum(lengths), dtype=torch.uint8)
         flat = broadcast_from_first(flat.to(device), mesh).cpu() if len(flat) else flat
-        for (tag, shape, dtype), part in zip(bucket, flat.split(sizes), strict=True):
+        for n, part in zip(bucket, flat.split(lengths), strict=True):
+            tag, shape, dtype = headers[n]
             out.append((tag, part.clone().view(dtype).reshape(shape)))
     return out
-
-
-def _buckets(headers: Sequence[TensorHeader], limit: int) -> Iterator[list[TensorHeader]]:
-    bucket: list[TensorHeader] = []
-    filled = 0
-    for header in headers:
-        size = torch.empty(header[1], dtype=header[2], device="meta").nbytes
-        if bucket and filled + size > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(header)
-        filled += size
-    if bucket:
-        yield bucket
 
 
 NO_VALUE = -(2**62)  # below every checksum and its negative

@@ -22,6 +22,7 @@ FetchedT = TypeVar("FetchedT")
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
 DimSlice = int | slice | Sequence[int] | Tensor | None
 CacheKey = str | tuple[str | int | None, ...]
+LabelledStack = tuple[Tensor, list[str]]
 
 
 def _needs_decoder(method: MethodT) -> MethodT:
@@ -191,24 +192,26 @@ def decompose_stream(
     mlp_input: bool,
     expand_neurons: bool,
     where: DimSlice,
-) -> tuple[Tensor, list[str]]:
+) -> LabelledStack:
     """The components of the residual stream before layer `last`, or before its MLP, with labels."""
     aliases = weights.names.aliases
     parts = [cache.stack_head_results(last + mlp_input, True, pos_slice=where)]
     dense = [n for n in range(last) if expand_neurons and f"blocks.{n}.mlp.hook_post" in aliases]
     if dense:
         parts.append(cache.stack_neuron_results(last, where, return_labels=True))
-    expanded = [n for n in range(last + mlp_input) if f"blocks.{n}.attn.hook_result" in cache]
-    whole = [f"{n}_attn_out" for n in range(last + mlp_input) if n not in expanded]
-    whole += [f"{n}_mixer_out" for n in range(last + mlp_input)]
-    whole += [f"{n}_mlp_out" for n in range(last) if n not in dense]
-    for label in whole:  # sublayers that are one component
-        number, _, name = label.partition("_")
-        full = f"blocks.{number}.hook_{name}"
-        if full in aliases:
-            parts.append((slice_dim(cache[full], where, -2)[None], [label]))
-    embeddings = [name for name in ("embed", "pos_embed") if name in cache]
-    parts += [(slice_dim(cache[name], where, -2)[None], [name]) for name in embeddings]
+    layers = range(last + mlp_input)
+    expanded = [n for n in layers if f"blocks.{n}.attn.hook_result" in cache]
+    unexpanded = {
+        "attn": [n for n in layers if n not in expanded],
+        "mixer": list(layers),
+        "mlp": [n for n in range(last) if n not in dense],
+    }  # sublayers that are one component
+    whole = [
+        (f"{n}_{kind}_out", f"blocks.{n}.hook_{kind}_out") for kind in unexpanded for n in unexpanded[kind]
+    ]
+    whole = [(label, name) for label, name in whole if name in aliases]
+    whole += [(name, f"hook_{name}") for name in ("embed", "pos_embed") if name in cache]
+    parts += [(slice_dim(cache[name], where, -2)[None], [label]) for label, name in whole]
     stacks, labels = zip(*parts, strict=True)
     linears = [f"decoder.layers.{n}.{ATTENTION_LINEAR}" for n in expanded]
     linears += [f"decoder.layers.{n}.{MLP_LINEAR}" for n in dense]
@@ -216,9 +219,6 @@ def decompose_stream(
     bias = sum(biases, torch.zeros(())).to(stacks[0])
     stack = torch.cat([*stacks, bias.expand(1, *stacks[0].shape[1:])])
     return stack, [*(label for some in labels for label in some), "bias"]
-
-
-LabelledStack = tuple[Tensor, list[str]]
 
 
 class ActivationCache(NamedTensors):
@@ -280,7 +280,10 @@ class ActivationCache(NamedTensors):
             names.append((f"{last}_pre", ("resid_pre", last)))
             mid = mlp_input and self._check_mlp(last) and self._has(last, "resid_mid")
             names += [(f"{last}_mid", ("resid_mid", last))] if mid else []
-        return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels, last == self._layers)
+        stack = self._stack(names, pos_slice)
+        return self._scaled(
+            stack, last, mlp_input, apply_ln, pos_slice, return_labels, recompute_ln=last == self._layers
+        )
 
     @_needs_decoder
     def decompose_resid(
@@ -325,7 +328,8 @@ class ActivationCache(NamedTensors):
             names += [(f"{n}_{k}_out", f"blocks.{n}.hook_{k}_out") for k in kinds if self._has(n, f"{k}_out")]
         if mlp_input and self._check_mlp(last) and mode != "mlp" and self._has(last, "attn_out"):
             names.append((f"{last}_attn_out", ("attn_out", last)))
-        return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels)
+        stack = self._stack(names, pos_slice)
+        return self._scaled(stack, last, mlp_input, apply_ln, pos_slice, return_labels)
 
     @_needs_decoder
     def apply_ln_to_stack(
@@ -448,7 +452,8 @@ class ActivationCache(NamedTensors):
             for n, piece in zip(layers_with_heads, head_results, strict=True)
             for m in range(piece.shape[-2])
         ]
-        return self._stacked(head_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
+        stack = self._stack_pieces(head_results, labels, last, incl_remainder, pos_slice)
+        return self._scaled(stack, last, False, apply_ln, pos_slice, return_labels)
 
     @_needs_decoder
     def get_neuron_results(
@@ -488,16 +493,14 @@ class ActivationCache(NamedTensors):
             >>> cache.stack_neuron_results(layer=2, neuron_slice=[7, 11]).shape
             torch.Size([4, 2, 16, 32])
         """
-        layers_with_mlp = [
-            n for n in range(self._number(layer)) if f"blocks.{n}.mlp.hook_post" in self._fetch.names.aliases
-        ]
+        last, aliases = self._number(layer), self._fetch.names.aliases
+        layers_with_mlp = [n for n in range(last) if f"blocks.{n}.mlp.hook_post" in aliases]
         neuron_results = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in layers_with_mlp]
         width = self["post", layers_with_mlp[0]].shape[-1] if layers_with_mlp else 0
         numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
         labels = [f"L{n}N{m}" for n in layers_with_mlp for m in numbers]
-        return self._stacked(
-            neuron_results, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln
-        )
+        stack = self._stack_pieces(neuron_results, labels, last, incl_remainder, pos_slice)
+        return self._scaled(stack, last, False, apply_ln, pos_slice, return_labels)
 
     @_needs_decoder
     def get_full_resid_decomposition(
@@ -527,10 +530,8 @@ class ActivationCache(NamedTensors):
         if mlp_input:
             self._check_mlp(last)
         weights = self._weight(lambda: self._fetch)
-        stack, labels = decompose_stream(self, weights, last, mlp_input, expand_neurons, pos_slice)
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, None, self.has_batch_dim)
-        return (stack, labels) if return_labels else stack
+        stack = decompose_stream(self, weights, last, mlp_input, expand_neurons, pos_slice)
+        return self._scaled(stack, last, mlp_input, apply_ln, pos_slice, return_labels)
 
     @_needs_decoder
     def logit_attrs(
@@ -609,9 +610,30 @@ class ActivationCache(NamedTensors):
         assert made_of is not None
         return normalize_stream(stream, made_of.rms, made_of.epsilon)
 
-    def _made(
+    def _stack(self, names: Sequence[tuple[str, CacheKey]], pos_slice: DimSlice) -> LabelledStack:
+        if not names:
+            raise FlexError("no component is selected; take embeddings, or a layer above 0")
+        stack = torch.stack([slice_dim(self[key], pos_slice, -2) for _, key in names])
+        return stack, [label for label, _ in names]
+
+    def _stack_pieces(
         self,
-        names: Sequence[tuple[str, CacheKey]],
+        pieces: list[Tensor],
+        labels: list[str],
+        last: int,
+        incl_remainder: bool,
+        pos_slice: DimSlice,
+    ) -> LabelledStack:
+        """Pieces `[..., piece, h]` of several layers as components, and the remainder of the stream."""
+        stream = slice_dim(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
+        stack = torch.cat(pieces, -2).movedim(-2, 0) if pieces else stream.new_zeros(0, *stream.shape)
+        if incl_remainder:
+            stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]
+        return stack, labels
+
+    def _scaled(
+        self,
+        stack: LabelledStack,
         last: int,
         mlp_input: bool,
         apply_ln: bool,
@@ -619,31 +641,10 @@ class ActivationCache(NamedTensors):
         return_labels: bool,
         recompute_ln: bool = False,
     ) -> Tensor | LabelledStack:
-        if not names:
-            raise FlexError("no component is selected; take embeddings, or a layer above 0")
-        stack = torch.stack([slice_dim(self[key], pos_slice, -2) for _, key in names])
+        """The components as a method returns them: scaled with `apply_ln`, and labelled on request."""
+        components, labels = stack
         if apply_ln:
-            stack = self.apply_ln_to_stack(
-                stack, last, mlp_input, pos_slice, None, self.has_batch_dim, recompute_ln
+            components = self.apply_ln_to_stack(
+                components, last, mlp_input, pos_slice, None, self.has_batch_dim, recompute_ln
             )
-        return (stack, [label for label, _ in names]) if return_labels else stack
-
-    def _stacked(
-        self,
-        pieces: list[Tensor],
-        labels: list[str],
-        layer: int,
-        return_labels: bool,
-        incl_remainder: bool,
-        pos_slice: DimSlice,
-        apply_ln: bool,
-    ) -> Tensor | LabelledStack:
-        """Pieces `[..., piece, h]` of several layers as components, and the remainder of the stream."""
-        last = self._number(layer)
-        stream = slice_dim(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
-        stack = torch.cat(pieces, -2).movedim(-2, 0) if pieces else stream.new_zeros(0, *stream.shape)
-        if incl_remainder:
-            stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, last, False, pos_slice, has_batch_dim=self.has_batch_dim)
-        return (stack, labels) if return_labels else stack
+        return (components, labels) if return_labels else components

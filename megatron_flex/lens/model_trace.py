@@ -164,8 +164,8 @@ class Trace:
     def close(self) -> None:
         """Remove all hooks."""
         self._over = True
-        self.edits.clear()
-        self._reading.stop()
+        self.edits.remove()
+        self._reading.remove()
 
 
 def expand_name(names: LensNames, name: str, side: str) -> str:

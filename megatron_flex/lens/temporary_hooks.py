@@ -25,8 +25,27 @@ from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
 SiteTensors = dict[str, list[Tensor]]  # by site, a tensor for each microbatch
 
 
-class TemporaryCaptures:
-    """Captures the sites of some aliases in the steps that run between `add` and `stop`.
+class TemporaryHooks:
+    """Hooks that are active until they are removed together, whatever groups of hooks are switched off."""
+
+    def __init__(self, session: Session, weights: FullWeights) -> None:
+        self.session, self.weights = session, weights
+        self._hooks: list[HookFunction] = []
+
+    def install(self, hook: HookFunction) -> None:
+        """Register a hook. Every rank registers the same ones."""
+        self.session.hooks.add(hook, always=True)
+        self._hooks.append(hook)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            self.session.hooks.remove(hook)
+        self._hooks = []
+
+
+class TemporaryCaptures(TemporaryHooks):
+    """Captures the sites of some aliases in the steps that run between `add` and `remove`.
 
     Every rank creates one alike. Other hooks and their captures are not affected.
 
@@ -36,10 +55,9 @@ class TemporaryCaptures:
     """
 
     def __init__(self, session: Session, weights: FullWeights) -> None:
-        self.session, self.weights = session, weights
+        super().__init__(session, weights)
         self.aliases: list[Alias] = []
         self.real: int | None = None
-        self._hooks: list[HookFunction] = []
         self._since = session.clock.step
 
     @property
@@ -54,14 +72,7 @@ class TemporaryCaptures:
         if new:
             hook = HookFunction(match_sites(new))
             hook.captures_edited = True
-            self.session.hooks.add(hook, always=True)
-            self._hooks.append(hook)
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            self.session.hooks.remove(hook)
-        self._hooks = []
+            self.install(hook)
 
     def collect(self, everywhere: bool = True) -> dict[str, Tensor]:
         """The last captures of each alias, microbatches concatenated. Collective.
@@ -140,12 +151,12 @@ def match_sites(sites: Iterable[str]) -> Callable[[Site], bool]:
     """A pattern for exactly these sites, with a name that all ranks can compare."""
     names = frozenset(sites)
 
-    def these(site: Site) -> bool:
+    def has_name(site: Site) -> bool:
         return site.name in names
 
-    mark = zlib.crc32(" ".join(sorted(names)).encode())
-    these.__qualname__ = f"{len(names)} hook points ({mark:08x})"
-    return these
+    digest = zlib.crc32(" ".join(sorted(names)).encode())
+    has_name.__qualname__ = f"{len(names)} hook points ({digest:08x})"
+    return has_name
 
 
 def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
@@ -259,12 +270,8 @@ LensFunction = Callable[[Tensor, HookPoint], Tensor | None]
 Hooks = Sequence[tuple[Filter, LensFunction]]
 
 
-class TemporaryEdits:
-    """Hook functions, installed and removed together. Every rank calls both alike."""
-
-    def __init__(self, session: Session, weights: FullWeights) -> None:
-        self.session, self.weights = session, weights
-        self._hooks: list[HookFunction] = []
+class TemporaryEdits(TemporaryHooks):
+    """Hook functions `fn(tensor, hook)` as edits."""
 
     def add(self, alias: Alias, function: LensFunction) -> None:
         """Install one function at one hook point. Collective, if the view there needs weights.
@@ -301,14 +308,7 @@ class TemporaryEdits:
 
         vars(edit)["edit_traits"] = EditTraits(user_functions=(function,))
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
-        hook = HookFunction(match_sites([site]), editing_function=edit, save=False)
-        self.session.hooks.add(hook, always=True)
-        self._hooks.append(hook)
-
-    def clear(self) -> None:
-        for hook in self._hooks:
-            self.session.hooks.remove(hook)
-        self._hooks = []
+        self.install(HookFunction(match_sites([site]), editing_function=edit, save=False))
 
 
 @contextmanager
@@ -335,4 +335,4 @@ def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[Temp
                 out.add(alias, function)
         yield out
     finally:
-        out.clear()
+        out.remove()

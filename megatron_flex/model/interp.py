@@ -99,7 +99,7 @@ class Interp:
             reading.real = run(self._session, tokens, microbatch_size)
             read = reading.collect(everywhere)
         finally:
-            reading.stop()
+            reading.remove()
         captured = {a.name: read[a.name] for a in aliases if a.name in read}
         return read.get(logits.name), ActivationCache(captured, weights, everywhere)
 

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_flex.adapters import training_writers
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.dump import Dump
-from megatron_flex.errors import FlexWarning, HookError
+from megatron_flex.errors import FlexWarning, HookError, list_some
 from megatron_flex.gpt_names import layer_pattern
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
@@ -94,9 +94,8 @@ def select_sink_sites(
 def warn_left_out(barred: dict[str, str], purpose: SinkPurpose) -> None:
     """Warn of the hook points that are left out, with the reasons."""
     if barred:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(barred.items())[:MAX_NAMES_SHOWN])
-        more = f"; and {len(barred) - MAX_NAMES_SHOWN} more" if len(barred) > MAX_NAMES_SHOWN else ""
-        warnings.warn(f"left out of {purpose.what}: {reasons}{more}", FlexWarning, stacklevel=5)
+        reasons = list_some([f"{name}: {why}" for name, why in barred.items()], MAX_NAMES_SHOWN, "; ")
+        warnings.warn(f"left out of {purpose.what}: {reasons}", FlexWarning, stacklevel=5)
 
 
 def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkPurpose) -> None:
@@ -137,7 +136,7 @@ def register_dump(session: Session, dump: Dump, module: nn.Module) -> Handle:
         sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
     index, buffer_index = session.parameters.index, session.parameters.buffers
     buffers = select_buffers(buffer_index, dump.parameters)
-    selected = select_parameters(index, dump.parameters, also=buffers.names)
+    selected = select_parameters(index, dump.parameters, buffers=buffers.names)
     chosen = DumpSelection(
         sites,
         exact,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_flex.errors import name_ranks
+from megatron_flex.errors import list_some, name_ranks
 from megatron_flex.nonfinite.pass_ranges import Located, PassRange
 
 MAX_INPUTS = 2  # tensors before the first one that are described
@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
 
     def _describe_causes(self) -> Iterable[str]:
         if self.parameters:
-            yield f"these parameters are not finite: {_join(self.parameters)}"
+            yield f"these parameters are not finite: {list_some(self.parameters, MAX_NAMES)}"
         if self.inputs:
             ranges = (f"{name} from {low:.4g} to {high:.4g}" for name, (low, high) in self.inputs.items())
             yield "before it: " + ", ".join(ranges)
@@ -122,11 +122,6 @@ def _describe_entries(at: Located) -> str:
     dims = f" ({', '.join(at.dims)})" if at.dims and all(at.dims) else ""
     tensor = f"the full tensor of {list(at.shape)}{dims}" if at.full else "its shard"
     return f"{' and '.join(kinds)} of {at.entries}; the first at {first} of {tensor}"
-
-
-def _join(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def reach_verdict(

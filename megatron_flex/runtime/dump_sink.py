@@ -205,9 +205,9 @@ class DumpSink:
         if self._writes:
             taking.writer.begin(number, run_of, self._training, start.microbatches)
         if self.chosen.parameters is not None:
-            self.chosen.parameters.values(taking, number)
+            self.chosen.parameters.write_values(taking, number)
         if self.chosen.buffers is not None:
-            self.chosen.buffers.values(taking, number)
+            self.chosen.buffers.write_values(taking, number)
         return True
 
     def _wants(self, number: int) -> bool:
@@ -252,7 +252,7 @@ class DumpSink:
             return
         if parameters is not None and self._training and self.settings.gradients:
             try:
-                parameters.gradients(self._taking, self.cycle.iteration)
+                parameters.write_gradients(self._taking, self.cycle.iteration)
             except FlexError:
                 writer.abandon()
                 raise

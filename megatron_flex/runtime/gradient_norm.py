@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Undo
 from megatron_flex.collectives import gather_distinct, gather_reports, sum_along
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, list_some
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.edit_failures import format_ranks
 from megatron_flex.runtime.full_parameters import ParameterIndex
@@ -149,8 +149,8 @@ class GradientNorms:
             yield gradient.name, [square, *first, 1.0, float(counts is None or counts(parameter))]
 
     def _square(self, gradient: LocalParameterGradient) -> float:
-        over = self._selection.over(gradient.site)
-        over = over if gradient.part is None else self._selection.apart(over)
+        over = self._selection.copy_axes(gradient.site)
+        over = over if gradient.part is None else self._selection.same_part_axes(over)
         local = gradient.local.detach()
         if local.is_floating_point():
             self._precision = max(self._precision, 4 * torch.finfo(local.dtype).eps)
@@ -228,7 +228,7 @@ def explain_norm(
     if not causes:
         return compared._replace(finding=text)
     joined = (" and " if miscounted else " or ").join(
-        f"{_list_names(names)} {cause}" for names, cause in causes[:MAX_CAUSES]
+        f"{list_some(names, MAX_NAMES)} {cause}" for names, cause in causes[:MAX_CAUSES]
     )
     return compared._replace(finding=f"{text}: {joined}", names=tuple(causes[0][0]))
 
@@ -273,8 +273,3 @@ def _list_causes_along(
     sharded = [n for n in names if axis in squares[n].first]
     lost = sum(squares[n].first[axis] - squares[n].total for n in sharded)
     yield sharded, lost, f"are sharded over {axis}, and counted on its first rank only"
-
-
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

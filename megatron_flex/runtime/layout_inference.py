@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import SAMPLE_AXES, gather_objects, max_over_ranks
+from megatron_flex.collectives import SAMPLE_AXES, equal_over_ranks, gather_objects
 from megatron_flex.errors import HookError
 from megatron_flex.layout import TENSOR_AXIS, Layout, infer_layout
 from megatron_flex.mesh import Mesh
@@ -250,8 +250,7 @@ class LayoutInference:
         self._assumed, self._sketches, self._inferred = {}, [], 0
 
     def _differ(self, code: int, at: str = "", watch: Callable[[], None] | None = None) -> bool:
-        most, least = max_over_ranks([code, -code], self._tp, at, watch)
-        return most != -least
+        return not equal_over_ranks(code, self._tp, at, watch)
 
 
 def _encode_cuts(layout: Layout | None, local: Tensor) -> int:

@@ -25,7 +25,7 @@ from megatron_flex.collectives import (
     gather_objects,
     max_over_ranks,
 )
-from megatron_flex.errors import LayoutError, VerifyError, describe_error
+from megatron_flex.errors import LayoutError, VerifyError, describe_error, list_some
 from megatron_flex.layout import Coords, Layout, Sizes, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import track
@@ -466,10 +466,9 @@ class SiteVerifier:
 
 def make_verify_error(findings: Sequence[Finding], step: int) -> VerifyError:
     """Make the error of the findings, with the attributes of the first; it usually causes the others."""
-    more = f"; and {len(findings) - MAX_FINDINGS} more" if len(findings) > MAX_FINDINGS else ""
     count = count_words(len(findings), "finding")
-    texts = "; ".join(finding.text for finding in findings[:MAX_FINDINGS])
-    return VerifyError(f"step {step}: {count}: {texts}{more}", site=findings[0].site, ranks=findings[0].ranks)
+    texts = list_some([finding.text for finding in findings], MAX_FINDINGS, "; ")
+    return VerifyError(f"step {step}: {count}: {texts}", site=findings[0].site, ranks=findings[0].ranks)
 
 
 def find_replicated_axes(layout: Layout, sizes: Sizes) -> set[str]:

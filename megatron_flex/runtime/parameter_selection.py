@@ -70,17 +70,17 @@ class ParameterSelection:
             for p in sites
         ]
 
-    def values(self, taking: ShardRecorder, iteration: int) -> None:
+    def write_values(self, recorder: ShardRecorder, iteration: int) -> None:
         """Write the parameters. All data parallel ranks of a stage make the same call."""
         self.parameter_index.adapter.storage.wait_until_ready()
-        for name, copies in self._held():
+        for name, copies in self._local_copies():
             site, parameter = copies[0]
             local = self.parameter_index.adapter.storage.value(parameter)
             entry = ShardEntry(name, PARAMETER, 0, 0, 0, (), "")
             layout = self.parameter_index.layout(site, ParameterRequest())
-            self._write(taking, entry, site, local, layout, iteration)
+            self._write(recorder, entry, site, local, layout, iteration)
 
-    def gradients(self, taking: ShardRecorder, iteration: int) -> None:
+    def write_gradients(self, recorder: ShardRecorder, iteration: int) -> None:
         """Write the gradients that exist. All data parallel ranks of a stage make the same call.
 
         Raises:
@@ -88,7 +88,7 @@ class ParameterSelection:
         """
         for site, name, local, part, layout in self.local_gradients():
             entry = ShardEntry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
-            self._write(taking, entry, site, local, layout, iteration)
+            self._write(recorder, entry, site, local, layout, iteration)
 
     def local_gradients(self) -> Iterator[LocalParameterGradient]:
         """The gradients of which this rank holds a part, in model order.
@@ -96,18 +96,19 @@ class ParameterSelection:
         Raises:
             FlexError: on all ranks: the gradients are not reduced, or that is not known.
         """
-        want = self._want()
-        for name, copies in self._held():
+        request = self._request()
+        for name, copies in self._local_copies():
             site, parameter = copies[0]
-            if not want.reduced:
-                local, part = self._summed(name, copies), None
+            if not request.reduced:
+                local, part = self._sum_copies(name, copies), None
             else:
                 given = self.parameter_index.adapter.storage.gradient(parameter, True)
                 local, part = given.tensor, given.part
             if local is not None:
-                yield LocalParameterGradient(site, name, local, part, self.parameter_index.layout(site, want))
+                layout = self.parameter_index.layout(site, request)
+                yield LocalParameterGradient(site, name, local, part, layout)
 
-    def _held(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
+    def _local_copies(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
         for name in self.names:
             copies = self.parameter_index.held(name)
             if copies:
@@ -115,37 +116,37 @@ class ParameterSelection:
 
     def _write(
         self,
-        taking: ShardRecorder,
+        recorder: ShardRecorder,
         entry: ShardEntry,
         site: ParameterSite,
         local: Tensor,
         layout: Layout,
         iteration: int,
     ) -> None:
-        first, over = self.parameter_index.stages(entry.site)[0], self.over(site)
+        first, copy_axes = self.parameter_index.stages(entry.site)[0], self.copy_axes(site)
         if site.stage != first:
             if entry.span is None:
-                taking.copy(entry, local, layout)
+                recorder.copy(entry, local, layout)
         elif entry.span is not None:
-            taking.part(entry, local, layout, self.apart(over))
+            recorder.part(entry, local, layout, self.same_part_axes(copy_axes))
         else:
-            taking.take(entry, local, layout, iteration, over=over)
+            recorder.take(entry, local, layout, iteration, over=copy_axes)
 
-    def over(self, site: ParameterSite) -> list[Axis]:
+    def copy_axes(self, site: ParameterSite) -> list[Axis]:
         """The axes along which ranks may hold equal copies of a parameter."""
-        mesh, copy_axes = self.parameter_index.mesh, find_copy_axes(site, False)
-        named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
-        axes = mesh.experts if is_expert(site) else mesh.axes
-        return [a for a in axes if a.name in copy_axes | named]
+        mesh = self.parameter_index.mesh
+        duplicated = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}
+        names = find_copy_axes(site, False) | duplicated
+        return [a for a in (mesh.experts if is_expert(site) else mesh.axes) if a.name in names]
 
     @staticmethod
-    def apart(over: Sequence[Axis]) -> list[Axis]:
+    def same_part_axes(copy_axes: Sequence[Axis]) -> list[Axis]:
         """The axes among these along which ranks hold the same part of a gradient that is split into
         parts.
         """
-        return [a for a in over if a.name not in OPTIMIZER_AXES]
+        return [a for a in copy_axes if a.name not in OPTIMIZER_AXES]
 
-    def _want(self) -> ParameterRequest:
+    def _request(self) -> ParameterRequest:
         known = self.parameter_index.adapter.storage.reduced(self.parameter_index.called)
         if isinstance(known, str):
             raise FlexError(
@@ -154,17 +155,18 @@ class ParameterSelection:
             )
         if not known:
             mesh = self.parameter_index.mesh
-            apart = [a.name for a in mesh if a.name in ("dp", "cp") and a.size > 1]
+            unreduced = [a.name for a in mesh if a.name in ("dp", "cp") and a.size > 1]
             copied = [n for n in self.names if len(self.parameter_index.stages(n)) > 1]
-            if apart or copied:
-                which = f"over {', '.join(apart)}" if apart else f"of {copied[0]}, which several stages hold"
+            if unreduced or copied:
+                over = f"over {', '.join(unreduced)}"
+                which = over if unreduced else f"of {copied[0]}, which several stages hold"
                 raise FlexError(
                     f"gradients of parameters are not reduced {which} when the step is over; wrap the model "
                     "in the framework's DistributedDataParallel, or leave them out"
                 )
         return ParameterRequest(gradient=True, reduced=known)
 
-    def _summed(self, name: str, copies: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
+    def _sum_copies(self, name: str, copies: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
         gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in copies]
         present = [t.detach() for t in gradients if t is not None]
         return torch.stack(present).sum(0) if len(present) > 1 else next(iter(present), None)
@@ -183,7 +185,7 @@ def select_parameters(
     parameter_index: ParameterIndex,
     patterns: Sequence[Pattern],
     what: str = "the dump",
-    also: Sequence[str] = (),
+    buffers: Sequence[str] = (),
 ) -> ParameterSelection:
     """Select the parameters that patterns match. Warnings name the purpose `what`.
 
@@ -191,18 +193,18 @@ def select_parameters(
         parameter_index: all parameters.
         patterns: names and patterns.
         what: the purpose.
-        also: names of buffers; a pattern that matches one of them need not match a parameter.
+        buffers: names of buffers; a pattern that matches one of them need not match a parameter.
 
     Raises:
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
     table = _make_table(parameter_index)
-    elsewhere = SiteTable(Site(n, Layout(()), ()) for n in also)
+    buffer_table = SiteTable(Site(n, Layout(()), ()) for n in buffers)
     without_layout = SiteTable(Site(n, Layout(()), (kind,)) for n, kind in parameter_index.unknown.items())
     matched: set[str] = set()
     omitted: dict[str, str] = {}
     for pattern in patterns:
-        if _match_pattern(elsewhere, pattern) and not _match_pattern(table, pattern):
+        if _match_pattern(buffer_table, pattern) and not _match_pattern(table, pattern):
             continue  # buffers only
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
             matched.add(parameter_index.resolve(pattern))

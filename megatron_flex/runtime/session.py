@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters import Adapter, ParameterSite, Undo
+from megatron_flex.adapters import Adapter, ParameterSite, Undo, report_step
 from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.collectives import (
     Agreement,
@@ -306,13 +306,8 @@ class Session:
         does.
         """
         self.check_open()
-        self.step_begins(None, microbatches=0)
-        try:
+        with report_step(self, None, microbatches=0):
             yield
-        except BaseException:
-            self.step_ends(True)
-            raise
-        self.step_ends(False)
 
     def step_begins(
         self,

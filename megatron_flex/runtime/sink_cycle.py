@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_flex.errors import FlexWarning
+from megatron_flex.errors import FlexWarning, list_some
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -118,8 +118,7 @@ class SinkCycle:
         """Warn of the sites at which no tensor was ever recorded, beside those that were warned of."""
         absent = [n for n in names if n not in self._warned]
         if absent and not self.first:
-            more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
-            shown = ", ".join(absent[:MAX_NAMES]) + more
+            shown = list_some(absent, MAX_NAMES)
             self.warn_once(
                 "absent", f"in the steps that were {self._purpose.done} nothing was recorded at {shown}"
             )

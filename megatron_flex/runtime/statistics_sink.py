@@ -310,9 +310,9 @@ class StatisticsSink:
         for parameter in parameters.local_gradients():
             if parameter.site.stage != parameters.parameter_index.stages(parameter.name)[0]:
                 continue  # a copy that the first stage counts
-            over = parameters.over(parameter.site)
+            over = parameters.copy_axes(parameter.site)
             if parameter.part is not None:
-                over = parameters.apart(over)
+                over = parameters.same_part_axes(over)
             row = self._place["parameter_gradient", parameter.name + GRADIENT_SUFFIX]
             try:
                 counted = select_counted_part(

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from megatron_flex.checksums import is_sealed
 from megatron_flex.document import Document, Note, Renderable, Row, Table, shorten_notes
-from megatron_flex.errors import FlexError, FlexWarning, suggest_nearest
+from megatron_flex.errors import FlexError, FlexWarning, list_some, suggest_nearest
 from megatron_flex.gpt_names import GptNames, layer_pattern
 from megatron_flex.progress import BYTES, ProgressBar, progress
 from megatron_flex.ranges import describe_numbers, normalize_path
@@ -72,9 +72,8 @@ def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None
         known = [p.name for h in opened.headers for p in h.sites]
         raise FlexError(f"{folder}: no hook point matches {words[0]!r}{suggest_nearest(words[0], known)}")
     if opened.damaged:
-        more = f"; and {len(opened.damaged) - MAX_NAMED} more" if len(opened.damaged) > MAX_NAMED else ""
-        record = f"{folder}: damaged, and left out: {'; '.join(opened.damaged[:MAX_NAMED])}{more}"
-        warnings.warn(record, FlexWarning, stacklevel=2)
+        damaged = list_some(opened.damaged, MAX_NAMED, "; ")
+        warnings.warn(f"{folder}: damaged, and left out: {damaged}", FlexWarning, stacklevel=2)
     return opened
 
 

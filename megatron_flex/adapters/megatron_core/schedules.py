@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.adapters.adapter_base import Listener, Undo
+from megatron_flex.adapters.adapter_base import Listener, Undo, report_step
 from megatron_flex.adapters.megatron_core.model_parts import config_of
 from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 from megatron_flex.adapters.taps import add_hook, intercept, join_undos
@@ -106,17 +106,13 @@ class _ScheduleWatcher:
         if self.running or not self.ours(kwargs.get("model")):
             return schedule(*args, **kwargs)
         count = int(kwargs["num_microbatches"])
-        self.listener.step_begins(current_iteration(), partial(self.gradient_factor, count), count)
-        self.running, failed = True, True
-        try:
-            result = schedule(*args, **kwargs)
-            failed = False
-        finally:  # outside of it the end of a good step may raise, which is not a failure of the schedule
-            self.running = False
-            if failed:
-                self.listener.step_ends(True)
-        self.listener.step_ends(False)
-        return result
+        factor = partial(self.gradient_factor, count)
+        with report_step(self.listener, current_iteration(), factor, count):
+            self.running = True
+            try:
+                return schedule(*args, **kwargs)
+            finally:
+                self.running = False
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model: Any = kwargs.get("model", args[2] if len(args) > 2 else None)

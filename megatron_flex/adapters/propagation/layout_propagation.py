@@ -56,12 +56,12 @@ def _propagated(
     propagator: LayoutPropagator,
     site: str,
     rules: tuple[Spread | None, ...],
-    gets: nn.Module | None,
+    receiver: nn.Module | None,
     leaf: int = 0,
 ) -> Undo:
     """A tap whose tensors' layouts are propagated; the arguments are those of `LayoutPropagator.tap`."""
     place, rule = (site, leaf), _rule_at(rules, leaf)
-    spread_of = partial(propagator.record_tensor, place, rule, gets)
+    spread_of = partial(propagator.record_tensor, place, rule, receiver)
     undo = with_layouts(None, callbacks, tap, spread_of, partial(propagator.passed, place), leaf)
     return join_undos([propagator.want(place), undo])
 
@@ -174,7 +174,7 @@ class LayoutPropagator:
         site: str,
         tap: Tap,
         rules: tuple[Spread | None, ...],
-        gets: nn.Module | None,
+        receiver: nn.Module | None,
     ) -> Tap:
         """A wrapper of a tap, with propagation.
 
@@ -182,10 +182,10 @@ class LayoutPropagator:
             site: the site's name.
             tap: the tap to wrap.
             rules: the shardings that the module's rule declares, of the first tensors of the call.
-            gets: the module whose input it is, if it is an input.
+            receiver: the module whose input it is, if it is an input.
         """
-        around = tap.around(_propagated, self, site, rules, gets)
-        around.uses = partial(self.observe_uses, site, rules, gets)
+        around = tap.around(_propagated, self, site, rules, receiver)
+        around.uses = partial(self.observe_uses, site, rules, receiver)
         return around
 
     def want(self, place: TensorPlace) -> Undo:
@@ -241,7 +241,7 @@ class LayoutPropagator:
         return rule or self._recorded_spread((site, 0), tensor)
 
     def record_tensor(
-        self, place: TensorPlace, rule: Spread | None, gets: nn.Module | None, local: Tensor
+        self, place: TensorPlace, rule: Spread | None, receiver: nn.Module | None, local: Tensor
     ) -> SpreadOrUnknown:
         """The sharding of a tensor at a tap; also traces the tensor's uses."""
         number = self._passes[place]
@@ -251,7 +251,7 @@ class LayoutPropagator:
             return rule or self._recorded_spread(place, local, number)
         mark = trace.mark(local)
         spread = rule or mark.spread
-        answer = ObservedSpread(spread, local.ndim, window=trace.window(local, gets))
+        answer = ObservedSpread(spread, local.ndim, window=trace.window(local, receiver))
         self._now.setdefault(place, []).append(answer)
         trace.opaque += 1  # operations in hooks are not the model's
         return spread
@@ -296,10 +296,10 @@ class LayoutPropagator:
         return UnknownLayout("it is sharded differently over the ranks each time that the module runs")
 
     def observe_uses(
-        self, site: str, rules: tuple[Spread | None, ...], gets: nn.Module | None, index: int
+        self, site: str, rules: tuple[Spread | None, ...], receiver: nn.Module | None, index: int
     ) -> Callable[[], GradientUses] | None:
         """A function that returns the uses of a tap's current tensor afterwards; None if a rule decides."""
-        if gets is not None and _rule_at(rules, index) is not None:
+        if receiver is not None and _rule_at(rules, index) is not None:
             return None
         place = site, index
         by_place = self._all(place) if is_recomputing() or not self._calls else self._now

@@ -311,10 +311,10 @@ class LayoutTrace(TorchFunctionMode):
         mark.names = source.names
         source.add_use(mark)
 
-    def window(self, tensor: Tensor, gets: nn.Module | None) -> UseWindow:
+    def window(self, tensor: Tensor, receiver: nn.Module | None) -> UseWindow:
         """The uses of a tensor from now on; only those in one module, if it is that module's input."""
-        window = UseWindow(self.mark(tensor).node, gets, tensor)
-        if gets is not None:
+        window = UseWindow(self.mark(tensor).node, receiver, tensor)
+        if receiver is not None:
             self._windows.append(window)
         return window
 

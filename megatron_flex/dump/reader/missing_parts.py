@@ -19,6 +19,7 @@ from megatron_flex.dump.run_folders import (
     scan_runs,
 )
 from megatron_flex.dump.schema import Manifest
+from megatron_flex.errors import list_some
 from megatron_flex.ranges import describe_numbers
 
 MAX_DETAILED = 8  # iterations whose missing ranks are listed
@@ -91,12 +92,7 @@ def replaced(runs: Sequence[DumpRun], complete: Mapping[IterationKey, StoredIter
 
 def _describe(run: DumpRun, which: IterationKey, ranks: Sequence[int]) -> str:
     text = f"{describe_iteration(which)} of {run.folder.name} is incomplete"
-    return text + (f": parts of rank {_some(ranks)} are missing" if ranks else "")
-
-
-def _some(ranks: Sequence[int], most: int = 6) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
+    return text + (f": parts of rank {list_some(ranks, 6)} are missing" if ranks else "")
 
 
 MAX_GAPS = 1000  # iterations that are not there, of a run
@@ -159,7 +155,6 @@ def describe_gaps(runs: Iterable[DumpRun], most: int = 8) -> str:
     numbers = gaps((run.manifest, [number for number, _ in run.iteration_keys]) for run in readable)
     if not numbers:
         return ""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    listed = ", ".join(map(str, numbers[:most])) + more
-    word = ("iteration", "is") if len(numbers) == 1 else ("iterations", "are")
-    return f"{word[0]} {listed} {word[1]} missing between others (skipped, pruned or deleted)"
+    word, verb = ("iteration", "is") if len(numbers) == 1 else ("iterations", "are")
+    listed = list_some(numbers, most)
+    return f"{word} {listed} {verb} missing between others (skipped, pruned or deleted)"

@@ -45,7 +45,7 @@ from megatron_flex.dump.tools.dump_contents import (
     list_site_names,
 )
 from megatron_flex.dump.writer.run_creation import check_same_dump
-from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.errors import DumpError, LayoutError, list_some
 from megatron_flex.layout import Layout
 from megatron_flex.progress import BYTES, ProgressBar, format_bytes, progress
 from megatron_flex.sites import GRADIENT_SUFFIX
@@ -64,6 +64,7 @@ class _Replica(NamedTuple):
 
 
 MAX_RANKS = 8  # ranks that a finding names
+MAX_NAMES = 3  # and names of tensors and blocks
 
 
 @dataclass(slots=True)
@@ -236,10 +237,9 @@ def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
     for first, *others in out.values():
         if others:
             ranks = [str(f.rank) for f in (first, *others)]
-            more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
             sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
             lost = f"; lost: what they wrote of {count_words(len(sites), 'site')}" if sites else ""
-            text = f"parts of ranks {', '.join(ranks[:MAX_RANKS])}{more} are missing{lost}"
+            text = f"parts of ranks {list_some(ranks, MAX_RANKS)} are missing{lost}"
             elsewhere = "" if first.error else "; another run has it complete"
             first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
         joined.append(first)
@@ -294,7 +294,7 @@ class _Verifier:
                     check_same_dump(self.path, readable[0].manifest, run.manifest)
                 except DumpError as error:
                     self._add("contradiction", path, str(error))
-            self._run(run)
+            self._check_run(run)
         self._beside()
         if self.out.good:
             self._read()
@@ -337,32 +337,35 @@ class _Verifier:
 
     # -- what is there ---------------------------------------------------------------------------------
 
-    def _run(self, run: DumpRun) -> None:
-        contents, late = _RunContents(), []
+    def _check_run(self, run: DumpRun) -> None:
+        contents, unreadable = _RunContents(), []
         for stored in run.iterations:
             replicas = ReplicaChecksums(None if run.damage else run.manifest)
             for rank, number, file in stored.files():
                 part = self._part(stored, rank, number, file)
                 if part is None:
-                    late.append((file, rank, number, stored.iteration))
+                    unreadable.append((file, rank, number))
                 else:
-                    contents.names.setdefault(
-                        (rank, number), tuple(_format_entry_name(e) for e in part.index.entries)
-                    )
+                    names = tuple(_format_entry_name(e) for e in part.index.entries)
+                    contents.names.setdefault((rank, number), names)
                     contents.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
                 self.bar.advance(count_file_bytes([file]))
             self._replicas(stored, replicas)
             self._strays(stored.strays)
         self._strays(run.strays)
-        for file, rank, number, iteration in late:
+        for file, rank, number in unreadable:
             text, sites = self._lost(run, contents, rank, [number], rest=False)
-            self.out.findings = [
-                f if f.where != str(file.relative_to(self.path)) or f.kind != "header"
-                else DumpFinding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
-                for f in self.out.findings
-            ]  # fmt: skip
+            self._add_lost(file, text, sites)
         self._absent(run, contents)
+
+    def _add_lost(self, file: Path, text: str, sites: tuple[str, ...]) -> None:
+        """Add to the findings of an unreadable part what was in it, which the other parts of the run tell."""
+        where = str(file.relative_to(self.path))
+        for number, finding in enumerate(self.out.findings):
+            if (finding.kind, finding.where) == ("header", where):
+                text_with_lost = f"{finding.text}; lost: {text}"
+                self.out.findings[number] = replace(finding, text=text_with_lost, sites=sites)
 
     def _part(self, stored: StoredIteration, rank: int, number: int, file: Path) -> StoredPart | None:
         about: dict[str, Any] = {"rank": rank, "iteration": stored.iteration}
@@ -397,7 +400,7 @@ class _Verifier:
         self.out.tensors += 1
         self.out.nbytes += part.where[entry.tensor][3]
         wrong = [str(number) for number in find_wrong_blocks(part, entry, handle)]
-        return f"block {_format_names(wrong)} of {count_shard_blocks(part, entry)}" if wrong else ""
+        return f"block {list_some(wrong, MAX_NAMES)} of {count_shard_blocks(part, entry)}" if wrong else ""
 
     def _replicas(self, stored: StoredIteration, replicas: ReplicaChecksums) -> None:
         self.out.replicas += replicas.compared
@@ -452,11 +455,11 @@ class _Verifier:
                 if r == rank and (n in numbers or (rest and n > last))]  # fmt: skip
         sites = tuple(dict.fromkeys(name for names in entry_names for name in names))
         if sites:
-            return _format_names(sites), sites
+            return list_some(sites, MAX_NAMES), sites
         coords = {} if run.damage else dict(run.manifest.ranks).get(rank, {})
         stage = coords.get("pp", 0)
         sites = tuple(name for name, at in _map_stages(run).items() if at == stage)
-        return (f"of {_format_names(sites)} what it wrote" if sites else "what it wrote"), sites
+        return (f"of {list_some(sites, MAX_NAMES)} what it wrote" if sites else "what it wrote"), sites
 
 
 def _find_contradictions(stored: StoredIteration, rank: int, number: int, part: StoredPart) -> Iterator[str]:
@@ -503,8 +506,3 @@ def _format_entry_name(entry: ShardEntry) -> str:
 def _format_entry_call(entry: ShardEntry) -> str:
     calls = f", call {entry.call}" if entry.call else ""
     return f" (microbatch {entry.microbatch}{calls})"
-
-
-def _format_names(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -47,12 +47,14 @@ def create_run(path: Path, manifest: Manifest) -> Manifest:
         for run in earlier:
             check_same_dump(path, run.manifest, manifest)
         return _create_run_folder(path, manifest)
+    except DumpError:
+        raise
     except OSError as error:
         raise DumpError(
             f"{path}: no dump can be written there: {error.strerror or error}", path=path
         ) from error
     except (ValueError, TypeError) as error:  # raised on one rank; other ranks must learn of it
-        raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}", path=path) from error
+        raise DumpError(f"{path}: {error}", path=path) from error
 
 
 class RunMade(NamedTuple):

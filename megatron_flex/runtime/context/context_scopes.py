@@ -36,7 +36,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import broadcast_package, max_over_ranks, pack_values, unpack_values
+from megatron_flex.collectives import broadcast_package, equal_over_ranks, pack_values, unpack_values
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -270,10 +270,8 @@ class ContextScopes:
             # If every rank made the tensor, only the edit's rank may have read it: its gradient is used.
             spread = self.once and self.shared and not once and not self.alone
             if spread and saving and torch.is_grad_enabled():
-                most, least = max_over_ranks(
-                    [len(saved), -len(saved)], holders, "the tensors that edits saved"
-                )
-                saved = saved if most == -least else []  # a function failed, and has saved none on that rank
+                same = equal_over_ranks(len(saved), holders, "the tensors that edits saved")
+                saved = saved if same else []  # a function failed, and has saved none on that rank
             if saved:
                 tensor_ids = [tensor_id for tensor_id, _ in saved]
                 take = partial(_take_gradients, self.begin(), tensor_ids, holders if spread else None, leads)
