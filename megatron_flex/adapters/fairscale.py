@@ -101,7 +101,7 @@ def _find_sharded_ddp(
     why = f"{'it is' if wrappers[0] is chunk else 'parts of it are'} in fairscale's {SHARDED_DDP}"
 
     def make() -> ModuleAdapter:
-        return compose(chunk, mesh_around(chunk, wrappers, axis_sizes, process_group), name="fairscale")
+        return compose(chunk, mesh_around(wrappers, axis_sizes, process_group), name="fairscale")
 
     return FrameworkMatch("fairscale", why, make, around=True)
 

@@ -167,12 +167,10 @@ def inspect_wrappers(
         return None
     kinds = " and ".join(dict.fromkeys(type(w).__name__ for w in wrappers))
     why = f"it is in {kinds}" if wrappers[0] is chunk else f"parts of it are in {kinds}"
-    return why, lambda: compose(
-        chunk, mesh_around(chunk, wrappers, axis_sizes, process_group), name="pytorch"
-    )
+    return why, lambda: compose(chunk, mesh_around(wrappers, axis_sizes, process_group), name="pytorch")
 
 
-def mesh_around(chunk: nn.Module, wrappers: list[Any], axis_sizes: AxisSizes, process_group: Any) -> Mesh:
+def mesh_around(wrappers: list[Any], axis_sizes: AxisSizes, process_group: Any) -> Mesh:
     """The wrappers' ranks as the data parallel ones; the user gives the axes of other ranks.
 
     Raises:

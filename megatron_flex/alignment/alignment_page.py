@@ -156,7 +156,7 @@ def _part(
         f'<code class="align-here">{escape(title)}</code></summary><div class="align-sites">'
     )
     for site in sites:
-        yield _site(site, megatron_path, hf_path, alignment, verdicts, site is first)
+        yield _site(site, megatron_path, hf_path, verdicts, site is first)
     yield "</div></details>"
 
 
@@ -164,7 +164,6 @@ def _site(
     site: Json,
     megatron_path: str,
     hf_path: str,
-    alignment: Json,
     verdicts: Sequence[tuple[str, str, str]],
     is_first: bool,
 ) -> str:

@@ -217,13 +217,14 @@ def plan_gather(shards: tuple[CapturedShard, ...], mesh: Mesh, most: int) -> Gat
             messages.append(tuple(_plan_messages(step, now, shards, counts, most)))
         for message in messages[-1] if now and step.op == "gather" else ():
             firsts = accumulate([count for _, count in message.captures], initial=0)
+            # Shards of a first gather are evenly spaced in the received messages: one view has them all.
             for (n, count), first in zip(message.captures, firsts, strict=False):
                 if message.kept and count == 1 and not shards[n].shapes:
                     views[n] = _plan_view(shards[n], axis.size, message.row, message.places[first])
                 else:
                     views.pop(n, None)
                 counts[n] *= axis.size
-        if axis.coord:
+        if axis.coord:  # its data are with coordinate 0 now
             present.difference_update(indices)
     reads = [_plan_read(s, mesh, views.get(n)) if n in present else None for n, s in enumerate(shards)]
     return GatherPlan(tuple(messages), tuple(reads) if is_leader(mesh) else (None,) * len(shards))

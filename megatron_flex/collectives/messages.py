@@ -102,9 +102,9 @@ buffer_pool = BufferPool()
 ALIGN = 16  # bytes; every dtype may start at a multiple of it
 
 
-def align_size(width: int) -> int:
-    """The bytes that a tensor of `width` bytes occupies in a message, including alignment."""
-    return -(-width // ALIGN) * ALIGN
+def align_size(width: int, align: int = ALIGN) -> int:
+    """The bytes that a tensor of `width` bytes occupies, including alignment; by default in a message."""
+    return -(-width // align) * align
 
 
 def message_offsets(widths: Sequence[int]) -> tuple[list[int], int]:

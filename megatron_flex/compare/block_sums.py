@@ -227,7 +227,10 @@ class _TileSums:
         return _Tile(*both, gap, max(map(abs, ends)), greatest, finite)
 
     def _sum_products(self, tile: _Tile) -> Any:
-        """Add the five sums by column; return those by row, in fp64."""
+        """Add the five sums by column; return those by row, in fp64.
+
+        With a difference `d = b - a`, they are the sums of `a*a`, `b*b`, `d*a`, `d*d` and `d`, in this order.
+        """
         import numpy as np
 
         left, right, gap = tile.left, tile.right, tile.gap
@@ -242,6 +245,7 @@ class _TileSums:
         add(3, gap, gap)
         np.einsum("rc->r", gap, out=rows[4])
         np.add.reduce(gap, 0, out=columns[4])
+        # b*b = a*a + 2*d*a + d*d: where the difference is small this is exact enough, and saves a product.
         is_small = float(columns[3].sum()) <= SMALL_GAP * float(columns[0].sum()) < math.inf
         if not is_small:
             add(1, right, right)
@@ -260,6 +264,7 @@ class _TileSums:
         numel, segments = runs[0].size, runs[0].size // SEGMENT
         chosen = _choose_segments(segments) if segments > EXACT_SEGMENTS else None
         size = numel if chosen is None else len(chosen) * SEGMENT
+        # A narrower dtype represents an entry if the last bits of its mantissa, which it lacks, are zero.
         low, masked = self._low[:, :size], self._masked[:, :size]
         for bits, part in zip(runs, low, strict=True):
             if chosen is None:

@@ -99,8 +99,10 @@ class CrossSiteEvidence(ComparedRuns):
         replicated = all(self._is_replicated(name) for name in wrong)
         groups: list[str] = [a for a in ("dp", "cp", "ep") if a in self.axes]
         if len(wrong) <= 2 and any("embedding" in n or "output_layer" in n for n in wrong):
+            # Tied weights are on the first and on the last stage, which add up their gradients.
             groups = [a for a in ("pp",) if a in self.axes] or groups
         elif replicated and len(wrong) < len(gradients):
+            # Such as norms on a sharded sequence, of whose tokens each rank has a part.
             groups = [a for a in ("tp", "ep") if a in self.axes] or groups
         over = " or ".join(groups)
         cause = (

@@ -94,6 +94,7 @@ def find_constant_factor(
     if not math.isfinite(ratio) or ratio == 1:
         return ""
     gap = abs(ratio - 1)
+    # Either hardly anything remains, or the factor stands out from its error, and what remains is noise.
     exact = gap >= 1e-3 and rest <= 1e-2 * min(gap, 1)
     pooled = gap > 8 * error and rest <= max(min(noise, gap), 0.7 * gap if gap < 0.3 else 0.1 * gap)
     if not exact and not pooled:
@@ -109,7 +110,7 @@ def find_constant_factor(
                 wording.append(product_of)
             elif math.isclose(ratio, 1 / size, rel_tol=close):
                 wording.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
-        if wording:
+        if wording:  # a product of fewer sizes is the likelier factor
             break
     digits = f"1 {'+' if ratio > 1 else '-'} {gap:.3g}" if gap < 1e-3 else f"{ratio:.6g}"
     return f"{CONSTANT_FACTOR}, {digits}" + (f", which is {' or '.join(wording)}" if wording else "")

@@ -279,7 +279,8 @@ def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> Routing
     """
     if not routers.is_comparable:
         return None
-    tokens, others, fewer, first = 0, 0, [0, 0], None
+    tokens = others = fewer_a = fewer_b = 0
+    first = None
     tied: dict[int, list[int]] = {}
     contradictions = routers.measure_contradictions() if routers.is_biased else None
     for pair, block, (a, b), (left, right) in routers.blocks():
@@ -293,13 +294,14 @@ def find_routing_ties(routers: RouterPairs, rerouted: ReroutedTokens) -> Routing
             tied.setdefault(sample, []).append(token)
         wrong = differs & ~ties
         others += int(wrong.sum())
-        counts = [t.sum(-1)[wrong] for t in (a, b)]
-        fewer = [fewer[0] + int((counts[0] < counts[1]).sum()), fewer[1] + int((counts[1] < counts[0]).sum())]
+        chosen_a, chosen_b = (t.sum(-1)[wrong] for t in (a, b))
+        fewer_a += int((chosen_a < chosen_b).sum())
+        fewer_b += int((chosen_b < chosen_a).sum())
         if first is None and wrong.any():
             at = wrong.nonzero().tolist()[0]
             experts_a, experts_b = (tuple(t[tuple(at)].nonzero().flatten().tolist()) for t in (a, b))
             first = (*_locate_token(pair, block, at), experts_a, experts_b)
-    return RoutingTies(tokens, tied, others, (fewer[0], fewer[1]), first)
+    return RoutingTies(tokens, tied, others, (fewer_a, fewer_b), first)
 
 
 def _locate_token(pair: TensorPair, block: Sequence[slice], at: Sequence[int]) -> tuple[int, int]:

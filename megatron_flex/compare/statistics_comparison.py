@@ -226,6 +226,7 @@ class StatisticsTester:
         norms = a.norm or 0.0, b.norm or 0.0
         ratio = norms[1] / norms[0] if norms[0] else (1.0 if not norms[1] else math.inf)
         yield Outcome("norm of statistics", abs(ratio - 1), bound, f"the norm of B is {ratio:.6g} times A's")
+        # The mean and the std on the scale of the values: a mean near zero has none of its own.
         scale = max(a.rms or 0.0, b.rms or 0.0)
         if scale:
             shift = ((b.mean or 0.0) - (a.mean or 0.0)) / scale
@@ -235,6 +236,7 @@ class StatisticsTester:
         peak = max(a.absmax or 0.0, b.absmax or 0.0)
         if peak:
             gap = abs((b.absmax or 0.0) - (a.absmax or 0.0)) / peak
+            # The bound of sums would be too small: the round-off of one entry does not average out.
             yield Outcome("absmax", gap, derived, f"absmax is {a.absmax:.6g} in A and {b.absmax:.6g} in B")
         zeros = abs((b.zeros or 0.0) - (a.zeros or 0.0))
         text = f"{a.zeros or 0.0:.1%} of A and {b.zeros or 0.0:.1%} of B are zero"

@@ -6,7 +6,7 @@ whose each row is, by the rules that a live read goes by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from megatron_flex.layout import (
     Layout,
     Sizes,
     Span,
-    assemble,
     coordinates,
     padded_shape,
     rows_by_source,
@@ -181,42 +180,6 @@ class ExpertRouting:
     def sent(self, edp: int, ep: int, expert: int | None = None) -> int:
         """How many rows the ranks with these coordinates got, or of one expert."""
         return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
-
-    def assemble_by_token(
-        self, rows: Mapping[ExpertCoords, Tensor], layout: Layout, replica: int, expert: int | None = None
-    ) -> Tensor:
-        """A tensor of experts by token.
-
-        Args:
-            rows: by the place of a rank (coordinates on `edp`, `ep`, `etp`) the rows of its experts; where
-                ranks along `etp` hold the same, of one of them; none of ranks that do not have the expert.
-            layout: of those over `etp`.
-            replica: whose tokens are wanted.
-            expert: if given, the rows are those of this expert alone.
-
-        Returns:
-            `[s, b, slots, ...]`, with zeros in slots that no expert has; of one expert `[t, ...]`, in the
-            order of its tokens.
-        """
-
-        def fetch(edp: int, ep: int, selected: Tensor) -> Tensor:
-            shards = []
-            for at in coordinates(layout, self.sizes):
-                etp = range(self.sizes.get("etp", 1)) if "etp" not in at else (at["etp"],)
-                shard = next((rows[edp, ep, t] for t in etp if (edp, ep, t) in rows), None)
-                if shard is None:
-                    raise DumpError(f"no rows of the ranks at edp={edp}, ep={ep}")
-                shards.append(shard[selected])
-            return assemble(layout, shards, self.sizes)
-
-        some = next(iter(rows))
-        locations = self.rows(replica, expert)
-        dense = scatter_rows_to_tokens(
-            locations, fetch, self.shape, 1 if expert is not None else self.slots, some[:2]
-        )
-        if expert is None:
-            return dense
-        return dense[:, :, 0].flatten(0, 1)[locations.token.sort().values]
 
     def _of(self, place: ExpertCoords, expert: int | None) -> RowLocations:
         """The location of the rows of one rank's own tokens."""

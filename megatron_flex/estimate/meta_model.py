@@ -257,7 +257,7 @@ class _SiteCollector:
             if kind not in self._kinds:
                 new.setdefault(kind, index)
         root.decoder.layers = nn.ModuleList([layers[index] for index in new.values()])
-        adapter = self._adapter(root, stage, chunk)
+        adapter = self._adapter(root, stage)
         sites, parameters = adapter.sites(), [*adapter.parameters(), *adapter.buffers()]
         for kind, index in new.items():
             front = f"decoder.layers.{kinds[index][0]}"
@@ -273,7 +273,7 @@ class _SiteCollector:
             self.model.sites += [_move_to_stage(s, stage, chunk, front) for s in of_sites]
             self.model.parameters += [_move_to_stage(p, stage, chunk, front) for p in of_parameters]
 
-    def _adapter(self, root: Any, stage: int, chunk: int) -> Adapter:
+    def _adapter(self, root: Any, stage: int) -> Adapter:
         adapter = detect([root])
         mesh = self.model.mesh
         axes = tuple(replace(a, coord=stage) if a.name == "pp" else a for a in mesh.axes)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
-from megatron_flex.collectives import EXCHANGE_BYTES
 from megatron_flex.document import Document, Note, Renderable, Row, Table
 from megatron_flex.dump import Dump
 from megatron_flex.errors import FlexError
@@ -46,7 +45,6 @@ TENSOR_COLUMNS = (
     ">device",
 )  # the titles of `RunEstimate.rows()`; `>` is a column of numbers
 RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">link time", ">device", ">host")
-FLAG_BYTES = EXCHANGE_BYTES  # bytes of the flags that ranks compare along every axis after a step with hooks
 
 
 @dataclass(frozen=True, slots=True)

@@ -481,6 +481,7 @@ def _agree_on_value(
     """Return the value on every rank, after all ranks have validated its type."""
     mesh = parameter_index.mesh
     given = None if value is None else (tuple(value.shape), value.dtype, checksum(value))
+    # All that follows is decided by what all ranks have: they raise together, or go on to the broadcast.
     answers = gather_distinct((parameter_index.note(name, want), given), mesh)
     notes = [note for note, _ in answers if note is not None]
     if problem := next((n.problem for n in notes if n.problem), ""):

@@ -158,6 +158,7 @@ def read_operators(edit: Any) -> Operators | None:
     A function is read as it is now; later changes of what its names refer to are not seen.
     """
     bound: list[Any] = []
+    # Inside partials and `mf.local`; what a partial binds shifts the places of the arguments.
     function, shift = edit, 0
     while isinstance(function, partial) or "function" in getattr(function, "__dict__", ()):
         if isinstance(function, partial):
@@ -183,6 +184,7 @@ def read_operators(edit: Any) -> Operators | None:
             bound.append(reference.value)
     if not all(isinstance(b, (Tensor, *NUMBERS)) or _is_numbers(b) for b in bound):
         return None
+    # A call's keywords are a tuple among the constants.
     keywords = [s.argval for s in steps if s.opname in ("KW_NAMES", "LOAD_CONST") and type(s.argval) is tuple]
     writes = any(n.endswith("_") for n in names) or any({"out", "inplace"} & {*map(str, k)} for k in keywords)
     writes |= any(s.opname == "STORE_SUBSCR" or (s.opname == "BINARY_OP" and "=" in s.argrepr) for s in steps)

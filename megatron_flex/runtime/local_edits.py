@@ -135,6 +135,7 @@ def plan_local_edits(
             return None, f"its shards along {dim.name!r} over {'/'.join(axes)} may differ in length"
     shard = Shard.from_local(torch.empty(shape, device="meta"), layout, mesh)
     padded = padded_shape(layout, shard.shape, sizes) != shard.full_size
+    # The shard is the full tensor, of which any edit may change any entry.
     alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
     bound_edits: dict[HookFunction, EditingFunction] = {}
     for hook, edit in edits.items():
@@ -147,7 +148,7 @@ def plan_local_edits(
             return None, f"{name} is given trainable modules"
         bound = edit if alone else on_shard(edit, shard)
         if bound is None:
-            return None, _explain_edit(name, edit, shard, layout, mesh)
+            return None, _explain_edit(name, edit, shard, layout)
         bound_edits[hook] = bound
     copies = not all(traits_of(e).returns_new_tensor for e in bound_edits.values())
     over = Mesh(tuple(shard.axes(range(len(shard.full_size)))))
@@ -190,7 +191,7 @@ def uses_modules(edit: Any) -> bool:
     return uses_argument(edit, MODULES_ARGUMENT) if declared is None else declared
 
 
-def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout, mesh: Mesh) -> str:
+def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout) -> str:
     if not hasattr(edit, "on_shard"):
         return f"{name} is not declared to act on each shard separately, as @mf.local does"
     if shard.summed:

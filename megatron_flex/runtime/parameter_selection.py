@@ -100,7 +100,7 @@ class ParameterSelection:
         for name, copies in self._local_copies():
             site, parameter = copies[0]
             if not request.reduced:
-                local, part = self._sum_copies(name, copies), None
+                local, part = self._sum_copies(copies), None
             else:
                 given = self.parameter_index.adapter.storage.gradient(parameter, True)
                 local, part = given.tensor, given.part
@@ -166,7 +166,7 @@ class ParameterSelection:
                 )
         return ParameterRequest(gradient=True, reduced=known)
 
-    def _sum_copies(self, name: str, copies: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
+    def _sum_copies(self, copies: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
         gradients = [self.parameter_index.adapter.storage.gradient(p, False).tensor for _, p in copies]
         present = [t.detach() for t in gradients if t is not None]
         return torch.stack(present).sum(0) if len(present) > 1 else next(iter(present), None)

@@ -101,6 +101,7 @@ class ShapeGuard:
         """
         edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
         names = [d.name or str(i) for i, d in enumerate(layout.dims)]
+        # Whether a function failed is asked of all ranks, as none may use a result that others lack.
         asks = any(h.on_error == "skip" for h in edits)
         if not asks and not explain_gather(edits, layout, names, self._mesh, self._trains()):
             return Mesh()

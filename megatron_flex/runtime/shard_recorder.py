@@ -91,7 +91,7 @@ class ShardRecorder:
         """
         selection = self._wanted(entry.microbatch, local.detach(), layout, iteration)
         is_owner = self._ownership.mine(selection.layout, selection.kept, over=over)
-        self._put(entry, selection, factor, is_owner, given=local)
+        self._put(entry, selection, factor, is_owner)
 
     def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
         """Write the entries of a shard that are inside the entry's span."""
@@ -112,12 +112,12 @@ class ShardRecorder:
         factor: float,
         is_owner: bool,
         shape: tuple[int, ...] | None = None,
-        given: Tensor | None = None,
     ) -> None:
         if not is_owner and not self.dump.replicas:
             return
         local, layout, picked = selection
         shape = tuple(local.shape) if shape is None else shape
+        # The writer must copy memory of the model, which writes to it again; memory made here it may keep.
         owned = picked is not None or factor != 1.0
         local = local if picked is None else picked.select(local, layout)
         if factor != 1.0:

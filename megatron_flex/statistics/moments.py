@@ -122,6 +122,7 @@ class MomentSums:
         zeros, bins = sum(f.zeros for f in blocks), None
         if counts is not None:
             tops = counts.view(LANES, CODES).sum(0)
+            # Zeros and denormal numbers have the same exponent; bins are right if all of them are zeros.
             tiny = int(tops[0] + tops[CODES // 2])
             zeros = sum(_count_zeros(b, scratch) for b in flat.split(CPU_BLOCK)) if tiny else 0
             if zeros != tiny:

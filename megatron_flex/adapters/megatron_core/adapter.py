@@ -85,11 +85,12 @@ def megatron_mesh(root: nn.Module) -> Mesh:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Mesh(tuple(map(Axis, DENSE_GETTERS)), tuple(map(Axis, EXPERT_GETTERS)))
-    dense = tuple(_axis(name, _group(root, name)) for name in DENSE_GETTERS)
-    return Mesh(dense, tuple(_axis(name, _group(root, name)) for name in EXPERT_GETTERS))
+    dense = tuple(_axis(name, _find_group(root, name)) for name in DENSE_GETTERS)
+    return Mesh(dense, tuple(_axis(name, _find_group(root, name)) for name in EXPERT_GETTERS))
 
 
-def _group(root: nn.Module, name: str) -> Any:
+def _find_group(root: nn.Module, name: str) -> Any:
+    """The process group of an axis: the one that the modules were made with; else the global one."""
     if name == "tp":
         for module in walk_modules(root).of_classes(_is_parallel_linear):
             group = None if getattr(module, "is_expert", False) else getattr(module, "tp_group", None)

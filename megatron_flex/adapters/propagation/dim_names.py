@@ -312,6 +312,7 @@ def regroup(
             _place_ones(ones, j, new, free, out)
             i, j = i + len(ones), j + new
             continue
+        # The fewest dims on both sides that have the same number of entries.
         first, start = i, j
         old_length, new_length, i, j = factors[i].size, shape[j], i + 1, j + 1
         while old_length != new_length:
@@ -319,7 +320,7 @@ def regroup(
                 old_length, i = old_length * factors[i].size, i + 1
             else:
                 new_length, j = new_length * shape[j], j + 1
-        if j - start == 1:
+        if j - start == 1:  # dims that were merged keep their names
             out[start] += factors[first:i]
             continue
         parts = list(shape[start:j])

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from megatron_flex.adapters.layout_rules import Spread
 
-CutPairs = tuple[tuple[int, str], ...]  # dims, counted from the front, and the axes that shard them
-
 
 def split_words(text: str) -> list[str]:
     return text.split()

@@ -219,7 +219,7 @@ class LayoutTrace(TorchFunctionMode):
         if not self._here() or module not in self._inside:
             return
         outputs = tensors(output)
-        while self._inside:
+        while self._inside:  # also modules inside that raised, for which torch calls no hook
             inner = self._inside.pop()
             self.opaque -= inner in self._known
             closing = [w for w in self._windows if w.module is inner]
@@ -241,7 +241,7 @@ class LayoutTrace(TorchFunctionMode):
                     self.mark(tensor).names = self._name_output(module, source, tensor)
                 continue
             if i and (tensor in self.marks or id(tensor) in self._held):
-                continue
+                continue  # passed through: it keeps its sharding
             name = f"{self._names.get(module, '')} ({type(module).__name__})"
             spread: SpreadOrUnknown = UnknownLayout(f"{name} returns it, and no rule describes it")
             if i == 0 and rule.outputs is not None:

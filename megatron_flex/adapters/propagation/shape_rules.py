@@ -166,7 +166,7 @@ def squeeze(call: FunctionCall) -> Spread:
 
 
 def expand(call: FunctionCall) -> Spread:
-    """Dims of one entry repeated, new leading dims."""
+    """Dims repeated, and new leading dims; a sharded dim must keep its length."""
     x, out = call.first, call.out
     ahead = out.ndim - x.ndim
     return _move_dims(call, lambda d: d + ahead if out.shape[d + ahead] == x.shape[d] else None)
@@ -254,13 +254,6 @@ def pad(call: FunctionCall) -> Spread:
     return _move_dims(call, lambda d: None if d in padded else d)
 
 
-def repeat(call: FunctionCall) -> Spread:
-    """The full tensor repeated: not along a sharded dim."""
-    x, out = call.first, call.out
-    ahead = out.ndim - x.ndim
-    return _move_dims(call, lambda d: d + ahead if out.shape[d + ahead] == x.shape[d] else None)
-
-
 def triangle(call: FunctionCall) -> Spread:
     """Functions that depend on the positions of entries in the last two dims."""
     last = call.first.ndim - 2
@@ -342,8 +335,7 @@ SHAPE_RULES: dict[str, SpreadRule] = {
     ),
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
-    **_rule_for_names("expand expand_as broadcast_to", expand),
-    "repeat": repeat,
+    **_rule_for_names("expand expand_as broadcast_to repeat", expand),
     "repeat_interleave": repeat_interleave,
     "select": select,
     "unbind": unbind,
@@ -372,7 +364,7 @@ SHAPE_RULES: dict[str, SpreadRule] = {
 }
 
 
-def dims_kept(call: FunctionCall, x: Tensor, index: Any) -> list[int | None]:
+def dims_kept(x: Tensor, index: Any) -> list[int | None]:
     """For each dim of the selected result the full dim of the tensor that it equals; None for others.
 
     Raises:
@@ -381,8 +373,9 @@ def dims_kept(call: FunctionCall, x: Tensor, index: Any) -> list[int | None]:
     items = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_dims_consumed(i) for i in items)
     if not any(i is Ellipsis for i in items):
-        items.append(Ellipsis)
+        items.append(Ellipsis)  # the dims that no item consumes
     arrays = [i for i in items if isinstance(i, (Tensor, list)) and not _is_number(i)]
+    # The place of the dims of their result depends on whether they stand side by side.
     if len(arrays) > 1 or (arrays and any(isinstance(i, int) for i in items)):
         raise LayoutUnknown("indexing by several tensors is not supported for sharded tensors")
     out: list[int | None] = []
@@ -394,14 +387,14 @@ def dims_kept(call: FunctionCall, x: Tensor, index: Any) -> list[int | None]:
         elif item is None:
             out.append(None)
         elif isinstance(item, slice):
-            out.append(dim if _is_full_slice(item, x.shape[dim]) else None)
+            out.append(dim if _is_full_slice(item) else None)
             dim += 1
         elif _is_number(item):
             dim += 1
         elif isinstance(item, (Tensor, list)):
             width = item.ndim if isinstance(item, Tensor) else 1
             mask = isinstance(item, Tensor) and not item.dtype.is_floating_point and item.dtype.itemsize == 1
-            out += [None] * (1 if mask else width)
+            out += [None] * (1 if mask else width)  # of a mask: the chosen entries, in one dim
             dim += _dims_consumed(item)
         else:
             raise LayoutUnknown(f"indexing by a {type(item).__name__} is not supported for sharded tensors")
@@ -423,7 +416,7 @@ def _dims_consumed(item: Any) -> int:
     return 1
 
 
-def _is_full_slice(item: slice, length: int) -> bool:
+def _is_full_slice(item: slice) -> bool:
     return item.start in (None, 0) and item.stop is None and item.step in (None, 1)
 
 
@@ -431,7 +424,7 @@ def getitem(call: FunctionCall) -> Spread:
     """Indexing must select sharded dims completely."""
     x, index = call.first, call.args[1]
     _check_index(call, x)
-    kept_dims = dims_kept(call, x, index)
+    kept_dims = dims_kept(x, index)
     cuts = call.cuts(x)
     for dim, axes in cuts.items():
         if dim not in kept_dims:
@@ -449,7 +442,7 @@ def setitem(call: FunctionCall) -> Spread:
     if alone and isinstance(index, Tensor) and index.dtype.itemsize == 1 and call.cuts(index) == cuts:
         return call.result(cuts)  # elementwise
     _check_index(call, x, value)
-    kept_dims = dims_kept(call, x, index)
+    kept_dims = dims_kept(x, index)
     for dim, axes in cuts.items():
         if dim not in kept_dims:
             raise LayoutUnknown(

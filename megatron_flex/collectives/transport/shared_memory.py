@@ -43,7 +43,7 @@ from torch import Tensor
 from megatron_flex.collectives.expert_route import Route
 from megatron_flex.collectives.gather_plan import REPLICA_AXES
 from megatron_flex.collectives.host_groups import open_host_group, receive_from, send_to
-from megatron_flex.collectives.messages import buffer_pool, group_by_size
+from megatron_flex.collectives.messages import align_size, buffer_pool, group_by_size
 from megatron_flex.collectives.rank_agreement import gather_objects, max_over_ranks
 from megatron_flex.collectives.transport.device_copies import DeviceCopies
 from megatron_flex.collectives.transport.interface import Arrival, TransportBytes, Watch
@@ -104,7 +104,7 @@ class TensorSpace:
 
     @property
     def shard_bytes(self) -> int:
-        return _align(self.local.numel() * self.dtype.itemsize)
+        return align_size(self.local.numel() * self.dtype.itemsize, TENSOR_ALIGN)
 
 
 class _Record(NamedTuple):
@@ -199,6 +199,7 @@ class SharedMemoryTransport:
         pool = SegmentPool(flex_config.shared_folder, flex_config.shared_bytes)
         member = Member(dist.get_rank(), {a: mesh[a].coord for a in axes}, flex_config.node or _node_name())
         usable = pool.most > 0 and sys.platform == "linux"
+        # Every rank makes these exchanges, also one that cannot share memory: all decide by all answers.
         answers = gather_objects((member, pool.stem, usable), mesh, axes)
         if not all(usable for _, _, usable in answers):
             return None
@@ -288,9 +289,9 @@ class SharedMemoryTransport:
         if not self._elsewhere.isdisjoint(layout.axes) or is_partial(layout, sizes):
             return TensorSpace(layout, shape, dtype, words)
         full, targets = tuple(full_shape(layout, shape, sizes)), self._targets(layout, shape, self.me)
-        size = _align(prod(full) * dtype.itemsize)
+        size = align_size(prod(full) * dtype.itemsize, TENSOR_ALIGN)
         if self._group is not None:  # with its padding a shard may have more than the full tensor
-            size = max(size, _align(shape.numel() * dtype.itemsize))
+            size = max(size, align_size(shape.numel() * dtype.itemsize, TENSOR_ALIGN))
         if targets and not self._near:
             stride = torch.empty(shape, device="meta").stride()
             targets = (BlockTarget(shape, stride, 0, None),)
@@ -576,11 +577,6 @@ class SharedMemoryTransport:
             FlexWarning,
             stacklevel=2,
         )
-
-
-def _align(size: int) -> int:
-    """The size rounded up, so that the next tensor is aligned."""
-    return -(-size // TENSOR_ALIGN) * TENSOR_ALIGN
 
 
 def _node_name() -> str:

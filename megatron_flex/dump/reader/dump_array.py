@@ -108,15 +108,6 @@ def compose_indices(index: DimIndex, of: DimIndex) -> DimIndex:
     return compact_index([of[i] for i in index])
 
 
-def apply_index(values: Sequence[Any] | Tensor, index: DimIndex | int) -> Any:
-    """The same of a list, or of the first dim of a tensor."""
-    if isinstance(index, int):
-        return values[index]
-    if isinstance(values, Tensor):
-        return values[torch.tensor(list(index), dtype=torch.int64)]
-    return [values[i] for i in index]
-
-
 class ArraySource(Protocol):
     """Where an array's values come from."""
 

@@ -184,7 +184,7 @@ class OpenDump:
     @cached_property
     def _complete(self) -> dict[IterationKey, StoredIteration]:
         every = sorted({which for run in self.runs for which in run.iteration_keys})
-        by_key = {which: self._look(which) for which in every}
+        by_key = {which: self._find_complete(which) for which in every}
         complete = {which: stored for which, stored in by_key.items() if stored is not None}
         if self._warns and len(complete) < len(every) and (lost_iterations := lost(self.runs, complete)):
             rest = len(lost_iterations) - MAX_DETAILED
@@ -234,7 +234,7 @@ class OpenDump:
             >>> dump.stored_iteration((1, 0)).iteration
             1
         """
-        stored = self._look(which)
+        stored = self._find_complete(which)
         if stored is None:
             numbers = self.iterations
             complete = describe_numbers("iteration", numbers) if numbers else "no iteration"
@@ -334,7 +334,7 @@ class OpenDump:
         path = next(iter(written.paths(next(iter(written.run.coords)))))
         return self.files.open(path).part.index.training
 
-    def _look(self, which: IterationKey) -> StoredIteration | None:
+    def _find_complete(self, which: IterationKey) -> StoredIteration | None:
         """Return an iteration from the last run that completed it."""
         if which not in self._written:
             like = next(reversed(self._written.values()), None)

@@ -369,7 +369,7 @@ class SamplePlanner:
         """Put together the tensor of a block."""
         run, located = written.run, self._shards.by_microbatch(written, replica).get(microbatch, [])
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
-        if located and REPLICA_AXIS in located[0][2].axes:
+        if located and REPLICA_AXIS in located[0][2].axes:  # the shards of one tensor are with all replicas
             located = [
                 f for r in run.replicas for f in self._shards.by_microbatch(written, r).get(microbatch, [])
             ]

@@ -220,6 +220,7 @@ def plan_selection(
     choices = {
         c.dim: c for c in requested.select.choices(names, (known and known.heads) or heads, first=first)
     }
+    # A rank that does not know the length of a dim sends all its entries; the rank that receives selects.
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
     chosen = {
         d: c.find_indices(n, dims[d].sequences) for d, c in choices.items() if (n := lengths[d]) is not None
@@ -229,6 +230,7 @@ def plan_selection(
     reduction = requested.reduce
     if reduction is not None and counts[-1] is not None:
         reduction.check(counts[-1], dtype)
+    # Where the results of shards can be combined, each rank reduces its shard, and sends less.
     pushed = reduction
     if reduction is not None and not _reduces_locally(
         reduction, targets, counts, late, is_partial(layout, sizes), dtype
@@ -237,7 +239,7 @@ def plan_selection(
     along = targets if pushed is not None else ()
     work = _PlanBuilder(dims, local, lengths, sizes, coords, device)
     for d in range(len(dims)):
-        work.take(d, chosen.get(d), d in along, pushed)
+        work.take(d, chosen.get(d), d in along)
     uneven = any(c is None for c in counts)
     where = work.where(targets, 0 if uneven else prod(c for c in counts if c is not None), dtype)
     return SelectionPlan(
@@ -314,7 +316,7 @@ class _PlanBuilder:
         last = targets[-1] if targets else -1
         return ReductionContext(targets, number, self.places.get(last), self.most.get(last, 0), dtype)
 
-    def take(self, d: int, entries: Sequence[int] | None, reduced: bool, reduction: Reduction | None) -> None:
+    def take(self, d: int, entries: Sequence[int] | None, reduced: bool) -> None:
         """Plan the selection and reduction of a dim."""
         if entries is None and not reduced:
             return

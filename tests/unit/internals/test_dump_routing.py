@@ -17,11 +17,12 @@ from megatron_flex.dump.expert_routing import (
     choice_from_json,
     choice_to_json,
     pack_choice,
+    scatter_rows_to_tokens,
     unpack_choice,
 )
 from megatron_flex.dump.schema import layout_from_json, layout_to_json
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Cut, Dim, ExpertChoice, Layout, extract
+from megatron_flex.layout import Cut, Dim, ExpertChoice, Layout, assemble, coordinates, extract
 from tests.support.messages import raises
 
 FEATURES = 8
@@ -120,6 +121,27 @@ MESHES = [  # (dp, cp, tp), (edp, ep, etp)
 ]
 
 
+def assemble_by_token(
+    routing: ExpertRouting,
+    rows: dict[tuple[int, int, int], Tensor],
+    layout: Layout,
+    replica: int,
+    expert: int | None,
+) -> Tensor:
+    """A tensor of experts by token, `[s, b, slots, ...]`, from the rows that each rank has."""
+
+    def fetch(edp: int, ep: int, selected: Tensor) -> Tensor:
+        shards = []
+        for at in coordinates(layout, routing.sizes):
+            etp = range(routing.sizes["etp"]) if "etp" not in at else (at["etp"],)
+            shards.append(next(rows[edp, ep, t] for t in etp if (edp, ep, t) in rows)[selected])
+        return assemble(layout, shards, routing.sizes)
+
+    locations, slots = routing.rows(replica, expert), 1 if expert is not None else routing.slots
+    dense = scatter_rows_to_tokens(locations, fetch, routing.shape, slots, next(iter(rows))[:2])
+    return dense if expert is None else dense[:, :, 0].flatten(0, 1)[locations.token.sort().values]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(MESHES),
@@ -143,7 +165,7 @@ def test_rows_go_home(
         rows = {p: r for p, r in rows.items() if p[2] == (p[0] + p[1]) % ranks.sizes["etp"]}
     for replica, went in enumerate(chosen):
         value = ranks.value(replica)
-        got = routing.assemble_by_token(rows, layout, replica, expert)
+        got = assemble_by_token(routing, rows, layout, replica, expert)
         if expert is not None:
             assert torch.equal(got, value[:, :, expert][went[:, :, expert]])
             continue
@@ -212,12 +234,8 @@ def test_what_is_missing_is_named() -> None:
     ranks = Ranks((2, 1, 1), (1, 2, 1), True, 2, True)
     chosen = ranks.route(2, 3)
     choices = ranks.choices(chosen, 2)
-    rows = ranks.rows(chosen, LAYOUTS["the same"], None)
     with raises(DumpError, "(edp, ep, etp)=(0, 1, 0)"):
-        ExpertRouting(choices[:1], ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
-    del rows[0, 1, 0]
-    with raises(DumpError, "edp=0", "ep=1"):
-        ExpertRouting(choices, ranks.sizes).assemble_by_token(rows, LAYOUTS["the same"], 0)
+        ExpertRouting(choices[:1], ranks.sizes).rows(0)
     other = replace(choices[1][1], chosen=choices[1][1].chosen[:, :2])
     with raises(DumpError, "[2, 4]"):
         ExpertRouting([choices[0], (choices[1][0], other)], ranks.sizes)
