@@ -19,9 +19,9 @@ from megatron_flex.adapters.adapter_base import (
     NormListener,
     ParameterSite,
     Part,
+    StepReport,
     Undo,
     is_recomputing,
-    report_step,
     training_writers,
 )
 from megatron_flex.adapters.adapter_registry import Finder, register_adapter
@@ -55,6 +55,7 @@ __all__ = [
     "Rule",
     "Rules",
     "Spread",
+    "StepReport",
     "StoredParameter",
     "Tap",
     "TapCallbacks",
@@ -70,7 +71,6 @@ __all__ = [
     "make_axis",
     "make_mesh",
     "register_adapter",
-    "report_step",
     "training_writers",
 ]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -106,21 +105,24 @@ class Listener(Protocol):
         """That call returned, or raised."""
 
 
-@contextmanager
-def report_step(
-    listener: Listener,
-    iteration: int | None,
-    gradient_factor: Callable[[], float] | None = None,
-    microbatches: int = 1,
-) -> Iterator[None]:
-    """Report the step that runs in this block; arguments as for `Listener.step_begins`."""
-    listener.step_begins(iteration, gradient_factor, microbatches)
-    try:
-        yield
-    except BaseException:
-        listener.step_ends(True)
-        raise
-    listener.step_ends(False)  # it may raise, which is not a failure of what ran in the block
+class StepReport:
+    """Reports the step that runs in a `with` block; arguments as for `Listener.step_begins`."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        iteration: int | None,
+        gradient_factor: Callable[[], float] | None = None,
+        microbatches: int = 1,
+    ) -> None:
+        self.listener, self.step = listener, (iteration, gradient_factor, microbatches)
+
+    def __enter__(self) -> None:
+        self.listener.step_begins(*self.step)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The end of a good step may raise too, which is not a failure of what ran in the block.
+        self.listener.step_ends(kind is not None)
 
 
 class NormListener(Protocol):

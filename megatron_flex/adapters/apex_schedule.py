@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Listener, Undo, report_step
+from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.pipeline_stages import StageLayouts, UnscheduledCalls
@@ -100,7 +100,7 @@ class ApexSchedule:
         microbatches = int(import_module(f"{PACKAGE}.utils").get_num_microbatches())
         factor = partial(_gradient_factor, microbatches, kwargs.get("grad_scaler"))
         self._forwards = [0] * len(self.roots)
-        with report_step(listener, None, factor, microbatches):
+        with StepReport(listener, None, factor, microbatches):
             self._running = True
             try:
                 return schedule(*args, **kwargs)

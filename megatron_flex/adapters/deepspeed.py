@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Listener, LocalGradient, NormListener, Undo, report_step
+from megatron_flex.adapters.adapter_base import Listener, LocalGradient, NormListener, StepReport, Undo
 from megatron_flex.adapters.gradient_norms import watch_engine_steps
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import ModelRunner, UserLoop
@@ -271,7 +271,7 @@ class EngineSchedule:
 
         def around(execute: Callable[[Any], None], schedule: Any) -> None:
             factor = partial(_gradient_factor, self.engine)
-            with report_step(listener, self.engine.global_steps, factor, schedule.micro_batches):
+            with StepReport(listener, self.engine.global_steps, factor, schedule.micro_batches):
                 execute(_InstructionStream(schedule, self.engine, listener))
 
         return intercept(self.engine, "_exec_schedule", around)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import Listener, Undo, is_recomputing, report_step
+from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo, is_recomputing
 from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.taps import intercept, join_undos
@@ -243,6 +243,6 @@ class UserLoop:
                 "what they send to each other; run that in `with flex.interp.trace(), flex.step():`"
             )
         assert self._listener is not None
-        with report_step(self._listener, None, microbatches=0), torch.no_grad():
+        with StepReport(self._listener, None, microbatches=0), torch.no_grad():
             for part in tokens.split(microbatch_size or max(len(tokens), 1)):
                 self.chunk(part)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_flex.adapters.adapter_base import AxisSizes, Listener, Undo, report_step
+from megatron_flex.adapters.adapter_base import AxisSizes, Listener, StepReport, Undo
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.adapters.pipeline_stages import (
@@ -157,7 +157,7 @@ class PipelineSchedule:
         mean = bool(getattr(self.schedule, "scale_grads", True))
         microbatches = int(self.schedule._n_microbatches) if mean else 1
         self._unsplit.clear()
-        with report_step(listener, None, microbatches=microbatches):
+        with StepReport(listener, None, microbatches=microbatches):
             self._running = True
             try:
                 return step(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters import Adapter, ParameterSite, Undo, report_step
+from megatron_flex.adapters import Adapter, ParameterSite, StepReport, Undo
 from megatron_flex.adapters.module_walk import shared_walk
 from megatron_flex.collectives import (
     Agreement,
@@ -306,7 +306,7 @@ class Session:
         does.
         """
         self.check_open()
-        with report_step(self, None, microbatches=0):
+        with StepReport(self, None, microbatches=0):
             yield
 
     def step_begins(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.adapters.adapter_base import Listener, Undo, report_step
+from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo
 from megatron_flex.adapters.megatron_core.model_parts import config_of
 from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 from megatron_flex.adapters.taps import add_hook, intercept, join_undos
@@ -107,7 +107,7 @@ class _ScheduleWatcher:
             return schedule(*args, **kwargs)
         count = int(kwargs["num_microbatches"])
         factor = partial(self.gradient_factor, count)
-        with report_step(self.listener, current_iteration(), factor, count):
+        with StepReport(self.listener, current_iteration(), factor, count):
             self.running = True
             try:
                 return schedule(*args, **kwargs)
