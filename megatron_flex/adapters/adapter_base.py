@@ -105,20 +105,17 @@ class Listener(Protocol):
         """That call returned, or raised."""
 
 
+@dataclass(slots=True)
 class StepReport:
     """Reports the step that runs in a `with` block; arguments as for `Listener.step_begins`."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        iteration: int | None,
-        gradient_factor: Callable[[], float] | None = None,
-        microbatches: int = 1,
-    ) -> None:
-        self.listener, self.step = listener, (iteration, gradient_factor, microbatches)
+    listener: Listener
+    iteration: int | None
+    gradient_factor: Callable[[], float] | None = None
+    microbatches: int = 1
 
     def __enter__(self) -> None:
-        self.listener.step_begins(*self.step)
+        self.listener.step_begins(self.iteration, self.gradient_factor, self.microbatches)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The end of a good step may raise too, which is not a failure of what ran in the block.

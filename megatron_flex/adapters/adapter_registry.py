@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
@@ -73,24 +74,6 @@ def _megatron_core(
     return FrameworkMatch("megatron-core", adapter.why, make, alone=True)
 
 
-def _dtensor(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
-    from megatron_flex.adapters import dtensor
-
-    return dtensor.find_dtensor(chunks, axis_sizes, process_group)
-
-
-def _fairscale(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
-    from megatron_flex.adapters import fairscale
-
-    return fairscale.find_fairscale(chunks, axis_sizes, process_group)
-
-
-def _apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
-    from megatron_flex.adapters import apex
-
-    return apex.find_apex(chunks, axis_sizes, process_group)
-
-
 def _deepspeed(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     from megatron_flex.adapters.deepspeed_adapter import make_engine_adapter, why_deepspeed
 
@@ -107,14 +90,21 @@ def _pytorch(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any)
     return None if evidence is None else FrameworkMatch("pytorch", *evidence, around=True)
 
 
-# By the package that must be imported for the finder to run, in the order of calls.
-BUILT_IN: tuple[tuple[str, Callable[..., FrameworkMatch | None]], ...] = (
-    ("megatron", _megatron_core),
-    ("fairscale", _fairscale),
-    ("apex", _apex),
-    ("deepspeed", _deepspeed),
-    ("torch.distributed.tensor", _dtensor),
-    ("torch", _pytorch),
+def _import_finder(module: str, function: str) -> Finder:
+    finder: Finder = getattr(import_module(f"megatron_flex.adapters.{module}"), function)
+    return finder
+
+
+# In the order of calls.
+BUILT_IN = (
+    FinderEntry("megatron-core", lambda: _megatron_core, package="megatron"),
+    FinderEntry("fairscale", partial(_import_finder, "fairscale", "find_fairscale"), package="fairscale"),
+    FinderEntry("apex", partial(_import_finder, "apex", "find_apex"), package="apex"),
+    FinderEntry("deepspeed", lambda: _deepspeed, package="deepspeed"),
+    FinderEntry(
+        "dtensor", partial(_import_finder, "dtensor", "find_dtensor"), package="torch.distributed.tensor"
+    ),
+    FinderEntry("pytorch", lambda: _pytorch, package="torch"),
 )
 
 _registered: list[FinderEntry] = []
@@ -142,7 +132,7 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
         >>> with register_adapter(find, "mine"):
         ...     flex = FlexModel(chunks)
     """
-    name = name or _framework_name(finder)
+    name = name or _name_finder(finder)
     existing = next((k for k in finder_entries() if k.name == name), None)
     if existing is not None:
         raise FlexError(
@@ -154,7 +144,7 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
     return Handle(partial(_registered.remove, known), f"adapter {name!r}", lambda: known in _registered)
 
 
-def _framework_name(finder: Any) -> str:
+def _name_finder(finder: Any) -> str:
     name = getattr(finder, "name", None) or getattr(finder, "__name__", type(finder).__name__)
     return str(name).strip("_").replace("_", "-")
 
@@ -167,11 +157,9 @@ def _installed_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 def finder_entries() -> list[FinderEntry]:
     """All finders in the order of calls."""
-    # mypy does not infer a lambda with a default
-    built_in = [FinderEntry(_framework_name(f), lambda f=f: f, "", package) for package, f in BUILT_IN]  # type: ignore[misc]
     external = [*_registered]
     for entry in _installed_entry_points(tuple(sys.path)):
         by = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
         external.append(FinderEntry(entry.name, entry.load, f"entry point of {by}"))
     off = {name.strip() for name in flex_config.adapters_off.split(",")}
-    return [*built_in, *(k for k in external if k.name not in off)]
+    return [*BUILT_IN, *(k for k in external if k.name not in off)]

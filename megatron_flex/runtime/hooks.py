@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -173,8 +173,15 @@ class HookFunction:
         named = isinstance(module_name, (str, re.Pattern))
         with error_attributes(site=describe_pattern(module_name) if named else None):
             check_name(module_name, editing_function, expected_shape)
-            if hook_type not in POINT_OF_TYPE:
-                raise HookError(f"hook_type {hook_type!r} is not one of {', '.join(POINT_OF_TYPE)}")
+            words = (
+                ("hook_type", hook_type, tuple(POINT_OF_TYPE)),
+                ("gradient_scale", gradient_scale, get_args(GradientScale)),
+                ("run", run, get_args(Run)),
+                ("on_error", on_error, get_args(OnError)),
+            )
+            for name, word, allowed in words:
+                if word not in allowed:
+                    raise HookError(f"{name} {word!r} is not one of {', '.join(allowed)}")
             if editing_function is not None and not callable(editing_function):
                 raise HookError(
                     f"editing_function {editing_function!r} is not callable; pass a function or None"
@@ -182,12 +189,6 @@ class HookFunction:
             if editing_function is not None:
                 check_signature(editing_function)
                 traits_of(editing_function)  # raises for an invalid declaration
-            if gradient_scale not in ("raw", "loss"):
-                raise HookError(f"gradient_scale {gradient_scale!r} is not one of raw, loss")
-            if run not in ("replicated", "once"):
-                raise HookError(f"run {run!r} is not one of replicated, once")
-            if on_error not in ("raise", "skip"):
-                raise HookError(f"on_error {on_error!r} is not one of raise, skip")
             if on_error == "skip" and editing_function is None:
                 raise HookError("on_error='skip' skips an edit, but there is no editing_function; pass one")
             if not isinstance(unpack_idx, int):

@@ -100,8 +100,10 @@ class Session:
         Session._counts[ranks] += 1
         self.agreement = StepAgreement(name, self.registry, self.clock, self.mesh, self._list_model_ids)
         self._recorder = Recorder(self.mesh, self.captures, name, self.agreement.check_waiting_ranks)
-        meeting = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
-        self.trainable = TrainableModules(adapter, self.clock, meeting, self.over_data, self._await_backward)
+        gradients = Agreement(f"{name}/gradients", agreement_seconds(), ranks, NO_GRADIENT)
+        self.trainable = TrainableModules(
+            adapter, self.clock, gradients, self.over_data, self._await_backward
+        )
         self.editing = EditEnvironment(self.mesh, self.clock, self.trainable, name, self.over_data)
         self.context_relay, self._skips = self.editing.context_relay, self.editing.skips
         common = self.clock, self._recorder, self.editing, self.mesh, self.over_data
@@ -208,11 +210,11 @@ class Session:
         self.trainable.add(name, module)
         self.registry.note_change()
 
-        def is_there() -> bool:
+        def is_registered() -> bool:
             modules = self.trainable.modules
             return self.open and name in modules and modules[name] is module
 
-        return Handle(partial(self.remove_trainable, name), f"trainable module {name!r}", is_there)
+        return Handle(partial(self.remove_trainable, name), f"trainable module {name!r}", is_registered)
 
     def remove_trainable(self, name: str) -> None:
         """Remove a trainable module. Every rank makes the same call."""

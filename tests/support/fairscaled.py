@@ -76,7 +76,8 @@ def take_over() -> None:
             "followed", "a test says so", lambda: adapter(chunks, said, group)
         )
 
-    changes.setattr(adapter_registry, "BUILT_IN", (("torch", claim),))
+    finder = adapter_registry.FinderEntry("claim", lambda: claim, package="torch")
+    changes.setattr(adapter_registry, "BUILT_IN", (finder,))
 
 
 def adapter(chunks: list[Any], said: Any, group: Any = None) -> ModuleAdapter:
