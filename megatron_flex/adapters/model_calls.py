@@ -83,11 +83,9 @@ class CompiledCaller:
             self._undo = None
 
     def holds(self, module: nn.Module) -> bool:
-        """All modules of the model."""
         return True
 
     def watch(self) -> Undo:
-        """Nothing to replace."""
         return lambda: None
 
 

@@ -126,7 +126,7 @@ class ModuleAdapter(Adapter):
                 )
 
     def names(self) -> list[str]:
-        """Of the modules that can be called, and of parameters."""
+        """The names of the modules that can be called, and of parameters."""
         return [*(n for n, _ in self._modules), *(k.name for k in self.storage.parameters())]
 
     # -- sites ------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class ModuleAdapter(Adapter):
         }
 
     def without_layout(self) -> dict[str, str]:
-        """Those without a shape or a layout."""
+        """The parameters without a shape or a layout."""
         return self.storage.without_layout()
 
     def buffers(self) -> list[ParameterSite]:

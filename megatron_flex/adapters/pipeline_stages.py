@@ -160,7 +160,7 @@ class StageParameters:
         self._owners = {id(p.parameter): part.storage for part in parts for p in part.parameters()}
 
     def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """Those of all stages."""
+        """The shards of all stages."""
         return {name: shard for storage in self._storages for name, shard in storage.shards().items()}
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -268,11 +268,11 @@ class PipelineAdapter(Adapter):
         return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
 
     def buffer_owners(self) -> dict[str, str]:
-        """Those of all stages."""
+        """The owners of buffers of all stages."""
         return {name: kind for part in self._parts for name, kind in part.buffer_owners().items()}
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
-        """As the stage that has the parameter knows."""
+        """The axes that the stage with the parameter knows."""
         owners = (part for part in self._parts if any(k.name == name for k in part.storage.parameters()))
         return next((part.gradient_partial_axes(name) for part in owners), ())
 
@@ -290,4 +290,4 @@ class SilentRunner:
         return lambda: None
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Nothing."""
+        """The schedule runs the stages."""

@@ -162,7 +162,7 @@ _of_passes: WeakValueDictionary[int, _MissingGradients] = WeakValueDictionary()
 
 
 def _missing_gradients() -> _MissingGradients:
-    """Those of the backward pass that is running."""
+    """The missing gradients of the backward pass that is running."""
     task = torch._C._current_graph_task_id()  # what torch's own checkpoints tell passes apart by
     missing = _of_passes.get(task)
     if missing is None:

@@ -284,7 +284,6 @@ class PartialSum:
         return edited
 
     def exit_gradient(self, grad: Tensor) -> tuple[Tensor, None]:
-        """As above."""
         return grad, None
 
 

@@ -92,7 +92,7 @@ class RowLocations(NamedTuple):
     slot: Tensor
 
     def among(self, tokens: Tensor) -> RowLocations:
-        """Those of some tokens, given by a mask."""
+        """The locations of the rows of some tokens, given by a mask."""
         selected = tokens[self.token]
         return RowLocations(*(entry[selected] for entry in self))
 

@@ -335,7 +335,7 @@ def _estimate_edit(
 
 
 def _gather_collectives(hook: HookSpec, tensor: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
-    """Those that gather the full tensor, and its gradient."""
+    """The collectives that gather the full tensor, and its gradient."""
     layouts = [(tensor.layout, hook.gradient)]
     if not hook.gradient:
         layouts.append((conjugate_layout(tensor.layout), True))
@@ -347,7 +347,7 @@ def _gather_collectives(hook: HookSpec, tensor: EstimatedTensor, mesh: Mesh) -> 
 
 
 def _broadcast_collectives(hook: HookSpec, tensor: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
-    """Those that broadcast the result of the rank that ran the edit, and return its gradient."""
+    """The collectives that broadcast the result of the rank that ran the edit, and return its gradient."""
     return [
         _added(planned, mesh, backward)
         for backward in ((True,) if hook.gradient else (False, True))

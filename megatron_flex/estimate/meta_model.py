@@ -291,7 +291,7 @@ def _layer_signature(layer: nn.Module) -> Hashable:
 
 
 def _select_layer(sites: list[SiteOrParameter], front: str) -> list[SiteOrParameter]:
-    """Those of one layer, by the rest of their names."""
+    """The sites or parameters of one layer, named by the rest of their names."""
     return [
         replace(p, name=p.name[len(front) :]) for p in sites if p.name.startswith((front + ".", front + ":"))
     ]

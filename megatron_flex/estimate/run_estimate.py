@@ -98,7 +98,7 @@ class RankEstimate:
     host: int = 0
 
     def plus(self, moved: Traffic, host: int = 0, collectives: int = 0, device: int = 0) -> RankEstimate:
-        """With one more hook, of which the rank holds the tensor for its own call only."""
+        """The estimate with one more hook, whose tensor the rank holds during its own call only."""
         return replace(
             self,
             moved=self.moved + moved,

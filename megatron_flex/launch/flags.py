@@ -72,12 +72,12 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """As it is typed."""
+        """The flag as it is typed."""
         return FLAG_PREFIX + self.name
 
     @property
     def long_option(self) -> str:
-        """With the longer prefix, which no script uses."""
+        """The flag with the longer prefix, which no script uses."""
         return LONG_PREFIX + self.name
 
     @property
@@ -87,7 +87,7 @@ class Flag:
 
     @property
     def usage(self) -> str:
-        """With what it takes."""
+        """The flag with the placeholder of its values."""
         shown = {"none": "", "optional": f"[{self.metavar}]", "many": f"{self.metavar} ..."}
         return f"{self.option} {shown.get(self.takes, self.metavar)}".strip()
 

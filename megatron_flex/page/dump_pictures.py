@@ -90,7 +90,6 @@ class DumpPictures:
         self._lens: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {"heats": self._heats, "attention": self._attention, "lens": self._lens}
 
     def add_heat_maps(self, tensors: Sequence[tuple[int, str]]) -> None:

@@ -172,7 +172,7 @@ class Page:
 
 
 def _without_layer(name: str) -> str:
-    """The same for a hook point of all layers."""
+    """The name with `*` for the number of the layer."""
     return LAYER_NUMBER.sub("*", name, count=1)
 
 

@@ -61,7 +61,6 @@ class RankGrid:
         return mesh_of_sizes({a.name: a.size for a in self.axes}, {a.name: a.size for a in self.experts})
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         lines = [
             [{"name": a.name, "size": a.size, "stride": a.stride} for a in axes]
             for axes in (self.axes, self.experts)

@@ -281,7 +281,6 @@ class TensorTables:
         return list(self._texts)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "iterations": self.iterations,
             "measures": {

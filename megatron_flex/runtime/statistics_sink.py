@@ -132,7 +132,7 @@ def _find_unpadded(dim: Dim, length: int, mesh: Mesh) -> list[tuple[int, int]] |
 def _list_unpadded(
     dim: Dim, length: int, at: tuple[tuple[str, int, int], ...]
 ) -> list[tuple[int, int]] | None:
-    """The same of a rank with these coordinates, by axis: size and coordinate. Packs have padding too."""
+    """The parts of a dim without padding, on the rank with these sizes and coordinates of the axes."""
     sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
     full = length * count_parts(dim, sizes)
     real = dim.sequences or ([(0, dim.keep)] if dim.keep is not None and dim.keep < full else ())

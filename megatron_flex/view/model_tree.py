@@ -124,7 +124,6 @@ class TreeNode:
         return points, tuple((c.label, c.count, c.alike) for c in self.children)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "label": self.label,
             "count": self.count,

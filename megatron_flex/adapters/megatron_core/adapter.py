@@ -280,7 +280,7 @@ class MegatronAdapter(Adapter):
         return {name: length for name, length in lengths.items() if isinstance(length, int)}
 
     def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
-        """None: layouts name these axes, and Megatron sums over them. Else as a traced call has shown."""
+        """Empty for the model itself, whose layouts name these axes; else what a traced call showed."""
         auxiliary = next((f for f in self.auxiliary if f.has(name)), None)
         return () if auxiliary is None else auxiliary.gradient_partial_axes(name, self.mesh)
 

@@ -211,7 +211,7 @@ class HolderRules:
                     yield child, Rule(hidden=NOT_TRACED)  # each call decides whether it gathers the logits
 
     def _stream(self, cut: bool) -> Rule:
-        """Of `[s, b, h]`. No such description has the zigzag order of context parallelism."""
+        """The rule of a module that returns `[s, b, h]`; no rule has the order of context parallelism."""
         if self.mesh["cp"].size > 1:
             return Rule(hidden=NOT_TRACED)
         return Rule(outputs=FIRST_DIM if cut else FULL)

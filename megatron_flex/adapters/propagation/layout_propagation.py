@@ -109,7 +109,7 @@ class PropagatedNames:
     place: TensorPlace
 
     def leaf(self, index: int) -> PropagatedNames:
-        """Those of another tensor of the same call."""
+        """The names of another tensor of the same call."""
         return PropagatedNames(self.propagator, (self.place[0], index))
 
     def want(self) -> Undo:

@@ -131,7 +131,6 @@ class ActivationSource:
         )
 
     def among(self, passes: list[IterationKey]) -> ActivationSource:
-        """The same over other iterations."""
         if passes == self.iteration_keys:
             return self
         for which in passes:
@@ -397,7 +396,6 @@ class ParameterSource:
         return self._like.layout, self._like.sizes
 
     def among(self, passes: list[IterationKey]) -> ParameterSource:
-        """The same over other iterations."""
         for which in passes:
             self.dump.stored_iteration(which)
         return ParameterSource(self.dump, self.name, self.kind, self.stage, passes)

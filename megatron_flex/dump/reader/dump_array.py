@@ -121,18 +121,14 @@ class ArraySource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one iteration."""
+        """The shape of the tensor of one iteration."""
         ...
 
     @property
-    def dims(self) -> tuple[str, ...]:
-        """The names of its dims."""
-        ...
+    def dims(self) -> tuple[str, ...]: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of its values."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def stored_layout(self) -> tuple[Layout, Sizes]:
@@ -162,7 +158,7 @@ class ArraySource(Protocol):
         ...
 
     def among(self, passes: list[IterationKey]) -> ArraySource:
-        """The same over other iterations."""
+        """The source of other iterations."""
         ...
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
@@ -290,7 +286,7 @@ class DumpArray:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values, as they are stored."""
+        """The dtype of the values, as they are stored."""
         return self._source.dtype
 
     @property

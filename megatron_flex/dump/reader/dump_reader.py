@@ -556,7 +556,7 @@ class OpenDump:
             raise DumpError(f"{self.path}: {error}", path=self.path) from None
 
     def _find_site(self, name: str) -> tuple[str, str]:
-        """The same for the end of a module's name, or a pattern, that means one hook point."""
+        """Resolve a site by the end of a module's name, or by a pattern that matches one hook point."""
         try:
             names = find_recorded_names(name, self.sites, str(self.path), self.gpt_names.pattern)
         except SiteError as error:

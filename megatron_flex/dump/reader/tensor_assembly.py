@@ -43,7 +43,7 @@ class StoredShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local tensor, before anything was picked."""
+        """The shape of the local tensor, before anything was picked."""
         return self.pieces[0][1].shape
 
     @property
@@ -184,7 +184,7 @@ class AssembledTensor:
         return self.files.view(part, entry, where)
 
     def _read_spans(self, shard: StoredShard, where: RegionIndex) -> Tensor:
-        """Of a shard in flat pieces: which pieces it is in, and what of them."""
+        """Read entries of a shard that is stored in flat pieces, from the pieces that have them."""
         _check_inside(shard.pieces[0][0], shard.shape, where)
         if not shard.complete:
             raise DumpError(
@@ -208,7 +208,7 @@ class AssembledTensor:
         return out
 
     def _read_picked(self, shard: StoredShard, coords: Coords, where: RegionIndex) -> Tensor:
-        """Of a shard of which tokens or samples were picked while it was written."""
+        """Read entries of a shard of which tokens or samples were picked while it was written."""
         part, entry = shard.pieces[0]
         key = tuple(first_copy(self.layout, coords, self.sizes).values())
         if key not in self._lookups:
@@ -335,7 +335,7 @@ class TokenMean:
 
     @property
     def layout(self) -> Layout:
-        """Of the tensor as it is stored."""
+        """The layout of the tensor as it is stored."""
         return self._tensor.layout
 
     @property

@@ -47,7 +47,7 @@ class CaptureSelection:
         return self.select.sequences == EACH
 
     def in_sequence(self, number: int) -> CaptureSelection:
-        """The same of one packed sequence."""
+        """The selection and the reduction within one packed sequence."""
         return CaptureSelection(replace(self.select, sequences=number), self.reduce)
 
     @property
