@@ -102,24 +102,21 @@ class GradientDispatcher:
             return out
         if not out.requires_grad:
             self.editing.reasons[site.name] = "the tensor there needs no gradient"
-        else:
-            gradient_key = key._replace(site=site.name + GRADIENT_SUFFIX)
-            back = route and route.for_gradient()
-            find = find_activation_gradient(site.tap, layout)
-            dumped = find
-            if any(h.tensor_sink for h in later) and replica_layout != layout:
-                dumped = find_activation_gradient(site.tap, replica_layout)
-            owner = None if module is None else weakref.ref(module)
-            compare = (
-                "propagated" if site.propagated else "assumed" if self.inference.is_assumed(site) else ""
-            )
-            arguments = site.name, find, dumped, owner, gradient_key, back, compare
-            backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *arguments)
-            # A node of its own: a tensor that is used elsewhere too (the residual beside a norm's input) also
-            # receives a gradient from there, and a view that is masked in place loses its hooks.
-            # torch does not type `apply`.
-            out = cast(Tensor, Enter.apply(out, GradientHooks(backward)))  # type: ignore[no-untyped-call]
-        return out
+            return out
+        gradient_key = key._replace(site=site.name + GRADIENT_SUFFIX)
+        back = route and route.for_gradient()
+        find = find_activation_gradient(site.tap, layout)
+        dumped = find
+        if any(h.tensor_sink for h in later) and replica_layout != layout:
+            dumped = find_activation_gradient(site.tap, replica_layout)
+        owner = None if module is None else weakref.ref(module)  # the graph must not keep the model alive
+        compare = "propagated" if site.propagated else "assumed" if self.inference.is_assumed(site) else ""
+        arguments = site.name, find, dumped, owner, gradient_key, back, compare
+        backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *arguments)
+        # A node of its own: a tensor that is used elsewhere too (the residual beside a norm's input) also
+        # receives a gradient from there, and a view that is masked in place loses its hooks.
+        # torch does not type `apply`.
+        return cast(Tensor, Enter.apply(out, GradientHooks(backward)))  # type: ignore[no-untyped-call]
 
     def _make_graph_hook(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Any:
         """Make a hook of the autograd graph that calls `method` with the site's name, `args` and the

@@ -372,12 +372,8 @@ class SiteVerifier:
         steps: int,
     ) -> None:
         self._comparing = LocalEditCheck(dispatcher)
-        self.parameter_index, self.left, self._dispatcher, self._taps = (
-            parameter_index,
-            steps,
-            dispatcher,
-            taps,
-        )
+        self.parameter_index, self.left = parameter_index, steps
+        self._dispatcher, self._taps = dispatcher, taps
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[SiteObservation] = []
