@@ -38,6 +38,7 @@ from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pages import mine as blocks
 from tests.support.pool import run_alone as run  # as a person runs them
+from tests.support.rank import changes
 
 ROOT = Path(__file__).parents[2]
 
@@ -385,6 +386,33 @@ def test_the_page_on_training_runs() -> None:
     pytest.importorskip("megatron.core")
     (code,) = blocks(ROOT / "docs" / "training.md")
     assert run(4, execute, code) == [[f"({gpt.VOCABULARY}, {gpt.HIDDEN})"]] * 4
+
+
+def distill(code: str) -> list[float]:
+    """The greatest gradients of weights of this rank's layers, with the loss function of the page."""
+    chunks = ranks.start(CASE)
+    teacher = torch.zeros(gpt.SEQUENCE, gpt.BATCH, 2 * gpt.HIDDEN)
+    step = gpt.forward_step
+    with mf.attach(chunks) as flex:
+        names: dict[str, Any] = {"flex": flex, "torch": torch, "teacher": teacher}
+        exec(code, names)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output, _ = step(*args, **kwargs)
+            return output, lambda output: (names["loss_function"](0.0 * output)[0], {"loss": torch.zeros(())})
+
+        changes.setattr(gpt, "forward_step", run)
+        gpt.step(CASE, chunks, 0)
+    grads = {n: p.grad for n, p in gpt.global_names(chunks[0]) if n.endswith("linear_fc2.weight")}
+    return [float(grad.abs().max()) for grad in grads.values() if grad is not None]
+
+
+def test_the_page_on_hidden_states_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "training.md")
+    answers = run(4, distill, code)
+    assert [[grad > 0 for grad in grads] for grads in answers[:2]] == [[True, True]] * 2
+    assert [[grad > 0 for grad in grads] for grads in answers[2:]] == [[True, False]] * 2, "beyond layer 2"
 
 
 @pytest.mark.versions

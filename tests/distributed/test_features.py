@@ -95,6 +95,16 @@ def test_each_receiver_has_each_microbatch(case: Case, to: Any, forward_only: bo
                 assert matrix.relative(features[layer], want) < matrix.BOUND
 
 
+@pytest.mark.parametrize("case", [TP, CP, DP], ids=[c.name for c in (TP, CP, DP)])
+def test_a_draft_head_trains_beside_a_frozen_model(case: Case) -> None:
+    single = case.single()
+    state = truths.once(sharing.weights, single)
+    want, _ = truths.once(featured.train_head, single, state)
+    for grad, trained in run(case.world, featured.train_head, case, state, timeout=200):
+        assert matrix.relative(grad, want) < matrix.BOUND
+        assert trained == []
+
+
 def test_shards_are_those_of_the_layers() -> None:
     _, answers = _ask(TP, Asked(full=False))
     leader = next(a for a in answers if a["captures"])

@@ -135,6 +135,33 @@ def by_hand(
     return {"outputs": outputs, "losses": losses, "gradients": grads}
 
 
+def train_head(case: gpt.Case, state: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
+    """The gradient of a draft head beside a frozen model, and which parameters of the model have one."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    gpt.load(chunks, state)
+    head = nn.Linear(gpt.HIDDEN * len(LAYERS), gpt.HIDDEN, bias=False)
+    weight = torch.linspace(-1.0, 1.0, head.weight.numel()).view(head.weight.shape)
+    head.weight.data.copy_(weight)
+    with mf.attach(chunks) as flex:
+        flex.register_trainable_module("draft", head)
+        flex.freeze()
+        features = flex.features(LAYERS)
+
+        def look() -> Tensor:
+            hidden = torch.cat([features[layer] for layer in LAYERS], dim=-1)
+            draft: Tensor = flex.trainable_modules["draft"](hidden)
+            return draft.square().mean()
+
+        watch_loss(look)
+        gpt.step(case, chunks, ranks.mine(chunks))
+        (grad,) = (p.grad for p in flex.trainable_parameters())
+        assert grad is not None
+        trained = [n for chunk in chunks for n, p in gpt.global_names(chunk) if p.grad is not None]
+        return grad, trained
+
+
 def compare_memory(case: gpt.Case) -> list[bool]:
     """For each layer, on a receiving rank, whether the feature is in the memory of the layer's output."""
     import megatron_flex as mf
