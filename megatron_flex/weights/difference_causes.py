@@ -23,6 +23,7 @@ from megatron_flex.weights.parameter_digest import (
     GROUP_ROWS,
     QUERY_ROWS,
     ROUTER,
+    VOCABULARY_ROWS,
     ParameterDigest,
     ParameterForm,
     choose_entries,
@@ -97,7 +98,7 @@ class Explainer:
     def _explain_forms(self, name: str, a: ParameterDigest, b: ParameterDigest) -> WeightDifference | None:
         """The difference of two shapes: a transposed matrix, or a vocabulary with other rows."""
         stored = a.stored, b.stored
-        if name in VOCABULARIES:
+        if name in VOCABULARIES and a.shape[1:] == b.shape[1:]:
             return self._explain_rows(name, a, b)
         same = a.dtype == b.dtype and torch.equal(_bits(a.entries()[1]), _bits(b.entries()[0]))
         text = f"B has shape {b.shape}, A {a.shape}" + (": B is A transposed" if same else "")
@@ -151,7 +152,7 @@ class Explainer:
 
     def _explain_rows(self, name: str, a: ParameterDigest, b: ParameterDigest) -> WeightDifference | None:
         """The difference of vocabularies, one of which is padded, in their common blocks of rows."""
-        size = count_block_rows(name, 0, None)
+        size = VOCABULARY_ROWS
         full = min(a.shape[0], b.shape[0]) // size
         blocks_a, blocks_b = split_checksums(a.blocks)[:full], split_checksums(b.blocks)[:full]
         differing = [i for i, (one, other) in enumerate(zip(blocks_a, blocks_b, strict=True)) if one != other]

@@ -27,7 +27,7 @@ SAMPLE_ENTRIES = 128  # of a parameter, and as many of its transposed matrix
 GOLDEN = 0x9E3779B97F4A7C15  # multiples of it, modulo 2^64, are spread evenly
 SPREAD = [(GOLDEN * n) % (1 << 64) for n in range(1, SAMPLE_ENTRIES + 1)]
 MAX_PARTS = 16  # blocks of a parameter whose rows have no meaning of their own
-VOCABULARY_ROWS = 256  # in a block; a padded vocabulary has the same blocks, and more of them
+VOCABULARY_ROWS = 8  # in a block; a padded vocabulary has the same blocks, and more of them
 COLUMN_ROWS = 16  # rows of which the blocks of columns are hashed
 MAX_EXPERTS = 4096  # rows of a router that are blocks of their own
 QUERY_ROWS = ("[q]", "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
@@ -126,16 +126,20 @@ def digest_parameter(
     size = count_block_rows(name, rows, heads)
     sample = _Sample(form)
     column_heads, columns = count_column_heads(name, form.shape, heads), _Columns(rows)
-    checksums = []
-    for start in range(0, rows, size):
-        state = xxh3_64()
-        for first, last in _split_rows(start, min(start + size, rows), form):
-            piece = read(first, last).contiguous()
-            state.update(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
-            sample.take(first, piece)
-            if column_heads:
-                columns.take(first, piece)
-        checksums.append(state.hexdigest())
+    checksums, state = [], xxh3_64()
+    row_bytes = math.prod(form.shape[1:]) * form.dtype.itemsize
+    for first, last in _split_rows(rows, size, row_bytes):
+        piece = read(first, last).contiguous()
+        sample.take(first, piece)
+        if column_heads:
+            columns.take(first, piece)
+        data = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+        for start in range(first - first % size, last, size):
+            begin, end = max(start, first), min(start + size, last)
+            state.update(data[(begin - first) * row_bytes : (end - first) * row_bytes])
+            if end in (start + size, rows):
+                checksums.append(state.hexdigest())
+                state.reset()
     return ParameterDigest(
         form.shape,
         str(form.dtype).removeprefix("torch."),
@@ -146,10 +150,12 @@ def digest_parameter(
     )
 
 
-def _split_rows(start: int, stop: int, form: ParameterForm) -> Iterator[tuple[int, int]]:
-    row_bytes = max(1, math.prod(form.shape[1:]) * form.dtype.itemsize)
-    step = max(1, PIECE_BYTES // row_bytes)
-    return ((first, min(first + step, stop)) for first in range(start, stop, step))
+def _split_rows(rows: int, size: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Pieces of rows: of several blocks, or of a part of one."""
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    if step > size:
+        step -= step % size
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def choose_entries(shape: tuple[int, ...]) -> Tensor:

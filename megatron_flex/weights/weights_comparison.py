@@ -14,7 +14,7 @@ from megatron_flex.conversion import Heads
 from megatron_flex.conversion.conversion_plan import VOCABULARIES
 from megatron_flex.errors import FlexError, list_some
 from megatron_flex.weights.difference_causes import Explainer, WeightDifference
-from megatron_flex.weights.parameter_digest import ParameterForm
+from megatron_flex.weights.parameter_digest import VOCABULARY_ROWS, ParameterDigest, ParameterForm
 from megatron_flex.weights.parameter_parts import list_parts
 from megatron_flex.weights.weight_sources import WeightSource, open_source
 from megatron_flex.weights.weights_digest import WeightsDigest, digest_source, read_digest
@@ -34,6 +34,8 @@ class WeightsComparison(ComparedResult):
         differences: those that differ, in the order of the model.
         missing: parameters that only one of the two has.
         converted: the number of parameters that were compared in the narrower of two dtypes.
+        uncompared: of a vocabulary that is padded in a file of digests, the last rows, which have no checksum
+            of their own; a line for each parameter.
     """
 
     a: str
@@ -42,6 +44,7 @@ class WeightsComparison(ComparedResult):
     differences: tuple[WeightDifference, ...]
     missing: tuple[str, ...] = ()
     converted: int = 0
+    uncompared: tuple[str, ...] = ()
     HEADS: ClassVar[tuple[str, ...]] = ("parameter", "cause", "evidence")
 
     @property
@@ -59,6 +62,7 @@ class WeightsComparison(ComparedResult):
             lines = [f"differs: {len(self.differences)} of {count} of {self.a} (A) and {self.b} (B): {named}"]
         if self.converted:
             lines.append(f"{count_words(self.converted, 'parameter')} compared in the narrower of two dtypes")
+        lines += self.uncompared
         if self.missing:
             lines.append(f"only in one of the two: {list_some(self.missing, most=8)}")
         return lines
@@ -77,6 +81,7 @@ class WeightsComparison(ComparedResult):
             "compared": self.compared,
             "converted": self.converted,
             "missing": self.missing,
+            "uncompared": self.uncompared,
             "differences": [difference.to_json() for difference in self.differences],
         }
 
@@ -128,9 +133,10 @@ def compare_weights(a: Any, b: Any, *, allow_missing: bool = False) -> WeightsCo
                 side.close()
     explainer = Explainer(digests[0].parameters, heads)
     pairs = ((name, digests[0].parameters[name], digests[1].parameters[name]) for name in names)
+    uncompared = _list_uncompared(*(digest.parameters for digest in digests))
     differences = [d for pair in pairs if (d := explainer.explain(*pair)) is not None]
     return WeightsComparison(
-        digests[0].source, digests[1].source, len(names), tuple(differences), missing, converted
+        digests[0].source, digests[1].source, len(names), tuple(differences), missing, converted, uncompared
     )
 
 
@@ -190,7 +196,23 @@ def _check_architectures(a: Side, b: Side, forms: Sequence[Forms], allow_missing
     return tuple(missing)
 
 
+def _list_uncompared(a: Mapping[str, ParameterDigest], b: Mapping[str, ParameterDigest]) -> tuple[str, ...]:
+    """The rows of vocabularies of two lengths that are in a block with padding."""
+    lines = []
+    for name in VOCABULARIES:
+        shapes = [digests[name].shape for digests in (a, b) if name in digests]
+        if len(shapes) == 2 and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:]:
+            rows = min(shapes)[0]
+            if rest := rows % VOCABULARY_ROWS:
+                lines.append(
+                    f"{name}: {count_words(rest, 'row')} before the padding not compared; give weights "
+                    "instead of the file of digests that has the padding"
+                )
+    return tuple(lines)
+
+
 def _limit(name: str, own: ParameterForm, other: ParameterForm) -> ParameterForm:
     """What is read of a parameter: without the rows that pad its vocabulary, in the narrower dtype."""
-    shape = min(own.shape, other.shape) if name in VOCABULARIES else own.shape
+    padded = name in VOCABULARIES and own.shape[1:] == other.shape[1:]
+    shape = min(own.shape, other.shape) if padded else own.shape
     return ParameterForm(shape, other.dtype if own.dtype.itemsize > other.dtype.itemsize else own.dtype)

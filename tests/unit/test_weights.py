@@ -15,7 +15,7 @@ from torch import Tensor
 import megatron_flex as mf
 from megatron_flex.conversion.checkpoints import FolderWeights
 from megatron_flex.dump.json_form import load_json
-from megatron_flex.weights import compare_weights, digest_weights, read_digest
+from megatron_flex.weights import compare_weights, digest_weights, parameter_digest, read_digest
 from megatron_flex.weights.parameter_digest import ParameterForm, digest_parameter
 from megatron_flex.weights.weight_sources import open_source
 from megatron_flex.weights.weights_digest import digest_source
@@ -285,3 +285,29 @@ def test_a_checkpoint_calls_nothing_that_it_names(tmp_path: Path) -> None:
     with raises(mf.FlexError, tmp_path / "iter" / ".metadata"):
         digest_weights(tmp_path / "iter")
     assert not (tmp_path / "called").exists()
+
+
+def test_pieces_do_not_change_the_digest(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = digest_weights(folder)
+    monkeypatch.setattr(parameter_digest, "PIECE_BYTES", 200)  # one row or two
+    assert digest_weights(folder) == whole
+
+
+def test_a_transposed_vocabulary_is_named(tmp_path: Path) -> None:
+    digest = digest_weights(hugging_face.make_model("llama"))
+    table = digest.parameters[EMBEDDING]
+    rows, width = table.shape
+    turned = torch.arange(rows * width, dtype=torch.float32).reshape(rows, width)
+    forms = [ParameterForm((rows, width), torch.float32), ParameterForm((width, rows), torch.float32)]
+    a, b = (
+        replace(
+            digest,
+            parameters={
+                **digest.parameters,
+                EMBEDDING: digest_parameter(EMBEDDING, form, lambda i, j, t=t: t[i:j], digest.heads),
+            },
+        )
+        for form, t in zip(forms, (turned, turned.T.contiguous()), strict=True)
+    )
+    (found,) = compare_weights(a, b).differences
+    assert (found.name, found.cause) == (EMBEDDING, "transposed")
