@@ -100,9 +100,11 @@ class Explainer:
         stored = a.stored, b.stored
         if name in VOCABULARIES and a.shape[1:] == b.shape[1:]:
             return self._explain_rows(name, a, b)
-        same = a.dtype == b.dtype and torch.equal(_bits(a.entries()[1]), _bits(b.entries()[0]))
-        text = f"B has shape {b.shape}, A {a.shape}" + (": B is A transposed" if same else "")
-        return WeightDifference(name, stored, "transposed", text)
+        narrow = min(a.form.dtype, b.form.dtype, key=lambda dtype: dtype.itemsize)
+        same = torch.equal(_bits(a.entries()[1].to(narrow)), _bits(b.entries()[0].to(narrow)))
+        cause = "transposed" if same else "unrelated"
+        text = f"B has shape {b.shape}, A {a.shape}: B is {'A transposed' if same else 'not A transposed'}"
+        return WeightDifference(name, stored, cause, text)
 
     def _find_source(self, name: str, b: ParameterDigest) -> tuple[str, str] | None:
         """Whether B has here what A has elsewhere."""
