@@ -22,6 +22,7 @@ from megatron_flex.adapters.adapter_base import (
     StepReport,
     Undo,
     is_recomputing,
+    training_argument,
     training_writers,
 )
 from megatron_flex.adapters.adapter_registry import Finder, register_adapter
@@ -71,6 +72,7 @@ __all__ = [
     "make_axis",
     "make_mesh",
     "register_adapter",
+    "training_argument",
     "training_writers",
 ]
 

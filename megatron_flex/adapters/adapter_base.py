@@ -396,12 +396,20 @@ class TrainingWriters(NamedTuple):
     every: int = 1
 
 
+def training_global(name: str) -> Any:
+    """A global of `megatron.training`; None where that does not run."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
+def training_argument(name: str) -> Any:
+    """An argument of `megatron.training`; None where that does not run, or has no such argument."""
+    return getattr(training_global("_GLOBAL_ARGS"), name, None)
+
+
 def training_writers() -> TrainingWriters:
     """The writers that `megatron.training` has created so far on this rank; none where it does not run."""
-    state = sys.modules.get("megatron.training.global_vars")
-    args = getattr(state, "_GLOBAL_ARGS", None)
     return TrainingWriters(
-        getattr(state, "_GLOBAL_TENSORBOARD_WRITER", None),
-        getattr(state, "_GLOBAL_WANDB_WRITER", None),
-        max(1, int(getattr(args, "tensorboard_log_interval", None) or 1)),
+        training_global("_GLOBAL_TENSORBOARD_WRITER"),
+        training_global("_GLOBAL_WANDB_WRITER"),
+        max(1, int(training_argument("tensorboard_log_interval") or 1)),
     )

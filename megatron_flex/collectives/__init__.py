@@ -41,6 +41,7 @@ from megatron_flex.collectives.gather_scatter import (
     plan_result_broadcast,
     replica_mesh,
 )
+from megatron_flex.collectives.host_groups import global_rank
 from megatron_flex.collectives.leader_gather import gather_to_leader
 from megatron_flex.collectives.local_shard import Shard, ShardExchange, ShardSum, join_sum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
@@ -158,6 +159,7 @@ __all__ = [
     "gather_reports",
     "gather_to_leader",
     "gather_up_pipeline",
+    "global_rank",
     "guard_collective",
     "is_leader",
     "is_leader_for",

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.autograd_graph import follow_zeros, running_transform
@@ -35,6 +34,7 @@ from megatron_flex.collectives.gather_scatter import (
     gather_shapes,
     has_uneven_shards,
 )
+from megatron_flex.collectives.host_groups import global_rank
 from megatron_flex.errors import BrokenError, FlexError, describe_error
 from megatron_flex.layout import Layout, extract, uneven_lengths
 from megatron_flex.layout.gradient_layout import conjugate_layout
@@ -459,7 +459,7 @@ def raise_broken(error: Exception) -> NoReturn:
     """
     if isinstance(error, FlexError):
         raise error
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     raise BrokenError(
-        f"a collective of a hook failed, {describe_error(error)}; this rank cannot continue", ranks=[rank]
+        f"a collective of a hook failed, {describe_error(error)}; this rank cannot continue",
+        ranks=[global_rank()],
     ) from error

@@ -1,4 +1,4 @@
-"""The device of a process group's tensors; groups of gloo, for messages that must not pass through a GPU."""
+"""This rank, the device of a process group's tensors, and groups of gloo for messages of host memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch.distributed.constants import default_pg_timeout
 
 HOST, DEVICE = "cpu", "cuda"
 JOIN_SECONDS = 60.0  # in which the ranks connect: a wrong network interface may fail on one rank alone
+
+
+def global_rank() -> int:
+    """This rank's global rank in the job; 0 where there are no process groups."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def device_of(group: Any) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.collectives.gloo_workers import run_collective
-from megatron_flex.collectives.host_groups import device_of
+from megatron_flex.collectives.host_groups import device_of, global_rank
 from megatron_flex.collectives.rank_agreement import (
     all_gather_pickled,
     equal_over_ranks,
@@ -63,8 +63,7 @@ def gather_reports(report: ItemT | None, mesh: Mesh) -> list[tuple[int, ItemT]]:
     """
     if not max_over_ranks([int(report is not None)], mesh, "whether a rank reports")[0]:
         return []
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    reports = gather_objects((rank, report), mesh, [axis.name for axis in mesh])
+    reports = gather_objects((global_rank(), report), mesh, [axis.name for axis in mesh])
     return [(who, rank_report) for who, rank_report in reports if rank_report is not None]
 
 

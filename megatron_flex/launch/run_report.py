@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_flex.adapters import training_argument
 from megatron_flex.collectives import gather_numbers_to_first
 from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
 from megatron_flex.errors import FlexWarning
@@ -165,13 +166,8 @@ def _describe_sinks(flex: FlexModel) -> Iterator[str]:
         yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
     for watch in flex.session.sinks.nonfinite:
         yield f"--flex-nonfinite {watch.settings.mode}: {watch.describe_extent()} are watched"
-        if _checks_loss_itself():
+        if training_argument("check_for_nan_in_loss_and_grad"):
             yield OWN_CHECK
-
-
-def _checks_loss_itself() -> bool:
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return bool(getattr(args, "check_for_nan_in_loss_and_grad", False))
 
 
 def _describe_selection(sites: int, parameters: Any, gradients: bool) -> str:

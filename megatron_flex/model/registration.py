@@ -75,7 +75,7 @@ def select_sink_sites(
         name, index = _split_index(pattern)
         matched = session.sites.match(name, "output")
         why = {s.name: s.hidden or (bars(s) if bars else "") for s in matched}
-        barred |= {name: reasons for name, reasons in why.items() if reasons}
+        barred |= {site: reason for site, reason in why.items() if reason}
         free = [s for s in matched if not why[s.name]]
         if not free or (len(free) < len(matched) and not _is_glob(name)):
             first = next(s for s in matched if why[s.name])

@@ -27,6 +27,7 @@ from megatron_flex.collectives import (
     gather_numbers_to_first,
     gather_objects,
     gather_reports,
+    global_rank,
     max_over_ranks,
 )
 from megatron_flex.dump import (
@@ -60,7 +61,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.ranges import describe_numbers
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.edit_failures import StepFailure, global_rank
+from megatron_flex.runtime.edit_failures import StepFailure
 from megatron_flex.runtime.hooks import make_sink_hooks
 from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
 from megatron_flex.runtime.shard_recorder import ShardRecorder

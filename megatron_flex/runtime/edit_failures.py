@@ -17,6 +17,7 @@ from megatron_flex.collectives import (
     any_over_ranks,
     gather_objects,
     gather_reports,
+    global_rank,
     max_over_ranks,
 )
 from megatron_flex.errors import MAX_MESSAGE, AbsentError, FlexWarning, HookError, shorten_message
@@ -95,11 +96,6 @@ def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     for rank, message in reports:
         out.setdefault(message, []).append(rank)
     return out
-
-
-def global_rank() -> int:
-    """This rank's global rank in the job."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def format_on_ranks(ranks: Sequence[int]) -> str:

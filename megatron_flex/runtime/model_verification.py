@@ -23,6 +23,7 @@ from megatron_flex.collectives import (
     gather_distinct,
     gather_full,
     gather_objects,
+    global_rank,
     max_over_ranks,
 )
 from megatron_flex.errors import LayoutError, VerifyError, describe_error, list_some
@@ -30,7 +31,7 @@ from megatron_flex.layout import Coords, Layout, Sizes, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.edit_failures import format_ranks, global_rank
+from megatron_flex.runtime.edit_failures import format_ranks
 from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
 from megatron_flex.runtime.gradient_norm import GradientNorms
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, gather_objects, max_over_ranks
+from megatron_flex.collectives import Route, gather_objects, global_rank, max_over_ranks
 from megatron_flex.errors import FlexError, NonFiniteError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
@@ -18,7 +18,7 @@ from megatron_flex.nonfinite import Candidate, Neighbourhood, NonFinite, PassRan
 from megatron_flex.nonfinite.pass_ranges import PassRanges, RangeQueue
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.edit_failures import StepFailure, global_rank
+from megatron_flex.runtime.edit_failures import StepFailure
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.hooks import make_sink_hooks
 from megatron_flex.runtime.sink_cycle import NONFINITE_PURPOSE, SinkCycle, StepStart

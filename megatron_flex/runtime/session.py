@@ -20,6 +20,7 @@ from megatron_flex.collectives import (
     Agreement,
     agreement_seconds,
     gather_objects,
+    global_rank,
     is_leader,
     max_over_ranks,
     note_open,
@@ -36,7 +37,7 @@ from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
 from megatron_flex.runtime.edit_environment import BACKWARD_PASS, FORWARD_PASS, EditEnvironment
-from megatron_flex.runtime.edit_failures import StepFailure, global_rank, raise_on_all_ranks
+from megatron_flex.runtime.edit_failures import StepFailure, raise_on_all_ranks
 from megatron_flex.runtime.features.features import SessionFeatures
 from megatron_flex.runtime.full_parameters import ParameterIndex
 from megatron_flex.runtime.function_transforms import check_transform

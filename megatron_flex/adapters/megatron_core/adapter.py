@@ -5,7 +5,6 @@ The mesh is read from Megatron's own process groups; none is created.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -22,6 +21,7 @@ from megatron_flex.adapters.adapter_base import (
     Part,
     Undo,
     make_buffer_site,
+    training_argument,
 )
 from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
@@ -272,10 +272,8 @@ class MegatronAdapter(Adapter):
 
     def lengths(self) -> dict[str, int]:
         """The lengths of sequence and microbatch, if they are set in `megatron.training`."""
-        state = sys.modules.get("megatron.training.global_vars")
-        args = getattr(state, "_GLOBAL_ARGS", None)
-        lengths = {"s": getattr(args, "seq_length", None), "b": getattr(args, "micro_batch_size", None)}
-        if getattr(args, "variable_seq_lengths", False):
+        lengths = {"s": training_argument("seq_length"), "b": training_argument("micro_batch_size")}
+        if training_argument("variable_seq_lengths"):
             lengths["s"] = None
         return {name: length for name, length in lengths.items() if isinstance(length, int)}
 

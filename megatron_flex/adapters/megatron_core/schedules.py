@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo
+from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo, training_argument
 from megatron_flex.adapters.megatron_core.model_parts import config_of
 from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 from megatron_flex.adapters.taps import add_hook, intercept, join_undos
@@ -237,13 +237,10 @@ def _shards_rows() -> bool:
 
     Megatron's `get_batch` does so with `--dataloader-inter-document-masking`, unless it fine-tunes (`--sft`).
     """
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return bool(getattr(args, "dataloader_inter_document_masking", False)) and not getattr(args, "sft", False)
+    return bool(training_argument("dataloader_inter_document_masking")) and not training_argument("sft")
 
 
 def current_iteration() -> int | None:
     """The iteration of `megatron.training`; None in a custom loop."""
-    state = sys.modules.get("megatron.training.global_vars")
-    args = getattr(state, "_GLOBAL_ARGS", None)
-    iteration = getattr(args, "curr_iteration", None)
+    iteration = training_argument("curr_iteration")
     return None if iteration is None else int(iteration)

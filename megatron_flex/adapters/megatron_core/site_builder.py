@@ -8,7 +8,6 @@ parameters are not used, as Transformer Engine marks every weight that is not ro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -16,7 +15,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.adapter_base import ParameterSite, Undo, leaf, with_leaf
+from megatron_flex.adapters.adapter_base import (
+    ParameterSite,
+    Undo,
+    leaf,
+    training_argument,
+    training_global,
+    with_leaf,
+)
 from megatron_flex.adapters.megatron_core.adapted_linears import (
     adapted_sites,
     adapter_around,
@@ -336,12 +342,8 @@ def unpadded_vocabulary(root: nn.Module) -> int | None:
 
     A model knows only the padded number.
     """
-    state = sys.modules.get("megatron.training.global_vars")
-    tokenizer = getattr(state, "_GLOBAL_TOKENIZER", None)
-    if tokenizer is None:
-        args = getattr(state, "_GLOBAL_ARGS", None)
-        size = getattr(args, "vocab_size", None)
-    else:
+    size = training_argument("vocab_size")
+    if (tokenizer := training_global("_GLOBAL_TOKENIZER")) is not None:
         size = getattr(tokenizer, "vocab_size", None)
     padded = getattr(root, "vocab_size", None)
     return int(size) if isinstance(size, int) and isinstance(padded, int) and size <= padded else None

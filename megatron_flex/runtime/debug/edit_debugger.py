@@ -14,9 +14,7 @@ import time
 from types import FrameType
 from typing import Any, TextIO
 
-import torch.distributed as dist
-
-from megatron_flex.collectives import is_leader
+from megatron_flex.collectives import global_rank, is_leader
 from megatron_flex.config import flex_config
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
@@ -26,8 +24,7 @@ from megatron_flex.runtime.hooks import HookFunction
 
 def to_stderr(line: str) -> None:
     """Print a line with this rank's number."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    sys.stderr.write(f"[flex rank {rank}] {line}\n")  # one write: other ranks write to it too
+    sys.stderr.write(f"[flex rank {global_rank()}] {line}\n")  # one write: other ranks write to it too
     sys.stderr.flush()
 
 
