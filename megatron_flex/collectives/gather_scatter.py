@@ -25,6 +25,7 @@ from megatron_flex.layout import (
     count_parts,
     find_joined_dim,
     find_values,
+    full_order,
     full_shape,
     padded_shape,
     plan_copy,
@@ -333,7 +334,7 @@ def plan_result_broadcast(
 
 def _pad_known_lengths(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
     """The known lengths of dims, with the least padding that their sharding requires."""
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     out = []
     for place, length in zip(order, shape, strict=True):
         dim = layout.dims[place]

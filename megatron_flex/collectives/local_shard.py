@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_flex.collectives.edit_exchange import enter
 from megatron_flex.collectives.edit_sums import EditSums
 from megatron_flex.collectives.meter import call_metered
-from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape, inverse_order, is_partial
+from megatron_flex.layout import Cut, Dim, Layout, extract, full_order, full_shape, inverse_order, is_partial
 from megatron_flex.mesh import Axis, Mesh
 
 
@@ -51,7 +51,7 @@ class Shard:
     @classmethod
     def from_local(cls, local: Tensor, layout: Layout, mesh: Mesh) -> Shard:
         """The shard of a local tensor; no dim that is sharded on this mesh may be uneven."""
-        order = layout.permute or tuple(range(len(layout.dims)))
+        order = full_order(layout)
         inner = replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None)
         full_size = tuple(full_shape(layout, local.shape, mesh.sizes))
         return cls(inner, mesh, tuple(local.shape[i] for i in order), full_size)

@@ -10,7 +10,7 @@ from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.structural_tests import Block
 from megatron_flex.compare.tensor_pairs import TensorPair
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout import Dim, Layout, Sizes, spans
+from megatron_flex.layout import Dim, Layout, Sizes, full_order, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ LAYOUT_DIM_NAMES = {SAMPLE_AXIS: "b", TOKEN_AXIS: "s"}
 
 def match_dims(layout: Layout, dims: Sequence[str]) -> dict[int, Dim]:
     """The layout's dim for each dim of an array, where the layout has one."""
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     left = [layout.dims[i] for i in order]
     out: dict[int, Dim] = {}
     for place, name in enumerate(dims):

@@ -33,6 +33,7 @@ from megatron_flex.dump.json_form import (
 )
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.sites import GRADIENT_SUFFIX
 
 DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 3
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
@@ -277,6 +278,11 @@ class ShardEntry:
         """The name of the tensor in the file."""
         end = "" if self.span is None else f"|{self.span[0]}"
         return f"{self.site}|{self.kind}|{self.microbatch}|{self.call}{end}"
+
+    @property
+    def name(self) -> str:
+        """The hook point or parameter; with `.grad` for its gradient."""
+        return self.site + (GRADIENT_SUFFIX if self.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
 
 
 @dataclass(frozen=True, slots=True)

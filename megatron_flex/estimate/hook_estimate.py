@@ -30,7 +30,7 @@ from megatron_flex.estimate.tensor_sizes import (
     EstimatedTensor,
     make_unknown_size_error,
 )
-from megatron_flex.layout import Layout, full_shape
+from megatron_flex.layout import Layout, full_order, full_shape
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.ranges import check_count, check_positive
@@ -403,7 +403,7 @@ def _requested_sums(
     edit: Any = on_shard(for_site(hook.edit, site), shard)
     if edit is None:
         return None
-    order = tensor.layout.permute or tuple(range(len(shape)))
+    order = full_order(tensor.layout)
     edit(None, local.permute(order), None, None)
     return list(shard.requested)
 

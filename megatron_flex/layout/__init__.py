@@ -45,6 +45,7 @@ from megatron_flex.layout.region import (
 from megatron_flex.layout.spans import (
     coordinates,
     count_parts,
+    full_order,
     full_shape,
     inverse_order,
     padded_shape,
@@ -81,6 +82,7 @@ __all__ = [
     "find_region",
     "find_values",
     "first_copy",
+    "full_order",
     "full_shape",
     "infer_layout",
     "inverse_order",

@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from megatron_flex.layout.algebra import Dim, Layout, Sizes, Span
 from megatron_flex.layout.blocks import is_partial
-from megatron_flex.layout.spans import coordinates, spans
+from megatron_flex.layout.spans import coordinates, full_order, spans
 
 WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: size of the tensor, and margins
 LETTER, LINE = 7, 14  # pixels: width of a letter, height of a text line
@@ -57,7 +57,7 @@ class LayoutPicture:
 
 def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
     """The drawing of the last two sharded dims; if fewer are sharded, another dim is added."""
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     dims = [replace(layout.dims[i], uneven=False, keep=None) for i in order]
     names = [d.name or f"d{i}" for i, d in enumerate(dims)]
     cut = [i for i, d in enumerate(dims) if any(sizes.get(c.axis, 1) > 1 for c in d.cuts)]

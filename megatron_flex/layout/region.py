@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout.algebra import Coords, Layout, Lengths, Sizes
 from megatron_flex.layout.blocks import is_partial, owned_blocks
-from megatron_flex.layout.spans import coordinates, inverse_order
+from megatron_flex.layout.spans import coordinates, full_order, inverse_order
 
 DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
 RegionIndex = tuple[DimIndex, ...]  # for each dim
@@ -178,7 +178,7 @@ def _order_by_shard(
     Raises:
         LayoutError: the region has another number of dims, or entries that the full tensor does not have.
     """
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     if len(indices) != len(order):
         raise LayoutError(
             f"a region of {len(indices)} dims; layout {layout.describe()} has {len(order)}: give entries "

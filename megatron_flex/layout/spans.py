@@ -175,6 +175,11 @@ def shard_shape(
     )
 
 
+def full_order(layout: Layout) -> tuple[int, ...]:
+    """The full tensor's dims, in their order, as indices of the shards' dims."""
+    return layout.permute or tuple(range(len(layout.dims)))
+
+
 def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
     """The inverse of a permutation; of `Layout.permute`, the full tensor's dims in the shard's order."""
     return tuple([order.index(i) for i in range(len(order))])

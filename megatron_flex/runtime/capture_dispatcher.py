@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import Route, gather_full
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, full_shape
+from megatron_flex.layout import Layout, full_order, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -117,7 +117,7 @@ class CaptureDispatcher:
 
     def _keep_selected_full(self, hook: HookFunction, key: Key, full: Tensor, layout: Layout) -> None:
         """Store the part of a full tensor that a hook selects."""
-        order = layout.permute or range(len(layout.dims))
+        order = full_order(layout)
         dims = tuple(replace(layout.dims[i], cuts=(), segments=(1,), keep=None, uneven=False) for i in order)
         for name, number in self._list_sequences(hook, key, layout):
             plan = self._find_plan(hook, key, full, Layout(dims), Mesh(), number)

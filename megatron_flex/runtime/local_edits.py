@@ -14,7 +14,7 @@ import torch
 
 from megatron_flex.collectives import EditSums, Route, Shard, ShardExchange, join_sum
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, count_parts, padded_shape, smallest_part
+from megatron_flex.layout import Layout, count_parts, full_order, padded_shape, smallest_part
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -173,7 +173,7 @@ def explain_gather(
         mesh: the run's axes.
         trains: whether there are trainable modules.
     """
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     if len(shape) != len(order):
         return "its layout is found when a tensor passes"
     local = [0] * len(order)
@@ -196,7 +196,7 @@ def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout) -> str:
         return f"{name} is not declared to act on each shard separately, as @mf.local does"
     if shard.summed:
         return f"the tensor is partial, and {name} is not linear"
-    names = [layout.dims[i].name or f"dim {i}" for i in (layout.permute or range(len(layout.dims)))]
+    names = [layout.dims[i].name or f"dim {i}" for i in full_order(layout)]
     cut = ", ".join(
         f"{names[i]} is sharded over {'/'.join(a.name for a in shard.axes([i]))}" for i in shard.cut
     )

@@ -27,7 +27,7 @@ from megatron_flex.collectives import (
     max_over_ranks,
 )
 from megatron_flex.errors import LayoutError, VerifyError, describe_error, list_some
-from megatron_flex.layout import Coords, Layout, Sizes, full_shape
+from megatron_flex.layout import Coords, Layout, Sizes, full_order, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.progress import track
 from megatron_flex.runtime.captures import Key
@@ -567,7 +567,7 @@ def _infer_full_shape(observation: SiteObservation, sizes: Sizes) -> tuple[int |
     """The full tensor's shape; None for dims whose length depends on all shards."""
     dims = observation.layout.dims
     if any(d.uneven for d in dims):
-        order = observation.layout.permute or tuple(range(len(dims)))
+        order = full_order(observation.layout)
         plain = [None if dims[i].uneven or dims[i].cuts else observation.shape[i] for i in order]
         return tuple(plain) if len(observation.shape) == len(dims) else tuple(observation.shape)
     return full_shape(observation.layout, observation.shape, sizes)
@@ -580,7 +580,7 @@ def _list_promised_lengths(
     dims = observation.layout.dims
     if len(promised) == len(dims):
         return promised
-    return [dims[i].name for i in observation.layout.permute or range(len(dims))]
+    return [dims[i].name for i in full_order(observation.layout)]
 
 
 def _make_length_key(coords: Coords, observation: SiteObservation, name: str) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_flex.errors import SiteError
-from megatron_flex.layout import Layout, Sizes
+from megatron_flex.layout import Layout, Sizes, full_order
 from megatron_flex.sites import Site
 
 
@@ -20,7 +20,7 @@ def describe_layout(layout: Layout, sizes: Sizes) -> str:
         layout: the layout.
         sizes: the sizes of the mesh axes; axes with one rank are omitted.
     """
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     return replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None).describe(sizes)
 
 

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from megatron_flex.adapters.layout_rules import FULL, Spread
 from megatron_flex.adapters.propagation.arithmetic_rules import BROADCAST, UNARY
-from megatron_flex.adapters.propagation.function_call import FunctionCall, LayoutUnknown, split_words
-from megatron_flex.adapters.propagation.shape_rules import INDEXING_RULES, SHAPE_RULES
+from megatron_flex.adapters.propagation.function_call import (
+    FunctionCall,
+    LayoutUnknown,
+    split_words,
+    unpack_sequence,
+)
+from megatron_flex.adapters.propagation.shape_rules import INDEXING_RULES, SHAPE_RULES, inferred_dim
 
 HEADS, GROUPS, WIDTH = "n", "g", "d"  # heads of queries, of keys and values, and the width of a head
 
@@ -246,7 +251,7 @@ def _multiply(named: NamedCall) -> NamedDims | None:
 def _sum_products(named: NamedCall) -> NamedDims | None:
     """`einsum`: by the letters of its equation."""
     equation, *given = named.call.args
-    operands = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    operands = unpack_sequence(given)
     terms, arrow, out = str(equation).replace(" ", "").partition("->")
     if not arrow or "." in terms:
         return None
@@ -278,11 +283,7 @@ def _reshape(named: NamedCall) -> NamedDims | None:
     call, first = named.call, named.call.first
     if first.numel() != call.out.numel():  # a view in another dtype
         return None
-    given: Any = list(call.args[1:]) or [call.kwargs.get("shape", call.kwargs.get("size", ()))]
-    given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    free = next((i for i, n in enumerate(given) if isinstance(n, int) and n == -1), None)
-    if call.name not in ("view", "reshape"):
-        free = None
+    free = inferred_dim(call) if call.name in ("view", "reshape") else None
     return regroup(named.dims(first), named.shape, free, named.heads)
 
 

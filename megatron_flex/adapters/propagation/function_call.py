@@ -107,6 +107,11 @@ def iterate_tensors(tree: Any) -> Iterator[Tensor]:
             yield from iterate_tensors(item)
 
 
+def unpack_sequence(given: Sequence[Any]) -> Sequence[Any]:
+    """The entries of a sequence that a function takes as one argument, or each as an argument."""
+    return given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
 def normalize_dims(given: Any, count: int) -> tuple[int, ...] | None:
     """Dims counted from the front; None for all."""
     if given is None or (isinstance(given, (tuple, list)) and not given):

@@ -15,6 +15,7 @@ from megatron_flex.adapters.propagation.function_call import (
     LayoutUnknown,
     SpreadRule,
     normalize_dims,
+    unpack_sequence,
 )
 
 DimMap = Callable[[int], int | None]
@@ -43,7 +44,7 @@ def reshape(call: FunctionCall) -> Spread:
     def to(dim: int) -> int | None:
         if (at := _repeated_dim(call.first, dim, new)) is not None:
             return at
-        return target_dim(call.name, shape, dim, new, _inferred_dim(call))
+        return target_dim(call.name, shape, dim, new, inferred_dim(call))
 
     return _move_dims(call, to)
 
@@ -62,11 +63,11 @@ def _repeated_dim(x: Tensor, dim: int, new: Sequence[int]) -> int | None:
     return next(places, None)
 
 
-def _inferred_dim(call: FunctionCall) -> int | None:
+def inferred_dim(call: FunctionCall) -> int | None:
     """The dim of the result that was given as -1."""
-    given: Any = list(call.args[1:]) or [call.kwargs.get("shape", call.kwargs.get("size", ()))]
-    given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    return next((i for i, n in enumerate(given) if isinstance(n, int) and n == -1), None)
+    given = call.args[1:] or (call.kwargs.get("shape", call.kwargs.get("size", ())),)
+    lengths = unpack_sequence(given)
+    return next((i for i, n in enumerate(lengths) if isinstance(n, int) and n == -1), None)
 
 
 def target_dim(
@@ -130,9 +131,8 @@ def permutation(call: FunctionCall) -> tuple[int, ...]:
             order[-1], order[-2] = order[-2], order[-1]
         return tuple(order)
     if call.name == "permute":
-        given: Any = call.args[1:] if len(call.args) > 2 else (call.arg(1, "dims"),)
-        given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        return tuple(int(d) % count for d in given)
+        given = call.args[1:] if len(call.args) > 2 else (call.arg(1, "dims"),)
+        return tuple(int(d) % count for d in unpack_sequence(given))
     if call.name in ("movedim", "moveaxis"):
         sources = normalize_dims(call.arg(1, "source"), count) or ()
         goals = normalize_dims(call.arg(2, "destination"), count) or ()

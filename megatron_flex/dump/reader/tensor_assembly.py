@@ -26,6 +26,7 @@ from megatron_flex.layout import (
     coordinates,
     find_region,
     first_copy,
+    full_order,
     full_shape,
     padded_shape,
     uneven_lengths,
@@ -121,7 +122,7 @@ class AssembledTensor:
             self.shape = full_shape(layout, shapes[0], sizes, self._lengths)
         except LayoutError as error:
             raise DumpError(f"{where}: {error}") from error
-        self.order = layout.permute or tuple(range(len(layout.dims)))
+        self.order = full_order(layout)
 
     def dim(self, name: str) -> int | None:
         """The first dim of the full tensor with that name."""

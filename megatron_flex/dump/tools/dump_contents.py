@@ -174,10 +174,9 @@ def _sum_bytes(runs: Sequence[DumpRun]) -> Counter[str]:
             continue  # `verify` is who tells
         for entry in part.index.entries:
             if entry.kind not in (REPLICA, ROUTING):
-                end = GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
                 size = part.where[entry.tensor][3]
-                out[entry.site + end] += size
-                out[f"{entry.site}{end}#{entry.call}"] += size
+                out[entry.name] += size
+                out[f"{entry.name}#{entry.call}"] += size
     return out
 
 

@@ -109,8 +109,7 @@ class ReplicaChecksums:
     def _key(self, entry: ShardEntry, layout: Layout, coords: dict[str, int]) -> tuple[Any, ...]:
         """What ranks that hold the same tensor have in common."""
         assert self.manifest is not None
-        name = entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
-        whose = entry.kind == REPLICA and name.removesuffix(GRADIENT_SUFFIX) in {
+        whose = entry.kind == REPLICA and entry.site.removesuffix(GRADIENT_SUFFIX) in {
             p.name for p in self.manifest.parameters
         }
         apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else UNSHARED_AXES
@@ -121,7 +120,7 @@ class ReplicaChecksums:
             for axis, size in (self.manifest.experts if expert else self.manifest.axes).items()
             if size > 1 and (axis in apart or axis in layout.axes)
         )
-        return name, entry.microbatch, entry.call, entry.span, at
+        return entry.name, entry.microbatch, entry.call, entry.span, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +345,7 @@ class _Verifier:
                 if part is None:
                     unreadable.append((file, rank, number))
                 else:
-                    names = tuple(_format_entry_name(e) for e in part.index.entries)
+                    names = tuple(e.name for e in part.index.entries)
                     contents.names.setdefault((rank, number), names)
                     contents.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
@@ -384,11 +383,11 @@ class _Verifier:
                     if entry.kind != REPLICA and (wrong := self._describe_wrong_blocks(handle, part, entry)):
                         text = (
                             f"rank {rank}, iteration {stored.iteration}: the checksum of "
-                            f"{_format_entry_name(entry)}"
+                            f"{entry.name}"
                             f"{_format_entry_call(entry)} is wrong in {wrong}: its bytes are not those "
                             "that were written"
                         )
-                        self._add("checksum", file, text, sites=(_format_entry_name(entry),), **about)
+                        self._add("checksum", file, text, sites=(entry.name,), **about)
         except OSError as error:
             text = f"rank {rank}, iteration {stored.iteration}: cannot be read: {error.strerror or error}"
             self._add("header", file, text, **about)
@@ -407,13 +406,13 @@ class _Verifier:
         for rank, owner, entry in replicas.differing():
             text = (
                 f"iteration {stored.iteration}: rank {rank} held another "
-                f"{_format_entry_name(entry)}{_format_entry_call(entry)} than "
+                f"{entry.name}{_format_entry_call(entry)} than "
                 f"rank {owner}, which wrote it: the replicas are out of step"
             )
             about: dict[str, Any] = {
                 "rank": rank,
                 "iteration": stored.iteration,
-                "sites": (_format_entry_name(entry),),
+                "sites": (entry.name,),
             }
             self._add("replica", stored.folder, text, **about)
 
@@ -470,9 +469,9 @@ def _find_contradictions(stored: StoredIteration, rank: int, number: int, part: 
         yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*stated)
     for entry in index.entries:
         if not 0 <= entry.layout < len(index.layouts):
-            yield f"{_format_entry_name(entry)}: layout {entry.layout} of {len(index.layouts)}"
+            yield f"{entry.name}: layout {entry.layout} of {len(index.layouts)}"
         elif len(list_dim_names(index.layouts[entry.layout])) != len(entry.shape):
-            yield f"{_format_entry_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
+            yield f"{entry.name}: a shape of {len(entry.shape)} dims, and a layout of others"
     if named := sorted(set(part.where) - {e.tensor for e in index.entries}):
         yield f"the tensor {named[0]!r} is not in its index"
     if run.damage:
@@ -497,10 +496,6 @@ def _map_stages(run: DumpRun) -> dict[str, int]:
     """The stage of each site and parameter."""
     records = () if run.damage else (*run.manifest.sites, *run.manifest.parameters)
     return {record.name: record.stage for record in records}
-
-
-def _format_entry_name(entry: ShardEntry) -> str:
-    return entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
 
 
 def _format_entry_call(entry: ShardEntry) -> str:

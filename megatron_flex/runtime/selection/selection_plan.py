@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import HookError, LayoutError
-from megatron_flex.layout import Coords, Dim, Layout, Sizes, compact_index, count_parts, is_partial, spans
+from megatron_flex.layout import (
+    Coords,
+    Dim,
+    Layout,
+    Sizes,
+    compact_index,
+    count_parts,
+    full_order,
+    is_partial,
+    spans,
+)
 from megatron_flex.runtime.selection.entry_selection import EACH, DimChoice, Select, describe_missing_dim
 from megatron_flex.runtime.selection.reduce import Reduction, ReductionContext, Results
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, DimNames, Site
@@ -209,7 +219,7 @@ def plan_selection(
         HookError: the full tensor has no such entries; the same on all ranks.
     """
     _check_dims(layout, shape)
-    order = layout.permute or tuple(range(len(layout.dims)))
+    order = full_order(layout)
     dims = [layout.dims[i] for i in order]
     local = [shape[i] for i in order]
     lengths = _list_full_lengths(dims, local, sizes)
