@@ -522,6 +522,18 @@ def test_calls_in_a_scope_are_microbatches_of_one_step() -> None:
     flex.restore()
 
 
+def test_a_scope_that_raises_has_no_captures_and_the_next_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with mf.attach(model) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        with pytest.raises(ZeroDivisionError), flex.step():
+            model(torch.ones(2, 4)).sum().item() // 0
+        assert not flex.output_dict
+        with flex.step():
+            model(torch.ones(2, 4))
+        assert [key.step for key in flex.output_dict["0:output"].keys] == [1]
+
+
 class Parts(nn.Module):
     """A part that returns no tensor, one that returns a number, and one that is not called."""
 
