@@ -11,7 +11,7 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.compare import compare
-from megatron_flex.errors import MAX_MESSAGE, AbsentError, error_attributes
+from megatron_flex.errors import MAX_MESSAGE, AbsentError, error_attributes, list_some, name_ranks
 from megatron_flex.layout import Cut, assemble
 from megatron_flex.sites import SiteTable
 from tests.support.messages import raises
@@ -112,3 +112,11 @@ TRIGGERS = {
 def test_an_error_about_a_long_value_is_one_short_line(name: str) -> None:
     with raises(mf.FlexError):
         TRIGGERS[name]()
+
+
+def test_a_list_that_is_cut_short_counts_the_rest() -> None:
+    assert list_some("abc") == "a, b, c"
+    assert list_some([1, 2, 3, 4], 2) == "1, 2 and 2 more"
+    assert list_some(["a: b", "c: d", "e: f"], 2, "; ") == "a: b; c: d; and 1 more"
+    assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert name_ranks([3]) == "rank 3"
