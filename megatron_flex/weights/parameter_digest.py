@@ -27,7 +27,7 @@ SAMPLE_ENTRIES = 128  # of a parameter, and as many of its transposed matrix
 GOLDEN = 0x9E3779B97F4A7C15  # multiples of it, modulo 2^64, are spread evenly
 SPREAD = [(GOLDEN * n) % (1 << 64) for n in range(1, SAMPLE_ENTRIES + 1)]
 MAX_PARTS = 16  # blocks of a parameter whose rows have no meaning of their own
-VOCABULARY_ROWS = 8  # in a block; a padded vocabulary has the same blocks, and more of them
+VOCABULARY_ROWS = 16  # in a block; a padded vocabulary has the same blocks, and more of them
 COLUMN_ROWS = 16  # rows of which the blocks of columns are hashed
 MAX_EXPERTS = 4096  # rows of a router that are blocks of their own
 QUERY_ROWS = ("[q]", "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
@@ -136,7 +136,11 @@ def digest_parameter(
         data = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
         for start in range(first - first % size, last, size):
             begin, end = max(start, first), min(start + size, last)
-            state.update(data[(begin - first) * row_bytes : (end - first) * row_bytes])
+            block = data[(begin - first) * row_bytes : (end - first) * row_bytes]
+            if end == begin + size:  # in one call, which takes less time for blocks of a few rows
+                checksums.append(xxh3_64_hexdigest(block))
+                continue
+            state.update(block)
             if end in (start + size, rows):
                 checksums.append(state.hexdigest())
                 state.reset()
