@@ -22,6 +22,7 @@ from megatron_flex.collectives.edit_exchange import (
     plan_exchange,
     raise_broken,
     require_gradient,
+    run_beside,
 )
 from megatron_flex.collectives.edit_sums import EditSums, FailedElsewhere
 from megatron_flex.collectives.expert_route import Dispatch, Route
@@ -177,6 +178,7 @@ __all__ = [
     "raise_broken",
     "replica_mesh",
     "require_gradient",
+    "run_beside",
     "run_or_raise_on_all",
     "running_transform",
     "send_from_stage",

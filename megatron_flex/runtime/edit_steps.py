@@ -8,7 +8,7 @@ check of the result, and around it sums over ranks, random streams, shared value
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import EditSums, OneRank, enter, exit
+from megatron_flex.collectives import EditSums, OneRank, enter, exit, run_beside
 from megatron_flex.errors import BrokenError
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Key
@@ -70,8 +70,27 @@ class PlannedEdit:
         return traits_of(self.function).returns_new_tensor
 
 
-def compose_step(edit: PlannedEdit, editing: EditEnvironment) -> Step:
-    """The step of an edit, with what its hook and the session ask for."""
+def anchor_saved(edits: Sequence[PlannedEdit], editing: EditEnvironment) -> Callable[[Tensor], Tensor] | None:
+    """What connects the values that edits have saved to the tensor that continues; None if they save none."""
+    if not any(uses_context(edit.function) for edit in edits):
+        return None
+    holders, leads, hooks = edits[0].holders, edits[0].leads, {edit.hook for edit in edits}
+
+    def anchor(edited: Tensor) -> Tensor:
+        saving = any(h.run != "once" for h in editing.context_relay.plan.hooks & hooks)
+        return editing.scopes.anchor_gradients(edited, holders, leads, saving)
+
+    return anchor
+
+
+def compose_step(edit: PlannedEdit, before: Sequence[PlannedEdit], editing: EditEnvironment) -> Step:
+    """The step of an edit, with what its hook and the session ask for.
+
+    Args:
+        edit: the edit.
+        before: the edits before it at the site.
+        editing: what all edits of the session share.
+    """
     skips, shares = edit.hook.on_error == "skip", uses_context(edit.function)
     once = edit.hook.run == "once"
     alone = once and any(axis.size > 1 for axis in edit.holders)
@@ -94,6 +113,8 @@ def compose_step(edit: PlannedEdit, editing: EditEnvironment) -> Step:
     step = _protect(step, edit, editing)
     if alone:
         step = _run_on_one_rank(step, edit, editing)
+    if shares and any(axis.size > 1 for axis in edit.holders):
+        step = _read_from_before(step, before, editing, once)
     return _await_values(step, edit.hook, editing) if shares else step
 
 
@@ -214,6 +235,28 @@ def _share_values(step: Step, edit: PlannedEdit, editing: EditEnvironment, holde
 
 def _call_once(call: Callable[[], Tensor]) -> Tensor:
     return call()
+
+
+def _read_from_before(
+    step: Step, before: Sequence[PlannedEdit], editing: EditEnvironment, once: bool
+) -> Step:
+    """Let gradients reach what edits before this one have saved at the site, on one rank or on all."""
+    anchor = anchor_saved([e for e in before if e.hook.run != "once"], editing)
+    from_one = any(e.hook.run == "once" and uses_context(e.function) for e in before)
+
+    def anchored(tensor: Tensor, key: Key, replay: bool) -> Tensor:
+        # What one rank reads of all ranks' tensors has its gradients after the backward pass of this edit.
+        return step(tensor if anchor is None else anchor(tensor), key, replay)
+
+    def beside(tensor: Tensor, key: Key, replay: bool) -> Tensor:
+        edited = step(tensor, key, replay)
+        if not (torch.is_grad_enabled() and edited.requires_grad and tensor.requires_grad):
+            return edited
+        # The rank that saved the tensor reaches the collectives of its edit through what is read of it; the
+        # others do so through the input, which the function may ignore.
+        return run_beside(edited, tensor)
+
+    return anchored if once else beside if from_one else step
 
 
 def _await_values(step: Step, hook: HookFunction, editing: EditEnvironment) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,8 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher, Saved
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.edit_environment import EditEnvironment, find_replica_axis
-from megatron_flex.runtime.edit_steps import PlannedEdit, compose_step
+from megatron_flex.runtime.edit_steps import PlannedEdit, anchor_saved, compose_step
 from megatron_flex.runtime.edit_traits import changes_by_pass
-from megatron_flex.runtime.function_analysis import uses_context
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan, LocalEditPlanner
 from megatron_flex.runtime.result_gradients import ResultGradients
@@ -160,14 +159,14 @@ class PassBuilder:
             exchange = plan_exchange(layout, self.mesh, shape)
         return PassEdits(
             name,
-            tuple(compose_step(edit, editing) for edit in planned),
+            tuple(compose_step(edit, planned[:n], editing) for n, edit in enumerate(planned)),
             layout,
             self.mesh,
             exchange,
             expecting=[h for h in hooks if h.expected_shape is not None],
             full_size=None if plan is None else plan.shard.full_size,
             follow=None if self.tracer is None else partial(self.tracer.follow, hooks, layout),
-            anchor=self._anchor(planned) if any(uses_context(e.function) for e in planned) else None,
+            anchor=anchor_saved(planned, editing),
             watch=None if plan or backward or not editing.modules else self._watch(name, hooks, layout),
         )
 
@@ -188,17 +187,6 @@ class PassBuilder:
             sums = None if plan is None else plan.sums.get(hook)
             out.append(PlannedEdit(hook, index, function, find, module, sums, holders, leads, replicas))
         return out
-
-    def _anchor(self, edits: Sequence[PlannedEdit]) -> Callable[[Tensor], Tensor]:
-        """What connects the values that edits have saved to the tensor that continues in the model."""
-        editing, holders, leads = self.editing, edits[0].holders, edits[0].leads
-        hooks = {edit.hook for edit in edits}
-
-        def anchor(edited: Tensor) -> Tensor:
-            saving = any(h.run != "once" for h in editing.context_relay.plan.hooks & hooks)
-            return editing.scopes.anchor_gradients(edited, holders, leads, saving)
-
-        return anchor
 
     def _watch(self, name: str, hooks: list[HookFunction], layout: Layout) -> Callable[[Key, Tensor], None]:
         """What tells the session of the backward pass through trainable modules."""

@@ -28,6 +28,11 @@ def skip(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
     return inputs + 0.3 * oracle.edit(save_ctx.stream)
 
 
+def instead(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    """Reads what came alone, and so has no path back through its input."""
+    return 0.7 * save_ctx.stream
+
+
 def change(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
     """Reads what came, and puts something made of it in its place."""
     save_ctx.before = save_ctx.stream
@@ -103,6 +108,12 @@ SCENARIOS: dict[str, list[Placed]] = {
     "skip": [(FIRST, "forward", save), (LAST, "forward", skip)],
     "skip to the loss": [(SECOND, "forward", save), ("decoder:output", "forward", skip)],
     "from the embedding": [("embedding:output", "forward", save), (THIRD, "forward", skip)],
+    "at one place": [
+        (SECOND, "forward", save),
+        (SECOND, "forward", skip),
+        (THIRD, "forward", save),
+        (THIRD, "forward", instead),
+    ],
     "chain": [(FIRST, "forward", save), (SECOND, "forward", change), (LAST, "forward", both)],
     "count": [(site, "forward", count) for site in (FIRST, SECOND, THIRD, LAST)],
     "nest": [(FIRST, "forward", nest), (THIRD, "forward", append), (LAST, "forward", unnest)],

@@ -13,7 +13,8 @@ A value, from the call that writes it to the backward pass:
     share             if one rank ran the function, the other ranks of the stage receive the changes;
                       `context_relay` sends values on to the next stage
     _read             a later call reads a tensor as it is in the same graph, and else detached
-    anchor_gradients  after the last edit of the site its output keeps the saved tensors; its backward pass
+    anchor_gradients  after the last edit of the site its output keeps the saved tensors, and before an edit
+                      of one rank the input of that edit keeps those of the edits before; its backward pass
                       runs after those of all readers, and gives each tensor the sum of their gradients
 
 What a call may do follows from its pass (`CallMode`):
@@ -179,12 +180,19 @@ class ContextScopes:
             tensor_id = entry.version, number
             if same and mode is CallMode.PLAIN and entry.virtual_stage == self.virtual_stage:
                 return item  # of this graph: autograd needs no help
+            if same and (recomputed := self._find_saved(tensor_id)) is not None:
+                return recomputed  # by an edit before this one at the site, and so of this graph
             # Of another graph: its gradients are added up, and the anchor of the edit that made it has them.
             token = torch.empty(0, requires_grad=True)
             # torch does not type `apply`
             return DetachedRead.apply(token, [item], partial(micro.add_gradient, tensor_id))  # type: ignore[no-untyped-call]
 
         return map_leaves(entry.value, leaf)
+
+    def _find_saved(self, tensor_id: TensorId) -> Tensor | None:
+        """A tensor that an edit of this pass has saved, whose gradients no anchor takes yet."""
+        # The last one: an exception that ends a recomputation leaves those of its pass.
+        return next((tensor for _, saved, tensor in reversed(self._anchors) if saved == tensor_id), None)
 
     def _commit(self, frame: CallFrame) -> None:
         key, mode, once = frame.key, frame.mode, frame.hook.run == "once"
@@ -255,8 +263,8 @@ class ContextScopes:
     # -- gradients -------------------------------------------------------------------------------------
 
     def anchor_gradients(self, full: Tensor, holders: Mesh, leads: bool, saving: bool) -> Tensor:
-        """Anchor the output of the edits at a site, so that gradients reach the tensors that these edits
-        saved. Collective over `holders` if `saving` and a function that one rank runs may read them.
+        """Anchor the output of edits at a site, so that gradients reach the tensors that these edits saved.
+        Collective over `holders` if `saving` and a function that one rank runs may read them.
 
         Args:
             full: the output.
