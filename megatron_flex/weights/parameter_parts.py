@@ -63,7 +63,9 @@ def list_parts(forms: Mapping[str, ParameterForm], heads: Heads | None) -> dict[
     Raises:
         FlexError: the rows of a parameter do not divide so.
     """
-    return {part: found for name, form in forms.items() for part, found in _split(name, form, forms, heads)}
+    return {
+        part: of_part for name, form in forms.items() for part, of_part in _split(name, form, forms, heads)
+    }
 
 
 def _split(

@@ -119,8 +119,8 @@ def compare_weights(a: Any, b: Any, *, allow_missing: bool = False) -> WeightsCo
         forms_a, forms_b = all_forms
         names = [name for name in forms_a if name in forms_b]
         read_forms = [
-            {name: _limit(name, own[name], other[name]) for name in names}
-            for own, other in ((forms_a, forms_b), (forms_b, forms_a))
+            {name: _limit(name, limited[name], other[name]) for name in names}
+            for limited, other in ((forms_a, forms_b), (forms_b, forms_a))
         ]
         digests = [
             side if isinstance(side, WeightsDigest) else digest_source(side, heads, forms)
@@ -211,8 +211,8 @@ def _list_uncompared(a: Mapping[str, ParameterDigest], b: Mapping[str, Parameter
     return tuple(lines)
 
 
-def _limit(name: str, own: ParameterForm, other: ParameterForm) -> ParameterForm:
+def _limit(name: str, form: ParameterForm, other: ParameterForm) -> ParameterForm:
     """What is read of a parameter: without the rows that pad its vocabulary, in the narrower dtype."""
-    padded = name in VOCABULARIES and own.shape[1:] == other.shape[1:]
-    shape = min(own.shape, other.shape) if padded else own.shape
-    return ParameterForm(shape, other.dtype if own.dtype.itemsize > other.dtype.itemsize else own.dtype)
+    padded = name in VOCABULARIES and form.shape[1:] == other.shape[1:]
+    shape = min(form.shape, other.shape) if padded else form.shape
+    return ParameterForm(shape, other.dtype if form.dtype.itemsize > other.dtype.itemsize else form.dtype)
