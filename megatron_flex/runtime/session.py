@@ -344,7 +344,8 @@ class Session:
             self._end(failed, self.mesh)
         finally:
             self.context_relay.begin()
-            self.features.end()
+            if self.features.active:
+                self.features.end()
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""

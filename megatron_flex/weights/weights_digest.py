@@ -202,7 +202,7 @@ def digest_run(chunks: Any, source: str = "a run") -> WeightsDigest | None:
         >>> from megatron_flex.weights import digest_run
         >>> digest = digest_run(chunks)
         >>> len(digest.parameters)
-        27
+        39
     """
     model = MegatronWeights(list_model_chunks(chunks))
     heads = read_heads(vars(model.root.config))

@@ -54,7 +54,7 @@ class DamagedDump(OpenDump):
             raise DumpError(f"{self.path}: no run of it has a manifest that can be read", path=self.path)
         return readable
 
-    def _look(self, which: IterationKey) -> StoredIteration | None:
+    def _find_complete(self, which: IterationKey) -> StoredIteration | None:
         """An iteration of the last run that has it complete; else of the one that has most of its parts."""
         if which not in self._written:
             scanned = [self._scan(run, which) for run in reversed(self.runs)]
