@@ -87,7 +87,7 @@ class Flag:
 
     @property
     def usage(self) -> str:
-        """The flag with the placeholder of its values."""
+        """The flag as help texts show it, such as `--flex-dump DIR`."""
         shown = {"none": "", "optional": f"[{self.metavar}]", "many": f"{self.metavar} ..."}
         return f"{self.option} {shown.get(self.takes, self.metavar)}".strip()
 

@@ -115,8 +115,8 @@ class GradientDispatcher:
         backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *arguments)
         # A node of its own: a tensor that is used elsewhere too (the residual beside a norm's input) also
         # receives a gradient from there, and a view that is masked in place loses its hooks.
-        # torch does not type `apply`.
-        return cast(Tensor, Enter.apply(out, GradientHooks(backward)))  # type: ignore[no-untyped-call]
+        node = Enter.apply(out, GradientHooks(backward))  # type: ignore[no-untyped-call]  # torch does not type it
+        return cast(Tensor, node)
 
     def _make_graph_hook(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Any:
         """Make a hook of the autograd graph that calls `method` with the site's name, `args` and the

@@ -91,7 +91,7 @@ class CheckpointTensors:
             metadata: Any = _PlainUnpickler(io.BytesIO((folder / DISTRIBUTED).read_bytes())).load()
             if not isinstance(metadata, Metadata):
                 raise ValueError("it has no record of tensors")
-        except Exception as error:  # of pickle, which raises many kinds for damaged files
+        except Exception as error:  # raised again: pickle raises many kinds for damaged files
             raise FlexError(
                 f"{folder / DISTRIBUTED} is damaged ({describe_error(error)}); copy it again"
             ) from error
@@ -136,10 +136,10 @@ class CheckpointTensors:
     def _read_chunk(self, key: str, offsets: Any) -> Tensor:
         content = self._read_bytes(key, offsets)
         try:
-            tensor: Tensor = torch.load(  # noqa: TID251 - the format of these files
+            tensor: Tensor = torch.load(  # noqa: TID251  # Megatron writes these files by torch.save; only weights are read
                 io.BytesIO(content), map_location="cpu", weights_only=True
             )
-        except Exception as error:  # of torch.load, which raises many kinds for damaged files
+        except Exception as error:  # raised again: torch.load raises many kinds for damaged files
             raise FlexError(
                 f"{key} in {self._folder} is damaged ({describe_error(error)}); copy it again"
             ) from error

@@ -33,18 +33,14 @@ BOUND = 1e-5  # of the greatest logit
 SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
-def case(name: str, **sizes: Any) -> Case:
-    return Case(name, microbatches=1, layers=hugging_face.LAYERS, **sizes)
-
-
 LAYOUTS = {
-    "one process": case("one process"),
-    "tp2 pp2": case("tp2 pp2", tp=2, pp=2, sp=True),
-    "tp2 ep2": case("tp2 ep2", tp=2, dp=2, ep=2, etp=1, sp=True),
-    "ep2 etp2": case("ep2 etp2", tp=2, dp=2, ep=2, etp=2, sp=True),
-    "pp2 vpp2": case("pp2 vpp2", pp=2, vpp=2),
-    "tp4": case("tp4", tp=4, sp=True),
-    "hybrid": case("hybrid", tp=2, pp=2, sp=True, hybrid=True),
+    "one process": hugging_face.case("one process"),
+    "tp2 pp2": hugging_face.case("tp2 pp2", tp=2, pp=2, sp=True),
+    "tp2 ep2": hugging_face.case("tp2 ep2", tp=2, dp=2, ep=2, etp=1, sp=True),
+    "ep2 etp2": hugging_face.case("ep2 etp2", tp=2, dp=2, ep=2, etp=2, sp=True),
+    "pp2 vpp2": hugging_face.case("pp2 vpp2", pp=2, vpp=2),
+    "tp4": hugging_face.case("tp4", tp=4, sp=True),
+    "hybrid": hugging_face.case("hybrid", tp=2, pp=2, sp=True, hybrid=True),
 }
 CASES = [
     *(("one process", family) for family in FAMILIES),
@@ -319,7 +315,7 @@ def test_bad_input_is_named_on_all_ranks_and_changes_nothing(
 def test_a_folder_with_weights_is_not_overwritten(truths: dict[str, Truth]) -> None:
     folder = truths["llama"].folder
     before = (Path(folder) / "model.safetensors").read_bytes()
-    first, second = run(2, write_over, case("tp2", tp=2), folder)
+    first, second = run(2, write_over, hugging_face.case("tp2", tp=2), folder)
     assert first == second
     there, tied, layers = first
     assert_names(there, Path(folder) / "model.safetensors")
@@ -345,7 +341,7 @@ def write_over(case: Case, folder: str) -> list[str]:
 
 
 def test_settings_that_differ_are_reported(truths: dict[str, Truth]) -> None:
-    found, other = run(2, load_into_another, case("tp2", tp=2), truths["llama"].folder)
+    found, other = run(2, load_into_another, hugging_face.case("tp2", tp=2), truths["llama"].folder)
     assert found == other
     (text,) = found
     assert_names(text, "layernorm_epsilon", 0.001, 1e-06)
@@ -387,7 +383,7 @@ def test_the_page_runs(truths: dict[str, Truth], tmp_path: Path) -> None:
     names = {"folder": folder, "other_folder": str(tmp_path / "a"), "fused_folder": str(tmp_path / "b")}
     names["hybrid_folder"] = str(tmp_path / "c")
     code = "\n".join([there_and_back_again, own, hybrid, WRITE_AGAIN])
-    first, second = run(2, run_page, case("tp2", tp=2), code, names)
+    first, second = run(2, run_page, hugging_face.case("tp2", tp=2), code, names)
     assert first == second == [f"{6 * hugging_face.LAYERS + 3} () ()"]
     assert same_files(folder, str(tmp_path / "a"))
     assert same_files(folder, str(tmp_path / "c")), "the HybridModel has them all"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +20,11 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 
-def case(name: str, **sizes: Any) -> Case:
-    return Case(name, microbatches=1, layers=hugging_face.LAYERS, **sizes)
-
-
 LAYOUTS = {
-    "one process": case("one process"),
-    "tp2 pp2": case("tp2 pp2", tp=2, pp=2, sp=True),
-    "tp2 ep2": case("tp2 ep2", tp=2, dp=2, ep=2, etp=1, sp=True),
-    "hybrid": case("hybrid", tp=2, pp=2, sp=True, hybrid=True),
+    "one process": hugging_face.case("one process"),
+    "tp2 pp2": hugging_face.case("tp2 pp2", tp=2, pp=2, sp=True),
+    "tp2 ep2": hugging_face.case("tp2 ep2", tp=2, dp=2, ep=2, etp=1, sp=True),
+    "hybrid": hugging_face.case("hybrid", tp=2, pp=2, sp=True, hybrid=True),
 }
 CASES = [
     ("one process", "qwen3_moe"),
@@ -105,5 +100,5 @@ def refuse(case: Case, folder: str, into: Path) -> None:
 
 
 def test_an_iteration_that_never_comes_and_a_bad_path_are_errors_on_all_ranks(tmp_path: Path) -> None:
-    where = case("tp2", tp=2)
+    where = hugging_face.case("tp2", tp=2)
     run(where.world, refuse, where, saved(tmp_path / "llama", "llama"), tmp_path)

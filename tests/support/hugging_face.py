@@ -30,6 +30,11 @@ COMMON: dict[str, Any] = {
 EXPERTS, EXPERT_WIDTH, TOP_K = 4, 24, 2
 
 
+def case(name: str, **sizes: Any) -> Case:
+    """A layout of the small models here, with one microbatch."""
+    return Case(name, microbatches=1, layers=LAYERS, **sizes)
+
+
 @dataclass(frozen=True)
 class Family:
     """A tiny configuration.

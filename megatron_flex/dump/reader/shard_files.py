@@ -169,7 +169,7 @@ class IndexedPart:
     Attributes:
         part: the header.
         entries_by_site: its entries by site and kind, each with its layout; with a part that knows of these
-            alone, so that a caller who keeps them does not keep all.
+            alone, so that keeping an entry does not keep the whole part.
     """
 
     def __init__(self, path: Path) -> None:

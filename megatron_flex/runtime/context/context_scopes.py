@@ -12,7 +12,7 @@ A value, from the call that writes it to the backward pass:
                       that made it, which a replay can name again
     share             if one rank ran the function, the other ranks of the stage receive the changes;
                       `context_relay` sends values on to the next stage
-    _read             a later call reads a tensor as it is in the same graph, and else detached
+    _read             in the same graph a later call reads the tensor itself, otherwise without its graph
     anchor_gradients  after the last edit of the site its output keeps the saved tensors, and before an edit
                       of one rank the input of that edit keeps those of the edits before; its backward pass
                       runs after those of all readers, and gives each tensor the sum of their gradients

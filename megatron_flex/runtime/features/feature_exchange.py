@@ -286,7 +286,8 @@ class FeatureExchange:
             return tensor
         with torch.enable_grad():
             token = torch.empty(0, requires_grad=True)
-            read = DetachedRead.apply(token, [tensor], partial(micro.add_gradient, layer))  # type: ignore[no-untyped-call]
+            add = partial(micro.add_gradient, layer)
+            read = DetachedRead.apply(token, [tensor], add)  # type: ignore[no-untyped-call]  # torch does not type it
         assert isinstance(read, Tensor)
         return read
 
@@ -294,7 +295,8 @@ class FeatureExchange:
         """The tensor whose gradient becomes the sum of its own and that of its features."""
         if not local.requires_grad:
             return local
-        joined = Enter.apply(local, GradientHooks(partial(micro.join_gradient, layer)))  # type: ignore[no-untyped-call]
+        hooks = GradientHooks(partial(micro.join_gradient, layer))
+        joined = Enter.apply(local, hooks)  # type: ignore[no-untyped-call]  # torch does not type it
         assert isinstance(joined, Tensor)
         return joined
 

@@ -61,7 +61,7 @@ class FeaturePlan:
         """The plan of a request on a model with these sites.
 
         Raises:
-            HookError: there is no such stage, or gradients cannot come back in time.
+            HookError: a stage does not exist, or gradients cannot come back in time.
         """
         first: dict[int, int] = {}
         last: dict[int, int] = {}

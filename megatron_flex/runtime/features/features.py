@@ -123,7 +123,7 @@ class SessionFeatures:
             compare: compares a text on all ranks.
 
         Raises:
-            HookError: there is no such stage; on all ranks: they ask for different features.
+            HookError: a stage does not exist; on all ranks: they ask for different features.
         """
         plan = FeaturePlan.from_request(request, self._sites, self._mesh["pp"].size)
         compare(request.describe())
