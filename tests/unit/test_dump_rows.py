@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,59 @@ def test_parts_for_several_processes(dump: mf.OpenDump) -> None:
     found = [numbers(list(dump.rows("a", 16, buffer=64, block=8, part=(r, 3)))) for r in range(3)]
     assert sorted(n for part in found for n in part) == list(range(ROWS))
     assert all(len(part) == ROWS // 3 for part in found)
+
+
+MASK = (torch.arange(ROWS) % 3 > 0).view(3, -1, 16)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5, 6, 11, 23])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"shuffle": False}, {"part": (1, 2)}, {"tokens": MASK, "places": True}],
+    ids=["all", "in order", "a part", "a mask, with places"],
+)
+def test_an_epoch_goes_on_after_its_last_batch(dump: mf.OpenDump, settings: Any, taken: int) -> None:
+    def make() -> Any:
+        return dump.rows(["a", "b"], 8, buffer=48, block=8, seed=2, **settings)
+
+    rows = make()
+    rows.epoch = 1
+    whole = list(rows)
+    batches = list(islice(rows, taken))
+    state = json.loads(json.dumps(rows.state_dict()))
+    assert state["batches"] == taken
+    later = make()
+    later.load_state_dict(state)
+    assert later.state_dict() == state, "before the first batch"
+    batches += list(later)
+    assert len(batches) == len(whole)
+    assert all(
+        torch.equal(x, y) for b, w in zip(batches, whole, strict=True) for x, y in zip(b, w, strict=True)
+    )
+    again = list(later)  # the next iteration begins at the beginning
+    assert torch.equal(again[0][0], whole[0][0])
+
+
+def test_batches_that_have_left_are_not_read_again(dump: mf.OpenDump) -> None:
+    rows = dump.rows("a", 8, buffer=48, block=8)
+    whole = list(rows)
+    before = dump.files.bytes_read
+    rows.load_state_dict(rows.state_dict() | {"batches": len(whole) - 2})
+    assert len(list(rows)) == 2
+    assert dump.files.bytes_read - before <= (48 + 16) * 16  # a row has 16 bytes
+
+
+def test_a_state_of_other_rows_is_refused(dump: mf.OpenDump) -> None:
+    state = dump.rows("a", 8, tokens=MASK).state_dict()
+    others = {
+        "sites": dump.rows("b", 8, tokens=MASK),
+        "batch_size": dump.rows("a", 9, tokens=MASK),
+        "mask": dump.rows("a", 8, tokens=MASK.flip(2)),
+        "share": dump.rows("a", 8, tokens=MASK, part=(1, 2)),
+    }
+    for name, other in others.items():
+        with raises(DumpError, name):
+            other.load_state_dict(state)
 
 
 def test_rows_pickle(dump: mf.OpenDump) -> None:

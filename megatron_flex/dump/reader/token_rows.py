@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import count as count_up
 from math import ceil, prod
@@ -54,15 +55,21 @@ class TokenRows(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several items, read together; a DataLoader asks so for a batch."""
-        count, per_sample = len(self), prod(self.axes[2:])
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for at, index in enumerate(indices):
+        count = len(self)
+        for index in indices:
             if not -count <= index < count:
                 raise IndexOutOfRange(f"row {index} of {count}")
-            row = index % count if self._chosen is None else int(self._chosen[index])
+        items = self.read_rows([n % count if self._chosen is None else int(self._chosen[n]) for n in indices])
+        return [item[0] for item in items] if self.single else items
+
+    def read_rows(self, numbers: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        """Rows by their numbers among all rows, also those that a mask leaves out; one tuple for each."""
+        per_sample = prod(self.axes[2:])
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for at, row in enumerate(numbers):
             sample, token = divmod(row, per_sample)
             groups.setdefault(sample, []).append((at, token))
-        out: list[Any] = [None] * len(indices)
+        out: list[Any] = [None] * len(numbers)
         for sample, selected in groups.items():
             where = divmod(sample, self.axes[1])
             tokens = sorted({token for _, token in selected})
@@ -74,8 +81,7 @@ class TokenRows(Dataset[Any]):
                 blocks = [f[None] for f in blocks]
             place = {token: n for n, token in enumerate(tokens)}
             for at, token in selected:
-                item = tuple(f[place[token]] for f in blocks)
-                out[at] = item[0] if self.single else item
+                out[at] = tuple(f[place[token]] for f in blocks)
         return out
 
 
@@ -90,6 +96,9 @@ class ShuffledRows(IterableDataset[Any]):
     order in every release of torch: blocks are in the order of `hashed_order` for seed and epoch, rows of the
     buffer in that for seed, epoch, part and the number of times that rows have left. The workers of a
     DataLoader (`batch_size=None`) deal blocks out among them, and each has a buffer.
+
+    `state_dict()` and `load_state_dict()` continue an interrupted epoch after its last batch, as torchdata's
+    `StatefulDataLoader` does in its workers. The batches before are not read again.
 
     Args:
         arrays: over (iteration, sample, token, *features), or without tokens.
@@ -136,28 +145,72 @@ class ShuffledRows(IterableDataset[Any]):
         self.epoch = 0
         self.mask = select_rows(self.arrays[0], mask, self.axes)
         self.rows = prod(self.axes) if self.mask is None else int(self.mask.sum())
+        self._left = 0  # batches of the epoch that have left
+        self._skipped = 0  # of these, batches of a loaded state that the next iteration has yet to pass over
 
-    def __iter__(self) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """How far the epoch is: the batches that this process, or worker, has taken of its share.
+
+        Examples:
+            >>> rows = open_dump("dumps/run").rows("decoder.layers.3", batch_size=32)
+            >>> first = next(iter(rows))
+            >>> rows.state_dict()["batches"]
+            1
+        """
+        return self._describe() | {"epoch": self.epoch, "batches": self._left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue an epoch: the next iteration begins after the batches that `state` counts.
+
+        Raises:
+            DumpError: the state is of other rows, of another order, or of another share of them.
+        """
+        for name, value in self._describe().items():
+            if state.get(name) != value:
+                raise DumpError(
+                    f"load_state_dict(): {name}={state.get(name)!r} in the state, and {value!r} here; "
+                    "call rows() with the arguments that the state was taken with"
+                )
+        self.epoch, self._left = state["epoch"], state["batches"]
+        self._skipped = self._left
+
+    def _describe(self) -> dict[str, Any]:
+        """What the batches depend on, besides the epoch."""
+        digest = None if self.mask is None else hashlib.sha256(self.mask.numpy().tobytes()).hexdigest()[:16]
+        return {
+            "sites": [array.name for array in self.arrays],
+            "iterations": [str(iteration) for iteration in self.arrays[0].iterations],
+            "rows": self.rows,
+            "mask": digest,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "buffer": self.buffer,
+            "block": self.block,
+            "share": list(self._get_share()),
+        }
+
+    def _get_share(self) -> tuple[int, int]:
+        """Which of how many shares of the blocks this process, or worker of a DataLoader, reads."""
         worker = get_worker_info()
         count, worker_number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        share, shares = self.part[0] * count + worker_number, self.part[1] * count
+        return self.part[0] * count + worker_number, self.part[1] * count
+
+    def __iter__(self) -> Iterator[Any]:
+        self._left = self._skipped
+        share, shares = self._get_share()
         blocks = _RowBlocks(self.axes, self.block)
         order = torch.arange(len(blocks))
         turns = count_up()
         if self.shuffle:
             order = order_entries(len(blocks), self.seed, self.epoch)
-        front = len(self.axes)
-        features = [(a.shape[front:], row_dtype(a, self.dtype)) for a in self.arrays]
-        buffer = _RowBuffer(features + ([((front,), torch.int64)] if self.places is not None else []))
+        buffer = _RowBuffer(self._features(), counts=bool(self._skipped))
         for number in order[share::shares].tolist():
             where, rows = blocks[number]
             chosen = None if self.mask is None else self.mask[where].flatten()
             if chosen is not None and not chosen.any():
                 continue
-            tensors = [read_region(a[where], row_dtype(a, self.dtype)) for a in self.arrays]
-            if self.places is not None:
-                chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
-                tensors.append(self.places.locate(where[0], chosen_rows[0], chosen_rows[-1]))
+            tensors = [blocks.number_rows(number)] if buffer.counts else self._read_block(where)
             if chosen is not None:
                 tensors = [f.flatten(0, 1)[chosen] for f in tensors]
                 rows = len(tensors[0])
@@ -168,16 +221,38 @@ class ShuffledRows(IterableDataset[Any]):
                 leaving = max(most // self.batch_size, 1) * self.batch_size
                 yield from self._batches(buffer, leaving, share, next(turns))
         yield from self._batches(buffer, buffer.rows, share, next(turns))
+        self._left = 0
+
+    def _features(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of a row of each tensor in a batch."""
+        front = len(self.axes)
+        features = [(a.shape[front:], row_dtype(a, self.dtype)) for a in self.arrays]
+        return features + ([((front,), torch.int64)] if self.places is not None else [])
+
+    def _read_block(self, where: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of a block, and the places of its rows if they are asked for."""
+        tensors = [read_region(a[where], row_dtype(a, self.dtype)) for a in self.arrays]
+        if self.places is not None:
+            chosen_rows = [range(n)[w] for n, w in zip(self.axes[1:], where[1:], strict=True)]
+            tensors.append(self.places.locate(where[0], chosen_rows[0], chosen_rows[-1]))
+        return tensors
 
     def _batches(self, buffer: _RowBuffer, count: int, share: int, turn: int) -> Iterator[Any]:
         """Take so many rows out of the buffer, in batches."""
         chosen = torch.arange(count)
         if self.shuffle:
             chosen = order_entries(buffer.rows, self.seed, self.epoch, share, turn)[:count]
-        for batch in chosen.split(self.batch_size):
-            if len(batch):
-                batch_tensors = tuple(t[batch] for t in buffer.tensors)
-                yield batch_tensors[0] if self.single else batch_tensors
+        batches = chosen.split(self.batch_size) if count else ()
+        skipped = min(self._skipped, len(batches))
+        self._skipped -= skipped
+        if buffer.counts and not self._skipped:
+            # From here on rows leave. The buffer has the numbers of those that wait: only these are read.
+            rows = TokenRows(self.arrays, False, self.dtype, places=self.places is not None)
+            buffer.fill(rows.read_rows(buffer.tensors[0].tolist()), self._features())
+        for batch in batches[skipped:]:
+            batch_tensors = tuple(t[batch] for t in buffer.tensors)
+            self._left += 1
+            yield batch_tensors[0] if self.single else batch_tensors
         buffer.drop(chosen)
 
 
@@ -231,13 +306,28 @@ class _RowBlocks:
         where = iteration, slice(samples.start, samples.stop), slice(tokens.start, tokens.stop)
         return where[:2] if self.tokenless else where, len(samples) * len(tokens)
 
+    def number_rows(self, number: int) -> Tensor:
+        """`[sample, token]`: the numbers of a block's rows among all rows."""
+        (iteration, *slices), _ = self[number]
+        samples = torch.arange(self.samples)[slices[0]] + iteration * self.samples
+        tokens = torch.arange(1) if self.tokenless else torch.arange(self.tokens)[slices[1]]
+        return samples[:, None] * self.tokens + tokens
+
+
+Features = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
 
 class _RowBuffer:
-    """Rows that wait."""
+    """Rows that wait.
 
-    def __init__(self, features: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.rows = 0
-        self._room = [torch.empty(0, *shape, dtype=dtype) for shape, dtype in features]
+    Args:
+        features: of the rows.
+        counts: whether it begins with the rows' numbers in their place, until `fill`.
+    """
+
+    def __init__(self, features: Features, counts: bool = False) -> None:
+        self.rows, self.counts = 0, counts
+        self._room = _make_room(0, [((), torch.int64)] if counts else features)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -251,6 +341,14 @@ class _RowBuffer:
             room[self.rows : self.rows + rows] = added.reshape(rows, *room.shape[1:])
         self.rows += rows
 
+    def fill(self, rows: Sequence[tuple[Tensor, ...]], features: Features) -> None:
+        """Put the rows themselves in the place of their numbers."""
+        self.counts = False
+        self._room = _make_room(self.rows, features)
+        for number, row in enumerate(rows):
+            for room, tensor in zip(self._room, row, strict=True):
+                room[number] = tensor
+
     def drop(self, dropped: Tensor) -> None:
         """Take rows out; the last ones take their places."""
         remaining = self.rows - len(dropped)
@@ -261,6 +359,10 @@ class _RowBuffer:
         for room in self._room:
             room[holes] = room[last_rows]
         self.rows = remaining
+
+
+def _make_room(rows: int, features: Features) -> list[Tensor]:
+    return [torch.empty(rows, *shape, dtype=dtype) for shape, dtype in features]
 
 
 def is_row_mask(tokens: Any) -> bool:
