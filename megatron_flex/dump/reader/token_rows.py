@@ -309,7 +309,7 @@ class _RowBlocks:
     def number_rows(self, number: int) -> Tensor:
         """`[sample, token]`: the numbers of a block's rows among all rows."""
         (iteration, *slices), _ = self[number]
-        samples = torch.arange(self.samples)[slices[0]] + iteration * self.samples
+        samples: Tensor = torch.arange(self.samples)[slices[0]] + iteration * self.samples
         tokens = torch.arange(1) if self.tokenless else torch.arange(self.tokens)[slices[1]]
         return samples[:, None] * self.tokens + tokens
 
