@@ -511,15 +511,18 @@ class FlexModel(nn.Module):
 
         Args:
             layers: numbers of layers of the whole model, from 0.
-            to: `last_stage`, all ranks of it; `all` ranks; `leader`, the first rank of each replica; or the
-                numbers of pipeline stages. A stage has layers of later stages in its backward pass, or at
-                the end of a step without one: use `on_features`.
+            to: `last_stage`, all ranks of it; `all` ranks; `leader`, the first rank of each replica; the
+                numbers of pipeline stages; or a process group: its ranks, which are of one replica. Each rank
+                then gives what `torch.distributed.new_group` returned, which may be a group for each
+                replica. A stage has layers of later stages in its backward pass, or at the end of a step
+                without one: use `on_features`.
             full: whether the tensors are full, `[s, b, h]` in Megatron, or shards as their layers have them,
                 such as `[s/(cp*tp), b, h]` with sequence parallelism.
             gradients: whether a loss of the features trains the layers: then the gradients are those of one
                 device, with activation recomputation too. Otherwise the tensors are detached, and train
-                what is computed from them alone. Only to the last stage. The loss is a part of what the loss
-                function returns, or an editing function that returns a result that depends on the features.
+                what is computed from them alone. Only to all ranks of the last stage. The loss is a part of
+                what the loss function returns, or an editing function that returns a result that depends on
+                the features.
             at: the hook point of each layer.
             on_features: called on the receiving ranks with the features of each microbatch, by layer, and
                 its number, once all have arrived: on the last stage after the loss function.

@@ -27,6 +27,7 @@ from megatron_flex.runtime.dump_sink import DumpSelection, DumpSink, make_manife
 from megatron_flex.runtime.features.feature_exchange import OnFeatures
 from megatron_flex.runtime.features.feature_plan import NAMED_RECEIVERS, FeatureRequest, Receivers
 from megatron_flex.runtime.features.features import Features
+from megatron_flex.runtime.features.receiving_ranks import is_group
 from megatron_flex.runtime.nonfinite_sink import NonFiniteSink
 from megatron_flex.runtime.parameter_selection import select_buffers, select_parameters
 from megatron_flex.runtime.session_sinks import Sink as SessionSink
@@ -285,9 +286,10 @@ def register_features(
         raise HookError(
             f"features(layers={layers!r}): give different numbers of layers from 0, such as [2, 17]"
         )
-    if to not in NAMED_RECEIVERS and not isinstance(to, (tuple, list)):
+    if not (isinstance(to, (tuple, list)) or is_group(to) or to in NAMED_RECEIVERS):
         raise HookError(
-            f"features(to={to!r}): give one of {', '.join(NAMED_RECEIVERS)}, or a list of pipeline stages"
+            f"features(to={to!r}): give one of {', '.join(NAMED_RECEIVERS)}, a list of pipeline stages, or a "
+            "process group"
         )
     if on_features is not None and not callable(on_features):
         raise HookError(f"features(on_features={on_features!r}): give a function of (features, microbatch)")

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import matrix
 from tests.support import featured, sharing, truths
-from tests.support.featured import LAYERS, Asked
+from tests.support.featured import LAYERS, Asked, Groups
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -93,6 +93,60 @@ def test_each_receiver_has_each_microbatch(case: Case, to: Any, forward_only: bo
             for layer in LAYERS:
                 want = truth["outputs"][microbatch][layer]
                 assert matrix.relative(features[layer], want) < matrix.BOUND
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "shards"])
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [
+        (TP, Groups(((3,),))),
+        (TP, Groups(((0, 3),))),
+        (VPP, Groups(((0, 1),))),
+        (DP, Groups(((2,), (1, 3)))),  # one group in each replica
+        (DP, Groups(((3,),))),  # a replica without receivers
+    ],
+    ids=lambda v: v.name if isinstance(v, Case) else str(v.ranks),
+)
+def test_the_ranks_of_a_group_receive(case: Case, groups: Groups, full: bool) -> None:
+    truth, answers = _ask(case, Asked(groups, full=full))
+    for answer in answers:
+        receives = any(answer["rank"] in ranks for ranks in groups.ranks)
+        assert answer["receives"] == receives
+        assert (answer["left"], answer["sent"]) == (0, 0)
+        assert [m for m, _ in answer["arrived"]] == (list(range(case.microbatches)) if receives else [])
+        for microbatch, features in answer["arrived"]:
+            for layer in LAYERS:
+                want = truth["outputs"][answer["dp"] * case.microbatches + microbatch][layer]
+                if not full and case.sp:
+                    want = want.chunk(case.tp)[answer["coords"]["tp"]]
+                assert matrix.relative(features[layer], want) < matrix.BOUND
+
+
+def test_gradients_to_a_group_of_the_last_stage_are_those_to_the_last_stage() -> None:
+    _, stage = _ask(TP, Asked(gradients=True, loss=True))
+    _, group = _ask(TP, Asked(Groups(((2, 3),)), gradients=True, loss=True))
+    for want, got in zip(stage, group, strict=True):
+        assert want["gradients"].keys() == got["gradients"].keys()
+        for name, (_, tensor) in want["gradients"].items():
+            assert torch.equal(got["gradients"][name][1], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("case", "groups", "gradients", "but", "values"),
+    [
+        (DP, Groups(((2, 3),)), False, (), ([2, 3], [3], [0, 2])),  # stage 1 of two replicas
+        (TP, Groups(((2, 3),)), False, (2, 3), ("torch.distributed.new_group",)),
+        (TP, Groups(((2, 3),)), False, (3,), ("rank 2", "rank 3", [2, 3])),
+        (TP, Groups(((3,),)), True, (), ("ranks 3", "last_stage")),
+        (TP, Groups(((0, 1, 2, 3),)), True, (), ("ranks 0, 1, 2, 3", "last_stage")),
+    ],
+    ids=["two replicas", "nobody's", "not given", "gradients to one rank", "gradients to two stages"],
+)
+def test_bad_groups_are_refused_on_all_ranks(
+    case: Case, groups: Groups, gradients: bool, but: tuple[int, ...], values: tuple[Any, ...]
+) -> None:
+    for text in run(case.world, featured.refuse_group, case, groups, gradients, but):
+        assert_names(text, *values)
 
 
 @pytest.mark.parametrize("case", [TP, CP, DP], ids=[c.name for c in (TP, CP, DP)])

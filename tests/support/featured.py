@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import matrix
@@ -55,6 +57,26 @@ class Asked:
     forward_only: bool = False
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of these ranks; each rank asks for features to the one that it is in."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+
+@contextmanager
+def receivers(to: Any) -> Iterator[Any]:
+    """What a rank gives for `to`: the group made of `Groups`, anything else as it is."""
+    if not isinstance(to, Groups):
+        yield to
+        return
+    groups = [dist.new_group(list(ranks)) for ranks in to.ranks]
+    mine = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
+    yield mine[0] if mine else dist.GroupMember.NON_GROUP_MEMBER
+    for group in mine:
+        dist.destroy_process_group(group)
+
+
 def spread(case: gpt.Case, state: dict[str, Tensor], asked: Asked) -> dict[str, Any]:
     """Run a step, and return what the loss function and on_features have, with captures of the same."""
     import megatron_flex as mf
@@ -63,19 +85,19 @@ def spread(case: gpt.Case, state: dict[str, Tensor], asked: Asked) -> dict[str, 
     gpt.load(chunks, state)
     dp = ranks.mine(chunks)
     hooks = [mf.HookFunction(f"decoder.layers.{layer}") for layer in LAYERS]
-    with mf.attach(chunks, hooks) as flex:
+    with mf.attach(chunks, hooks) as flex, receivers(asked.to) as to:
         read: list[dict[int, Tensor]] = []
         arrived: list[tuple[int, dict[int, Tensor]]] = []
         features = flex.features(
             LAYERS,
-            asked.to,
+            to,
             full=asked.full,
             gradients=asked.gradients,
             on_features=lambda f, m: arrived.append((m, {k: t.detach().clone() for k, t in f.items()})),
         )
 
         def look() -> Tensor | None:
-            if asked.to != "last_stage":
+            if not (asked.loss or asked.to == "last_stage"):
                 return None
             read.append({layer: tensor.detach().clone() for layer, tensor in features.items()})
             return loss_of(features) if asked.loss else None
@@ -85,6 +107,7 @@ def spread(case: gpt.Case, state: dict[str, Tensor], asked: Asked) -> dict[str, 
         grads = {} if asked.forward_only else matrix._gradients(flex, chunks)
         mesh = flex.session.mesh
         return {
+            "rank": dist.get_rank(),
             "dp": dp,
             "sizes": dict(mesh.sizes),
             "coords": dict(mesh.coords),
@@ -221,6 +244,20 @@ def refuse(case: gpt.Case, name: str) -> tuple[str, str]:
         except mf.FlexError as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+def refuse_group(case: gpt.Case, groups: Groups, gradients: bool, but: tuple[int, ...]) -> str:
+    """The error of a request with groups, which the ranks `but` do not give."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    with mf.attach(chunks) as flex, receivers(groups) as to:
+        given = dist.GroupMember.NON_GROUP_MEMBER if dist.get_rank() in but else to
+        try:
+            flex.features(LAYERS, given, gradients=gradients)
+        except mf.HookError as error:
+            return str(error)
+    return ""
 
 
 FAILURES: dict[str, tuple[Any, ...]] = {

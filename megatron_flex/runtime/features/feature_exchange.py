@@ -27,6 +27,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_values import DetachedRead
 from megatron_flex.runtime.features.feature_plan import FeaturePlan, FeatureRequest
+from megatron_flex.runtime.features.receiving_ranks import ReceivingRanks
 from megatron_flex.runtime.gradient_dispatcher import GradientHooks
 
 Note = Callable[[str, BaseException], None]
@@ -115,7 +116,10 @@ class FeatureExchange:
         self._note, self._on_features = note, on_features
         self._stage = mesh["pp"].coord
         self._gathers = self._stage in plan.receivers
-        self.receives = self._gathers and (request.to != "leader" or is_leader(mesh))
+        # All ranks of a stage with a receiver take part, as they gather the tensor together.
+        receivers = request.to
+        chosen = receivers.here if isinstance(receivers, ReceivingRanks) else True
+        self.receives = self._gathers and (is_leader(mesh) if receivers == "leader" else chosen)
         self._late = plan.list_late(self._stage) if self._gathers else []
         self._relay = PipelineRelay(mesh, name)
         self._micros: dict[int, MicrobatchFeatures] = {}

@@ -1,15 +1,22 @@
-"""What features a user asks for, and which virtual stages send them to which; the same on every rank."""
+"""What features a user asks for, and which virtual stages send them to which; alike in a replica."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from megatron_flex.errors import HookError
+from megatron_flex.runtime.features.receiving_ranks import ReceivingRanks
 from megatron_flex.sites import Site
 
-Receivers = Literal["last_stage", "leader", "all"] | tuple[int, ...] | list[int]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# An int is what `torch.distributed.new_group` returns outside of the group.
+Receivers: TypeAlias = (
+    'Literal["last_stage", "leader", "all"] | tuple[int, ...] | list[int] | ProcessGroup | int'
+)
 NAMED_RECEIVERS = ("last_stage", "leader", "all")
 
 
@@ -19,21 +26,60 @@ class FeatureRequest:
 
     Attributes:
         sites: the hook point of each layer, by the layer's number.
-        to: which ranks receive the tensors; numbers of stages, if not one of `NAMED_RECEIVERS`.
+        to: which ranks receive the tensors: one of `NAMED_RECEIVERS`, numbers of stages, or a process group,
+            which `ReceivingRanks` replace when all ranks have reported theirs.
         full: whether they receive full tensors, or shards.
         gradients: whether gradients of the tensors reach the layers.
     """
 
     sites: Mapping[int, Site]
-    to: Receivers
+    to: Receivers | ReceivingRanks
     full: bool
     gradients: bool
 
     def describe(self) -> str:
         """A text that must be the same on all ranks."""
-        to = self.to if isinstance(self.to, str) else f"stages {sorted(self.to)}"
         how = ("full" if self.full else "sharded") + (", with gradients" if self.gradients else "")
-        return f"features of {', '.join(s.name for s in self.sites.values())} to {to}, {how}"
+        names = ", ".join(s.name for s in self.sites.values())
+        return f"features of {names} to {self.describe_receivers()}, {how}"
+
+    def describe_receivers(self) -> str:
+        """The receivers, in words that are the same on all ranks."""
+        match self.to:
+            case str():
+                return self.to
+            case ReceivingRanks(ranks=ranks):
+                return f"ranks {', '.join(map(str, ranks))}"
+            case tuple() | list():
+                return f"stages {', '.join(sorted(map(str, self.to)))}"
+            case _:
+                return "a process group"
+
+    def choose_stages(self, stages: Sequence[int], last: int) -> tuple[Sequence[int], bool]:
+        """The receiving stages of this replica, and whether they are the last one with all its ranks.
+
+        Args:
+            stages: those of the model.
+            last: the one that runs last.
+
+        Raises:
+            HookError: a stage does not exist.
+        """
+        match self.to:
+            case ReceivingRanks(stages=chosen, complete=complete):
+                return chosen, complete
+            case "last_stage":
+                return (last,), True
+            case "all":
+                return stages, stages == [last]
+            case "leader":
+                return (0,), False
+            case tuple() | list() if self.to and all(stage in stages for stage in self.to):
+                return self.to, set(self.to) == {last}
+        raise HookError(
+            f"features(to={self.to!r}): the pipeline stages are {list(stages)}; give some of them, or one of "
+            f"{', '.join(NAMED_RECEIVERS)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +119,15 @@ class FeaturePlan:
         for layer, site in request.sites.items():
             number = site.chunk * stages + site.stage
             layers[number] = (*layers.get(number, ()), layer)
-        end, to = max(last, key=lambda stage: last[stage]), request.to
-        named = {"last_stage": (end,), "leader": (0,), "all": tuple(sorted(last))}
-        chosen = named[to] if isinstance(to, str) else to
-        if not chosen or any(stage not in last for stage in chosen):
+        end = max(last, key=lambda stage: last[stage])
+        chosen, complete = request.choose_stages(sorted(last), end)
+        if request.gradients and not complete:
             raise HookError(
-                f"features to {list(chosen)}: the pipeline stages are {sorted(last)}; give some of them, or "
-                f"one of {', '.join(NAMED_RECEIVERS)}"
+                f"features with gradients to {request.describe_receivers()}: only the last stage's backward "
+                "pass comes before that of every layer, and all its ranks share in it; give "
+                "to='last_stage', or gradients=False"
             )
-        plan = FeaturePlan(stages, layers, {stage: last[stage] for stage in chosen}, first, last)
-        if request.gradients and set(chosen) != {end}:
-            raise HookError(
-                f"features with gradients to {to!r}: only the last stage's backward pass comes "
-                "before that of every layer; give to='last_stage', or gradients=False"
-            )
-        return plan
+        return FeaturePlan(stages, layers, {stage: last[stage] for stage in chosen}, first, last)
 
     @property
     def links(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.edit_environment import BACKWARD_PASS, FORWARD_PASS, EditEnvironment
 from megatron_flex.runtime.features.feature_exchange import FeatureExchange, OnFeatures
 from megatron_flex.runtime.features.feature_plan import FeaturePlan, FeatureRequest
+from megatron_flex.runtime.features.receiving_ranks import gather_receiving_ranks, is_group
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import FeatureHook
 from megatron_flex.runtime.session_hooks import SessionHooks
@@ -45,8 +47,8 @@ class Features(Mapping[int, Tensor]):
             raise HookError(f"features have no layer {layer!r}, but {', '.join(map(str, known))}; name one")
         if not exchange.receives:
             raise HookError(
-                f"features[{layer}]: this rank does not receive them (to={exchange.request.to!r}); read them "
-                "where features.receives is True"
+                f"features[{layer}]: this rank does not receive them, but "
+                f"{exchange.request.describe_receivers()}; read them where features.receives is True"
             )
         if layer not in exchange.values:
             raise HookError(
@@ -75,8 +77,7 @@ class Features(Mapping[int, Tensor]):
     def __repr__(self) -> str:
         request = self._exchange.request
         layers = ", ".join(map(str, request.sites))
-        to = request.to if isinstance(request.to, str) else f"stages {', '.join(map(str, request.to))}"
-        return f"<Features of layers {layers} to {to}>"
+        return f"<Features of layers {layers} to {request.describe_receivers()}>"
 
 
 class SessionFeatures:
@@ -123,10 +124,12 @@ class SessionFeatures:
             compare: compares a text on all ranks.
 
         Raises:
-            HookError: a stage does not exist; on all ranks: they ask for different features.
+            HookError: on all ranks: they ask for different features, or the receivers are invalid.
         """
-        plan = FeaturePlan.from_request(request, self._sites, self._mesh["pp"].size)
         compare(request.describe())
+        if is_group(request.to):
+            request = replace(request, to=gather_receiving_ranks(request.to, self._mesh))
+        plan = FeaturePlan.from_request(request, self._sites, self._mesh["pp"].size)
         name = f"{self._name}/features{self._count}"
         note = self._editing.record_error
         exchange = FeatureExchange(request, plan, self._mesh, self._clock, note, name, on_features)
