@@ -33,6 +33,7 @@ from megatron_flex.adapters.model_calls import ModelRunner
 from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
 from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
 from megatron_flex.adapters.pipelining import list_model_chunks
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.pytorch import make_mesh
 from megatron_flex.adapters.taps import any_input, any_output, intercept
 from megatron_flex.sites import Tap, TapCallbacks
@@ -53,6 +54,7 @@ __all__ = [
     "ParameterStorage",
     "Part",
     "Point",
+    "Prompts",
     "Rule",
     "Rules",
     "Spread",

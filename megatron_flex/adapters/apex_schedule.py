@@ -18,6 +18,7 @@ from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.pipeline_stages import StageLayouts, UnscheduledCalls
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -53,6 +54,7 @@ class ApexSchedule:
     """
 
     name, why = "apex's schedules", "apex.transformer.pipeline_parallel calls the model"
+    length_multiple = 1
     trying = False  # apex's schedules are given the shapes
 
     def __init__(self, chunks: list[nn.Module], stages: list[int], mesh: Mesh) -> None:
@@ -145,15 +147,15 @@ class ApexSchedule:
         listener.backward_ends()
         return result
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Call a model of one stage with tokens as its input.
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
+        """Call a model of one stage with prompts as its input.
 
         Raises:
             FlexError: the model is on several stages.
         """
         if self.mesh["pp"].size > 1 or len(self.roots) > 1:
             raise FlexError(NO_RUN.format(size=self.mesh["pp"].size * len(self.roots)))
-        self._calls[0].run(tokens, microbatch_size)
+        self._calls[0].run(prompts, microbatch_size)
 
 
 def _received(given: Any) -> list[Tensor]:

@@ -21,6 +21,7 @@ from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import ModelRunner, UserLoop
 from megatron_flex.adapters.module_names import is_deepspeed, strip_wrapper_names
 from megatron_flex.adapters.parameter_storage import ModuleParameters, StoredParameter
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -261,6 +262,7 @@ class EngineSchedule:
     """A pipeline engine, run by `train_batch` or `eval_batch`; pass n on a stage is of microbatch n."""
 
     name = "PipelineEngine"
+    length_multiple = 1
     why = "its engine runs a schedule over the stages"
 
     def __init__(self, engine: Any) -> None:
@@ -276,9 +278,10 @@ class EngineSchedule:
 
         return intercept(self.engine, "_exec_schedule", around)
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
         """Evaluate it on tokens, in the form of its first layer's input; microbatches along the first dim."""
-        engine, parts = self.engine, list(tokens.split(microbatch_size or max(len(tokens), 1)))
+        prompts.check_tokens_alone(self.name)
+        engine, parts = self.engine, [part.tokens for part in prompts.split(microbatch_size)]
         training, total = engine.module.training, engine.total_loss
         engine.total_loss = None  # outputs are added to it if there is no loss
         engine.reset_activation_shape()  # stages have exchanged the shape of other microbatches

@@ -6,16 +6,18 @@ are called uncompiled, while the others, and all parts if there are no hooks, ru
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo, is_recomputing
 from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -159,21 +161,25 @@ class ModelRunner(Protocol):
     name: str
     why: str
 
+    @property
+    def length_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+
     def watch(self, listener: Listener) -> Undo:
         """Notify `listener` of steps and calls, until the returned function is called."""
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
         """Run it forward over full sequences, as a step of its own. Every rank calls it.
 
         Nothing is differentiated, and random states are restored. If a schedule needs more microbatches
-        than the tokens provide, copies of the last one are added.
+        than the prompts provide, copies of the last one are added.
 
         Args:
-            tokens: `[batch, sequence]`, the same on all ranks of a model replica.
+            prompts: what the model takes, the same on all ranks of a model replica.
             microbatch_size: sequences in a microbatch; all of them if None.
 
         Raises:
-            FlexError: before anything runs, on all ranks: this model cannot take these tokens.
+            FlexError: before anything runs, on all ranks: this model cannot take these prompts.
         """
 
 
@@ -189,6 +195,7 @@ class UserLoop:
     """
 
     name = "your own loop"
+    length_multiple = 1
     why = "no schedule of a framework calls the model"
 
     def __init__(
@@ -233,14 +240,35 @@ class UserLoop:
         uncalled = intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
         return join_undos([uncalled, accumulation.watch()])
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Call the module with tokens as its input; microbatches along their first dim."""
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
+        """Call the module with tokens as its first argument; microbatches along their first dim."""
         if self.mesh["pp"].size > 1:
             raise FlexError(
                 "a module on several pipeline stages cannot be run from here, since only your loop knows "
                 "what they send to each other; run that in `with flex.interp.trace(), flex.step():`"
             )
         assert self._listener is not None
+        ignored = find_ignored_inputs(self.root, prompts)
         with StepReport(self._listener, None, microbatches=0), torch.no_grad():
-            for part in tokens.split(microbatch_size or max(len(tokens), 1)):
-                self.chunk(part)
+            for part in prompts.split(microbatch_size):
+                keywords = {name: v for name, v in part.keywords().items() if name not in ignored}
+                self.chunk(part.tokens, **keywords)
+
+
+def find_ignored_inputs(root: nn.Module, prompts: Prompts) -> list[str]:
+    """The keywords that a module does not take and can do without: a mask that masks nothing.
+
+    Raises:
+        FlexError: the module does not take another one.
+    """
+    taken = inspect.signature(root.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return []
+    untaken = [name for name in prompts.keywords() if name not in taken]
+    needed = [name for name in untaken if name != "attention_mask" or prompts.padded]
+    if needed:
+        raise FlexError(
+            f"the forward of {type(root).__name__} takes {', '.join(taken)}, and here is "
+            f"{', '.join(needed)}; leave that out, or run your own step in `with flex.interp.trace()`"
+        )
+    return untaken

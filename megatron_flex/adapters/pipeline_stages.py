@@ -28,6 +28,7 @@ from megatron_flex.adapters.gradient_norms import watch_torch_clipping
 from megatron_flex.adapters.layout_rules import UnknownLayout, spread_from_json, spread_to_json
 from megatron_flex.adapters.model_calls import ModelRunner
 from megatron_flex.adapters.module_adapter import ModuleAdapter, check_names_distinct
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.collectives import agreement_seconds, await_value, store_value
 from megatron_flex.mesh import Mesh
@@ -285,9 +286,10 @@ class SilentRunner:
     """Reports nothing: the schedule reports for all stages together."""
 
     name, why = "nobody", ""
+    length_multiple = 1
 
     def watch(self, listener: Listener) -> Undo:
         return lambda: None
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
         """The schedule runs the stages."""

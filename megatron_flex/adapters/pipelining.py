@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.adapter_base import AxisSizes, Listener, StepReport, Undo
@@ -24,6 +24,7 @@ from megatron_flex.adapters.pipeline_stages import (
     StageLayouts,
     UnscheduledCalls,
 )
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.sharded_ddp import ShardedDDPParameters
 from megatron_flex.adapters.taps import intercept, join_undos
 from megatron_flex.adapters.tensor_trees import tensors, with_tensor
@@ -115,6 +116,8 @@ class PipelineSchedule:
         frozen: whether all parameters are frozen.
         layouts: of the tensors that stages send each other.
     """
+
+    length_multiple = 1
 
     def __init__(self, chunks: StageModules, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
@@ -228,8 +231,10 @@ class PipelineSchedule:
             return _run_undivided(stage, weights, *args, **kwargs)
         return weights(*args, **kwargs)
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
         """Evaluate the schedule; copies fill up its number of microbatches."""
+        prompts.check_tokens_alone(self.name)
+        tokens = prompts.tokens
         size = microbatch_size or max(len(tokens), 1)
         pieces = list(tokens.split(size))
         count = int(self.schedule._n_microbatches)

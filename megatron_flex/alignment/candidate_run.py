@@ -12,7 +12,7 @@ from megatron_flex.alignment.counterparts import Family, Match
 from megatron_flex.alignment.site_pairs import take_part
 from megatron_flex.collectives import broadcast_in_buckets
 from megatron_flex.config import flex_config
-from megatron_flex.lens import Alias, FullWeights, TemporaryCaptures, edits, run
+from megatron_flex.lens import Alias, FullWeights, TemporaryCaptures, edits, read_prompts, run
 from megatron_flex.lens.tensor_views import View, Weights, normalize_stream
 from megatron_flex.model import FlexModel
 from megatron_flex.sites import Site
@@ -119,7 +119,7 @@ class CandidateRun:
         try:
             with edits(self.session, self.weights, hooks):
                 reading.add(list(self._aliases.values()))
-                reading.real = run(self.session, tokens, None)
+                reading.real = run(self.session, read_prompts(self.session, tokens), None)
                 return reading.collect(everywhere=False)
         finally:
             reading.remove()

@@ -4,6 +4,7 @@ from megatron_flex.lens.activation_cache import ActivationCache
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, Filter, LensNames
 from megatron_flex.lens.model_trace import Trace, TracedModule, TracedTensor
+from megatron_flex.lens.prompt_inputs import PromptInput, Tokenizer, read_prompts
 from megatron_flex.lens.temporary_hooks import HookPoint, Hooks, TemporaryCaptures, TemporaryEdits, edits, run
 
 __all__ = [
@@ -14,11 +15,14 @@ __all__ = [
     "HookPoint",
     "Hooks",
     "LensNames",
+    "PromptInput",
     "TemporaryCaptures",
     "TemporaryEdits",
+    "Tokenizer",
     "Trace",
     "TracedModule",
     "TracedTensor",
     "edits",
+    "read_prompts",
     "run",
 ]

@@ -45,12 +45,20 @@ class NamedTensors(Mapping[str, Tensor]):
 
     Attributes:
         has_batch_dim: whether the tensors have a batch dim.
+        lengths: how many positions of each sequence are text, `[batch]`; None if the run had no attention
+            mask. The positions from there on are padding, and their entries zeros.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], weights: FullWeights, spread: bool = True) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        weights: FullWeights,
+        spread: bool = True,
+        lengths: Tensor | None = None,
+    ) -> None:
         self._tensors = dict(tensors)
         self._fetch, self._spread = weights, spread
-        self.has_batch_dim = True
+        self.has_batch_dim, self.lengths = True, lengths
 
     def __getitem__(self, key: CacheKey) -> Tensor:
         name = self._full(key)
@@ -102,6 +110,7 @@ class NamedTensors(Mapping[str, Tensor]):
                     f"{wrong} has {len(self._tensors[wrong])} sequences; only a batch of one can lose its dim"
                 )
             self._tensors = {name: tensor[0] for name, tensor in self._tensors.items()}
+            self.lengths = None if self.lengths is None else self.lengths[0]
             self.has_batch_dim = False
         return self
 
@@ -114,7 +123,8 @@ class NamedTensors(Mapping[str, Tensor]):
         if not self.has_batch_dim:
             raise FlexError("the batch dim is removed; take sequences before that")
         sliced = {name: slice_dim(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
-        out = type(self)(sliced, self._fetch, self._spread)
+        lengths = None if self.lengths is None else slice_dim(self.lengths, batch_slice, 0)
+        out = type(self)(sliced, self._fetch, self._spread, lengths)
         out.has_batch_dim = not isinstance(batch_slice, int)
         return out
 

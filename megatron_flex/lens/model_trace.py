@@ -151,13 +151,14 @@ class Trace:
         if self._over:
             raise HookError("this trace is over; name hook points inside its block")
 
-    def finish(self, real: int | None = None) -> None:
+    def finish(self, real: int | None = None, mask: Tensor | None = None) -> None:
         """Fill the handles. Collective.
 
         Args:
             real: how many microbatches to keep; None for all.
+            mask: `[batch, pos]`, 0 at padding; None if no mask was given.
         """
-        self._reading.real = real
+        self._reading.real, self._reading.mask = real, mask
         for name, tensor in self._reading.collect().items():
             self._handles[name]._value = tensor
 

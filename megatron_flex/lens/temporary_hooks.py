@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.collectives import broadcast_in_buckets, checksum, gather_distinct
+from megatron_flex.adapters import Prompts
+from megatron_flex.collectives import broadcast_in_buckets
 from megatron_flex.config import flex_config
-from megatron_flex.errors import FlexError, HookError
+from megatron_flex.errors import HookError
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, Filter
+from megatron_flex.lens.prompt_inputs import clear_padding, guess_dims
 from megatron_flex.runtime import HookFunction, Key, Session
 from megatron_flex.runtime.edit_traits import EditTraits
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
@@ -52,12 +54,14 @@ class TemporaryCaptures(TemporaryHooks):
     Attributes:
         aliases: what to capture, in the order of the requests.
         real: how many microbatches of a step to keep, set after it ran; None for all.
+        mask: `[batch, pos]`, 0 at padding, whose entries are zeros in what is returned; set for each run.
     """
 
     def __init__(self, session: Session, weights: FullWeights) -> None:
         super().__init__(session, weights)
         self.aliases: list[Alias] = []
         self.real: int | None = None
+        self.mask: Tensor | None = None
         self._since = session.clock.step
 
     @property
@@ -99,10 +103,17 @@ class TemporaryCaptures(TemporaryHooks):
             return {}
         weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights)
         return {
-            a.name: _concatenate([a.view.to_lens(t, weights) for t in read[a.site]])
+            a.name: self._without_padding(a, _concatenate([a.view.to_lens(t, weights) for t in read[a.site]]))
             for a in self.aliases
             if a.site in read
         }
+
+    def _without_padding(self, alias: Alias, tensor: Tensor) -> Tensor:
+        """The tensor with zeros at positions of padding, where its dims say which those are."""
+        if self.mask is None:
+            return tensor
+        dims = alias.view.dims(self.session.sites[alias.site].shape) or guess_dims(tensor, self.mask)
+        return clear_padding(tensor, self.mask, dims)
 
     def _taken(self) -> SiteTensors:
         """On the leader, the captures of each site in the last step that reached it, after its edits."""
@@ -159,54 +170,24 @@ def match_sites(sites: Iterable[str]) -> Callable[[Site], bool]:
     return has_name
 
 
-def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
-    """Run the model forward over full sequences of tokens. Every rank calls it.
+def run(session: Session, prompts: Prompts, microbatch_size: int | None) -> int:
+    """Run the model forward over full sequences. Every rank calls it.
 
     Returns:
         The number of microbatches; the step pads further ones with copies.
 
     Raises:
-        FlexError: on all ranks: the ranks of a replica have different tokens, or the model cannot take them.
+        FlexError: on all ranks: the model cannot take these prompts.
         HookError: a hook failed; on all ranks.
     """
-    if session.over_data:
-        raise FlexError(
-            "gather_data_parallel=True concatenates the same tokens of all replicas; attach "
-            "without it to run the model over tokens"
-        )
-    mesh = session.mesh.replica()
-    wrong = explain_no_tokens(tokens)
-    local_digest = (wrong, (), 0) if wrong else ("", tuple(tokens.shape), checksum(tokens))
-    digests = gather_distinct(local_digest, mesh)
-    for why, _, _ in digests:
-        if why:
-            raise FlexError(why)
-    if len(set(digests)) > 1:
-        shapes = ", ".join(map(str, sorted({shape for _, shape, _ in digests})))
-        raise FlexError(f"ranks of one replica have different tokens (shapes {shapes}); give all the same")
+    tokens = prompts.tokens
     count = len(tokens) // (microbatch_size or len(tokens)) if tokens.numel() and tokens.ndim else 1
     session.probing = count
     try:
-        session.adapter.runner.run(tokens, microbatch_size)
+        session.adapter.runner.run(prompts, microbatch_size)
     finally:
         session.probing = None
     return count
-
-
-def explain_no_tokens(tokens: object) -> str:
-    """Why something cannot be tokens, and what to give; empty for a tensor."""
-    if isinstance(tokens, Tensor):
-        return ""
-    if isinstance(tokens, str):
-        shown = tokens if len(tokens) <= 40 else f"{tokens[:40]}..."
-        return (
-            f"tokens={shown!r} is text; give token ids [batch, sequence], such as "
-            "tokenizer(text, return_tensors='pt').input_ids"
-        )
-    return (
-        f"tokens is a {type(tokens).__name__}; give a tensor of token ids [batch, sequence], such as "
-        "torch.tensor([ids])"
-    )
 
 
 def check_pairs(hooks: object) -> None:

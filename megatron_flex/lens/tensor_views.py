@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]  # full parameters by name
+Dims = tuple[int | str, ...]  # sizes, or names: `b` sequences, `s` positions
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class View:
     weights: tuple[str, ...] = ()
     fixed: str = ""
 
+    def dims(self, site_dims: Dims) -> Dims:
+        """The first dims of TransformerLens' tensor, as far as they say where sequences and positions are."""
+        return site_dims
+
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """TransformerLens' tensor for `tensor`."""
         return tensor
@@ -32,8 +37,15 @@ class View:
         return lens_tensor
 
 
+class Transposed(View):
+    """`[s, b, ...]` here, `[b, s, ...]` there."""
+
+    def dims(self, site_dims: Dims) -> Dims:
+        return "b", "s"
+
+
 @dataclass(frozen=True)
-class BatchFirst(View):
+class BatchFirst(Transposed):
     """`[s, b, ...]` here, `[b, s, ...]` there; Megatron adds a bias later that TransformerLens includes.
 
     Attributes:
@@ -88,13 +100,16 @@ class Mapped(View):
     view: View = View()
     function: Callable[[Tensor], Tensor] = torch.clone
 
+    def dims(self, site_dims: Dims) -> Dims:
+        return self.view.dims(site_dims)
+
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The function's result."""
         return self.function(self.view.to_lens(tensor, weights))
 
 
 @dataclass(frozen=True)
-class SplitHeads(View):
+class SplitHeads(Transposed):
     """`[s, b, heads * size]` here, `[b, s, heads, size]` there."""
 
     heads: int = 1
@@ -109,7 +124,7 @@ class SplitHeads(View):
 
 
 @dataclass(frozen=True)
-class HeadResults(View):
+class HeadResults(Transposed):
     """The contribution of each head to the residual stream, `[b, s, heads, h]`, from `[s, b, heads * size]`.
 
     `weights` names W_O, `[h, heads * size]`.
@@ -149,7 +164,7 @@ def _future_mask(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scale(View):
+class Scale(Transposed):
     """The divisor of a norm, `[b, s, 1]`, from its input `[s, b, h]`."""
 
     rms: bool = True
@@ -161,7 +176,7 @@ class Scale(View):
 
 
 @dataclass(frozen=True)
-class Normalized(View):
+class Normalized(Transposed):
     """The normalized input of a norm before its weights: `[b, s, h]` from `[s, b, h]`."""
 
     rms: bool = True
@@ -173,7 +188,7 @@ class Normalized(View):
 
 
 @dataclass(frozen=True)
-class Unweighted(View):
+class Unweighted(Transposed):
     """A norm's output `[s, b, h]` without its weights, for editing: `[b, s, h]`.
 
     `weights` names the weight and, if there is one, the bias. Where a weight is zero the edit has no effect.
@@ -199,7 +214,7 @@ class Unweighted(View):
 
 
 @dataclass(frozen=True)
-class Positions(View):
+class Positions(Transposed):
     """The position embeddings `[b, s, h]` within the sum of embeddings `[s, b, h]`; `weights` names them.
 
     Attributes:

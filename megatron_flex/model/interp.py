@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +15,12 @@ from megatron_flex.lens import (
     FullWeights,
     Hooks,
     LensNames,
+    PromptInput,
     TemporaryCaptures,
+    Tokenizer,
     Trace,
     edits,
+    read_prompts,
     run,
 )
 from megatron_flex.runtime import Session
@@ -30,6 +34,9 @@ class Interp:
     Args:
         session: the session of the model.
 
+    Attributes:
+        tokenizer: what turns text into token ids where text is given in place of tokens; None at first.
+
     Examples:
         >>> logits, cache = flex.interp.run_with_cache(tokens, "blocks.0.hook_resid_post")
         >>> cache["blocks.0.hook_resid_post"].shape
@@ -38,6 +45,7 @@ class Interp:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.tokenizer: Tokenizer | None = None
 
     @cached_property
     def names(self) -> LensNames:
@@ -53,11 +61,15 @@ class Interp:
 
     def run_with_cache(
         self,
-        tokens: Tensor,
+        tokens: PromptInput,
         names_filter: Filter = None,
         *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        tokenizer: Tokenizer | None = None,
         everywhere: bool = True,
         microbatch_size: int | None = None,
+        **model_inputs: Any,
     ) -> tuple[Tensor | None, ActivationCache]:
         """Run the model forward and cache its activations, as TransformerLens does. Every rank calls it.
 
@@ -66,17 +78,25 @@ class Interp:
         (`train()`, `eval()`) is not changed.
 
         Args:
-            tokens: `[batch, sequence]`, the same on all ranks of a replica.
+            tokens: token ids `[batch, sequence]`, a tokenizer's dict, or one or several texts if there is a
+                tokenizer; the same on all ranks of a replica.
             names_filter: what to cache: None for all names of TransformerLens (except `hook_result`), one
                 such name, a function of a name, the name or glob of a hook point, or a list of these. For a
                 plain module, None selects the outputs of all modules that the run calls, and a function gets
                 their names.
+            attention_mask: `[batch, sequence]`, 1 at text and 0 at padding before or after it. Each text is
+                moved to position 0 and its padding behind it, so that results, hook functions and `Select`
+                count positions of the text.
+            position_ids: `[batch, sequence]`, if the model should not count positions itself.
+            tokenizer: `tokenizer(texts)["input_ids"]` gives token ids; by default `flex.interp.tokenizer`.
             everywhere: return the results on every rank; otherwise on the receiving rank only.
             microbatch_size: sequences that go through the pipeline together; all if None.
+            model_inputs: further keywords of the model.
 
         Returns:
-            The logits `[batch, sequence, vocabulary]` (None on ranks that receive nothing) and the cache,
-            whose tensors are `[batch, pos, ...]` on the CPU.
+            The logits `[batch, pos, vocabulary]` (None on ranks that receive nothing) and the cache, whose
+            tensors are `[batch, pos, ...]` on the CPU. With a mask, `cache.lengths` are the texts' lengths,
+            and entries at padding are zeros.
 
         Raises:
             SiteError: the model has no hook point of that name.
@@ -89,6 +109,8 @@ class Interp:
             torch.Size([2, 16, 4, 8])
         """
         self._session.check_open()
+        given = attention_mask, position_ids, model_inputs, tokenizer or self.tokenizer
+        prompts = read_prompts(self._session, tokens, *given)
         weights = FullWeights(self._session, self.names)
         aliases = self.names.matching(names_filter)
         logits = self.names.logits(self._session.adapter.logits)
@@ -96,28 +118,36 @@ class Interp:
         reading = TemporaryCaptures(self._session, weights)
         try:
             reading.add(list(by_name.values()))
-            reading.real = run(self._session, tokens, microbatch_size)
+            reading.mask = prompts.attention_mask
+            reading.real = run(self._session, prompts, microbatch_size)
             read = reading.collect(everywhere)
         finally:
             reading.remove()
         captured = {a.name: read[a.name] for a in aliases if a.name in read}
-        return read.get(logits.name), ActivationCache(captured, weights, everywhere)
+        return read.get(logits.name), ActivationCache(captured, weights, everywhere, prompts.lengths)
 
     def run_with_hooks(
-        self, tokens: Tensor, fwd_hooks: Hooks = (), *, microbatch_size: int | None = None
+        self,
+        tokens: PromptInput,
+        fwd_hooks: Hooks = (),
+        *,
+        microbatch_size: int | None = None,
+        **model_inputs: Any,
     ) -> Tensor:
         """Run the model forward with hook functions in TransformerLens' form. Every rank calls it.
 
         Args:
-            tokens: `[batch, sequence]`, the same on all ranks of a replica.
+            tokens: as for `run_with_cache`.
             fwd_hooks: pairs of a name (or anything that `names_filter` of `run_with_cache` accepts) and
                 `fn(tensor, hook)`. The function gets the full tensor `[batch, pos, ...]`, returns one of the
                 same shape or None for no change, and may edit in place. It runs on every rank that holds a
                 shard.
             microbatch_size: sequences that go through the pipeline, and to `fn`, together; all if None.
+            model_inputs: `attention_mask`, `position_ids`, `tokenizer` and the model's keywords, as for
+                `run_with_cache`.
 
         Returns:
-            The logits `[batch, sequence, vocabulary]`, on every rank.
+            The logits `[batch, pos, vocabulary]`, on every rank.
 
         Raises:
             SiteError: the model has no hook point of that name.
@@ -131,7 +161,8 @@ class Interp:
             >>> logits.shape
             torch.Size([2, 16, 64])
         """
-        with self.hooks(fwd_hooks), self.trace(tokens, microbatch_size=microbatch_size) as trace:
+        given = {"microbatch_size": microbatch_size, **model_inputs}
+        with self.hooks(fwd_hooks), self.trace(tokens, **given) as trace:
             logits = trace.logits
         return logits.value
 
@@ -160,7 +191,16 @@ class Interp:
             yield
 
     @contextmanager
-    def trace(self, tokens: Tensor | None = None, *, microbatch_size: int | None = None) -> Iterator[Trace]:
+    def trace(
+        self,
+        tokens: PromptInput | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        tokenizer: Tokenizer | None = None,
+        microbatch_size: int | None = None,
+        **model_inputs: Any,
+    ) -> Iterator[Trace]:
         """Capture and replace tensors by the name of their hook point; values are available after the block.
 
         With tokens, the model runs on them at the end of the block. Without tokens, the trace uses the runs
@@ -168,8 +208,12 @@ class Interp:
         opens the block and names the same hook points.
 
         Args:
-            tokens: `[batch, sequence]`, the same on all ranks of a replica.
-            microbatch_size: as for `run_with_cache`.
+            tokens: as for `run_with_cache`, as are the other arguments.
+            attention_mask: 1 at text and 0 at padding.
+            position_ids: `[batch, sequence]`.
+            tokenizer: what turns text into token ids.
+            microbatch_size: sequences that go through the pipeline together.
+            model_inputs: further keywords of the model.
 
         Returns:
             A context manager, which gives the trace.
@@ -185,12 +229,16 @@ class Interp:
             torch.Size([2, 16, 32])
         """
         self._session.check_open()
+        prompts = None
+        if tokens is not None:
+            given = attention_mask, position_ids, model_inputs, tokenizer or self.tokenizer
+            prompts = read_prompts(self._session, tokens, *given)
         trace = Trace(self._session, FullWeights(self._session, self.names))
         try:
             yield trace
-            real = None
-            if tokens is not None:
-                real = run(self._session, tokens, microbatch_size)
-            trace.finish(real)
+            if prompts is None:
+                trace.finish()
+            else:
+                trace.finish(run(self._session, prompts, microbatch_size), prompts.attention_mask)
         finally:
             trace.close()

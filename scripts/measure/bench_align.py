@@ -61,7 +61,7 @@ def family(args: argparse.Namespace) -> Any:
 
 def measure(sizes: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """All in turns, on one rank."""
-    from megatron_flex.lens import run
+    from megatron_flex.lens import read_prompts, run
     from megatron_flex.model import FlexModel
     from tests.support import aligned
     from tests.support.gpt import Case
@@ -87,7 +87,7 @@ def measure(sizes: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
         ways = {
             "Hugging Face": alone,
-            "Megatron": lambda: run(flex.session, tokens, None),
+            "Megatron": lambda: run(flex.session, read_prompts(flex.session, tokens), None),
             "align": lambda: compare(False),
             "align, isolate": lambda: compare(True),
         }

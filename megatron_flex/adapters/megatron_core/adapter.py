@@ -25,7 +25,7 @@ from megatron_flex.adapters.adapter_base import (
 )
 from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
-from megatron_flex.adapters.megatron_core.forward_run import run_forward
+from megatron_flex.adapters.megatron_core.forward_run import count_sequence_parts, run_forward
 from megatron_flex.adapters.megatron_core.model_architecture import read_architecture
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
@@ -53,6 +53,7 @@ from megatron_flex.adapters.megatron_core.schedules import read_loss_scale, watc
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.errors import FlexError
@@ -136,14 +137,19 @@ class MegatronRunner:
     ) -> None:
         self._chunks, self._roots, self._mesh, self._storage = chunks, roots, mesh, storage
 
+    @property
+    def length_multiple(self) -> int:
+        """Of the parts that context and sequence parallelism divide a sequence into."""
+        return count_sequence_parts(self._roots[0], self._mesh)
+
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, and calls of the model outside them."""
         return watch_schedules(self._roots, self._mesh["cp"].size, listener)
 
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
         """Run the model forward by Megatron's schedule, after pending work of the distributed optimizer."""
         self._storage.wait_until_ready()
-        run_forward(self._chunks, self._roots[0], self._mesh, tokens, microbatch_size)
+        run_forward(self._chunks, self._roots, self._mesh, prompts, microbatch_size)
 
     def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> BackwardResult:
         """Run one forward and backward pass; see `backward_pass.run_backward`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from megatron_flex.adapters.megatron_core.model_architecture import DECODERS
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import is_megatron
+from megatron_flex.adapters.prompts import Prompts
+from megatron_flex.collectives import gather_distinct
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import extract
 from megatron_flex.mesh import Mesh
@@ -23,8 +27,19 @@ NEEDS_LABELS = (
 )
 
 
-def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+NOT_CAUSAL = (
+    "{layer} has attn_mask_type {kind} and would attend to padding; run prompts of the same length together"
+)
+
+
+def run_forward(
+    chunks: list[nn.Module], roots: list[nn.Module], mesh: Mesh, prompts: Prompts, size: int | None
+) -> None:
     """Run all chunks forward; see `ModelRunner.run`."""
+    root: Any = roots[0]
+    if prompts.attention_mask is not None:  # a token of padding may not be in the vocabulary
+        prompts = replace(prompts, tokens=prompts.tokens.masked_fill(prompts.attention_mask == 0, 0))
+    tokens = prompts.tokens
     size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
     if not is_megatron(root, *DECODERS):
         raise FlexError(
@@ -33,7 +48,10 @@ def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, 
         )
     check_tokens(root, mesh, tokens, size)
     _check_runs_without_labels(root.config)
-    microbatches = [shard_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
+    check_keywords(root, prompts)
+    if prompts.padded:
+        check_causal(roots, mesh)
+    microbatches = [shard_prompts(root, mesh, part) for part in prompts.split(size)]
     missing = count_microbatches(root.config, len(microbatches), len(chunks)) - len(microbatches)
     microbatches += microbatches[-1:] * missing
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -65,13 +83,14 @@ def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> Non
     batch, length = tokens.shape
     if not size or size < 0 or batch % size:
         raise FlexError(f"microbatch_size={size} must divide the batch of {batch}; choose one that does")
-    cp, tp, parallel = mesh["cp"].size, mesh["tp"].size, bool(root.config.sequence_parallel)
-    parts = (2 * cp if cp > 1 else 1) * (tp if parallel else 1)
+    parts = count_sequence_parts(root, mesh)
     if length % parts:
+        cp, tp, parallel = mesh["cp"].size, mesh["tp"].size, bool(root.config.sequence_parallel)
         why = f"context parallel size {cp}, tensor parallel size {tp}, sequence_parallel={parallel}"
         raise FlexError(
             f"a sequence of {length} cannot be cut into {parts} equal parts ({why}); pad them at the "
-            f"end to {-(-length // parts) * parts}: later tokens do not change what is before them"
+            f"end to {-(-length // parts) * parts}: later tokens do not change what is before them; or give "
+            "an attention_mask, with which that is done here"
         )
     longest = getattr(root, "max_sequence_length", length)
     if getattr(root, "position_embedding_type", "") == LEARNED_POSITIONS and length > longest:
@@ -82,6 +101,80 @@ def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> Non
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (isinstance(known, int) and high >= known):
         raise FlexError(f"tokens from {low} to {high} are not all in the vocabulary of {known}; give its own")
+
+
+def count_sequence_parts(root: Any, mesh: Mesh) -> int:
+    """The number of equal parts that context and sequence parallelism divide a sequence into."""
+    cp, sequence_parallel = (
+        mesh["cp"].size,
+        bool(getattr(getattr(root, "config", None), "sequence_parallel", False)),
+    )
+    return (2 * cp if cp > 1 else 1) * (mesh["tp"].size if sequence_parallel else 1)
+
+
+def check_keywords(root: Any, prompts: Prompts) -> None:
+    """Refuse keywords that the model does not take, and positions that it would not use.
+
+    Raises:
+        FlexError: on all ranks, which have the same prompts.
+    """
+    taken = inspect.signature(root.forward).parameters
+    untaken = [name for name in prompts.inputs if name not in taken]
+    if untaken:
+        raise FlexError(
+            f"the forward of {type(root).__name__} takes {', '.join(taken)}, and here is "
+            f"{', '.join(untaken)}; leave that out"
+        )
+    kind, positions = getattr(root, "position_embedding_type", ""), prompts.position_ids
+    if positions is None:
+        return
+    if kind != LEARNED_POSITIONS:
+        usual = torch.arange(positions.shape[1], device=positions.device)
+        text = slice(None) if prompts.attention_mask is None else prompts.attention_mask.bool()
+        if not torch.equal(positions[text], usual.expand_as(positions)[text]):
+            raise FlexError(
+                f"a {type(root).__name__} with position_embedding_type={kind!r} counts positions itself, so "
+                "that position_ids would change nothing; leave them out"
+            )
+    low, high, longest = (
+        int(positions.min()),
+        int(positions.max()),
+        getattr(root, "max_sequence_length", None),
+    )
+    if low < 0 or (isinstance(longest, int) and high >= longest):
+        raise FlexError(
+            f"position_ids from {low} to {high} are not all in this model's {longest}; give its own"
+        )
+
+
+def check_causal(roots: list[nn.Module], mesh: Mesh) -> None:
+    """Refuse padding where text would attend to it. Collective, since stages have different layers.
+
+    Raises:
+        FlexError: on all ranks: some attention is not causal.
+    """
+    kinds = ((n, getattr(m, "attn_mask_type", None)) for root in roots for n, m in root.named_modules())
+    others = [(n, kind.name) for n, kind in kinds if kind is not None and "causal" not in kind.name]
+    why = NOT_CAUSAL.format(layer=others[0][0], kind=others[0][1]) if others else ""
+    refusals = [reason for reason in gather_distinct(why, mesh.replica()) if reason]
+    if refusals:
+        raise FlexError(refusals[0])
+
+
+def shard_prompts(root: Any, mesh: Mesh, prompts: Prompts) -> dict[str, Any]:
+    """This rank's part of one microbatch, as keywords of `_forward_step`.
+
+    Padding follows the text, to which later tokens are masked by causal attention: it needs no mask.
+    """
+    tokens, positions = prompts.tokens, prompts.position_ids
+    per_token = {
+        name: value
+        for name, value in prompts.inputs.items()
+        if isinstance(value, Tensor) and value.shape == tokens.shape
+    }
+    if positions is not None:
+        per_token["positions"] = positions
+    return {**prompts.inputs, **shard_batch(root, mesh, tokens, **per_token)}
 
 
 def _check_runs_without_labels(config: Any) -> None:
@@ -111,9 +204,10 @@ def shard_batch(root: Any, mesh: Mesh, tokens: Tensor, **more: Tensor) -> dict[s
     return {name: shard.contiguous().to(device) for name, shard in shards.items()}
 
 
-def _forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
-    batch = next(iterator)
-    return model(batch["tokens"], batch["positions"], None), _discard_logits
+def _forward_step(iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = dict(next(iterator))  # copies of a microbatch are the same dict
+    tokens, positions = batch.pop("tokens"), batch.pop("positions")
+    return model(tokens, positions, None, **batch), _discard_logits
 
 
 def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:
