@@ -16,6 +16,7 @@ NAMESPACE = "gpt:"  # in front of a GPTModel's name, where a model's own names a
 TRANSFORMER, ATTENTION, MLP, OTHER = "T", "*", "-", "?"  # the kinds of layers in a pattern
 DECODER = "decoder"
 GPT_FINAL_NORM, HYBRID_FINAL_NORM = "decoder.final_layernorm", "decoder.final_norm"
+FINAL_NORMS = (GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 PART_KINDS = {  # the modules directly in a layer, and what they make it
     "self_attention": ATTENTION,
     "input_layernorm": ATTENTION,

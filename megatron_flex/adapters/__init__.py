@@ -26,6 +26,7 @@ from megatron_flex.adapters.adapter_base import (
     training_writers,
 )
 from megatron_flex.adapters.adapter_registry import Finder, register_adapter
+from megatron_flex.adapters.decoder_paths import DecoderPaths, LayerPoint, NormPoint
 from megatron_flex.adapters.detection import Detection, find_framework
 from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Rules, Spread, UnknownLayout
 from megatron_flex.adapters.mesh_axes import make_axis
@@ -42,14 +43,17 @@ __all__ = [
     "FULL",
     "Adapter",
     "Architecture",
+    "DecoderPaths",
     "Detection",
     "Finder",
     "FrameworkMatch",
+    "LayerPoint",
     "Listener",
     "LocalGradient",
     "ModelRunner",
     "ModuleAdapter",
     "NormListener",
+    "NormPoint",
     "ParameterSite",
     "ParameterStorage",
     "Part",

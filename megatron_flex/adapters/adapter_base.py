@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_flex.adapters.decoder_paths import DecoderPaths
 from megatron_flex.layout import Layout, PackedSequences, replicated
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -229,33 +230,54 @@ class Architecture:
     """Properties of a decoder that the names of other libraries depend on.
 
     Attributes:
+        paths: where the parts of the decoder are.
         heads: number of attention heads.
+        groups: number of heads of keys and values.
+        head_size: the width of a head.
+        hidden: the width of the residual stream.
+        neurons: the width of a dense MLP.
+        vocabulary: number of rows of the word embeddings.
+        context: the greatest number of positions; None if the configuration does not tell it.
         rms: whether its norms are RMSNorm; LayerNorm otherwise.
         epsilon: the constant that the norms add to the mean square.
         unit_offset: whether a norm's weight is stored minus one.
         gated: whether its MLPs are gated.
         rotary: whether queries and keys get rotary position embedding.
         causal: whether attention is causal, without other masks.
+        mask_added: whether scores have the mask added to them already, whatever it is.
         scaled_by_layer: whether scores of layer N are divided by N + 1.
         tied: whether the output layer shares the word embeddings.
-        embedding_scale: what the embeddings are multiplied by before they enter the residual stream.
+        embedding_scale: what the embeddings are multiplied by before they enter the residual stream, by the
+            model.
+        table_scale: what the module of the embeddings multiplies the rows of its weight by.
         logit_scale: what the output layer's result is multiplied by to give the logits.
+        soft_cap: the greatest absolute logit, if a tanh caps them; 0 if none does.
         scale_logits: the model's own function that does so; None if it has none.
         not_linear: why the logits may be more than a product with the output layer's weight and that scale,
             as the rank that has the output layer knows it; empty if they are not.
     """
 
+    paths: DecoderPaths
     heads: int
+    groups: int
+    head_size: int
+    hidden: int
+    neurons: int
+    vocabulary: int
     rms: bool
     epsilon: float
+    context: int | None = None
     unit_offset: bool = False
     gated: bool = False
     rotary: bool = False
     causal: bool = True
+    mask_added: bool = False
     scaled_by_layer: bool = False
     tied: bool = False
     embedding_scale: float = 1.0
+    table_scale: float = 1.0
     logit_scale: float = 1.0
+    soft_cap: float = 0.0
     scale_logits: Callable[[Tensor], Tensor] | None = None
     not_linear: str = ""
 

@@ -18,11 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from megatron_flex.adapters import data_parallel, dtensor_parameters, huggingface, sharded_ddp
 from megatron_flex.adapters.adapter_base import (
     Adapter,
+    Architecture,
     Listener,
     ParameterSite,
     Undo,
     make_buffer_site,
 )
+from megatron_flex.adapters.huggingface_decoders import find_inner_points, read_huggingface_architecture
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import (
     CompiledCaller,
@@ -79,6 +81,7 @@ class ModuleAdapter(Adapter):
         self.storage: ModuleParameters = storage or ModuleParameters(self.root)
         self.runner: ModelRunner = runner or UserLoop(chunk, mesh)
         self._compiled = compiled_regions(chunk, self.root)
+        self._inner = find_inner_points(self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.has_activations}
         self.propagator = _make_propagator(self.root, placing, mesh) if follow else None
@@ -154,6 +157,8 @@ class ModuleAdapter(Adapter):
         for point in rule.points:
             tap = point.tap.around(with_layouts, partial(_constant_spread, point.spread))
             yield self._bare(f"{name}:{point.name}", tap)
+        for inner in self._inner.get(module, ()):
+            yield self._site(f"{name}:{inner.name}", inner.tap, Rule(hidden=inner.hidden), (None,), None)
         yield self._site(f"{name}:output", Tap(any_output, module), rule, (rule.outputs, *rule.beside), None)
 
     def _site(
@@ -177,6 +182,10 @@ class ModuleAdapter(Adapter):
         if self._names is None or not self._names.named:
             return site
         return replace(site, names_dims=True, dim_names=make_name_source(self._names, name))
+
+    def architecture(self) -> Architecture | None:
+        """The properties of a causal language model of transformers whose family is known."""
+        return read_huggingface_architecture(self.root)
 
     # -- parameters ------------------------------------------------------------------------------------
 

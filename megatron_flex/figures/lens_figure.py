@@ -24,8 +24,8 @@ from megatron_flex.figures.figure_sources import (
     make_caption,
     open_tensor_source,
 )
+from megatron_flex.gpt_names import FINAL_NORMS
 from megatron_flex.layout import Layout
-from megatron_flex.lens.lens_names import FINAL_NORMS
 from megatron_flex.lens.tensor_views import normalize_stream
 from megatron_flex.sites import Site, SiteTable
 

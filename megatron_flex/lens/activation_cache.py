@@ -32,8 +32,8 @@ def _needs_decoder(method: MethodT) -> MethodT:
     def checked(self: NamedTensors, *args: object, **kwargs: object) -> object:
         if self.lens_names.made_of is None:
             raise FlexError(
-                f"{method.__name__} needs Megatron's decoder.layers.*, which this model lacks; read its own "
-                f"hook points, such as cache[{next(iter(self), 'name:output')!r}]"
+                f"{method.__name__} needs Megatron's decoder or a Hugging Face model of a family that docs/lens.md "
+                f"lists; read this model's own hook points, such as cache[{next(iter(self), 'name:output')!r}]"
             )
         return method(self, *args, **kwargs)
 
@@ -192,9 +192,6 @@ def slice_dim(tensor: Tensor, which: DimSlice, dim: int) -> Tensor:
     return tensor.index_select(dim, torch.as_tensor(which, device=tensor.device))
 
 
-ATTENTION_LINEAR, MLP_LINEAR = "self_attention.linear_proj", "mlp.linear_fc2"
-
-
 def decompose_stream(
     cache: ActivationCache,
     weights: FullWeights,
@@ -204,13 +201,17 @@ def decompose_stream(
     where: DimSlice,
 ) -> LabelledStack:
     """The components of the residual stream before layer `last`, or before its MLP, with labels."""
-    aliases = weights.names.aliases
-    parts = [cache.stack_head_results(last + mlp_input, True, pos_slice=where)]
+    aliases, paths = weights.names.aliases, weights.names.paths
+    layers = range(last + (mlp_input and not paths.parallel))
+    parts: list[Tensor | LabelledStack] = []
+    expanded: list[int] = []
+    if not paths.normed_outputs:  # after a norm, heads and neurons are not what is added to the stream
+        parts.append(cache.stack_head_results(len(layers), True, pos_slice=where))
+        expanded = [n for n in layers if f"blocks.{n}.attn.hook_result" in cache]
+    expand_neurons = expand_neurons and not paths.normed_outputs
     dense = [n for n in range(last) if expand_neurons and f"blocks.{n}.mlp.hook_post" in aliases]
     if dense:
         parts.append(cache.stack_neuron_results(last, where, return_labels=True))
-    layers = range(last + mlp_input)
-    expanded = [n for n in layers if f"blocks.{n}.attn.hook_result" in cache]
     unexpanded = {
         "attn": [n for n in layers if n not in expanded],
         "mixer": list(layers),
@@ -223,8 +224,8 @@ def decompose_stream(
     whole += [(name, f"hook_{name}") for name in ("embed", "pos_embed") if name in cache]
     parts += [(slice_dim(cache[name], where, -2)[None], [label]) for label, name in whole]
     stacks, labels = zip(*parts, strict=True)
-    linears = [f"decoder.layers.{n}.{ATTENTION_LINEAR}" for n in expanded]
-    linears += [f"decoder.layers.{n}.{MLP_LINEAR}" for n in dense]
+    linears = [f"{paths.layer(n)}.{paths.head_output}" for n in expanded]
+    linears += [f"{paths.layer(n)}.{paths.neuron_output}" for n in dense]
     biases = [bias for linear in linears if (bias := weights.bias(linear)) is not None]
     bias = sum(biases, torch.zeros(())).to(stacks[0])
     stack = torch.cat([*stacks, bias.expand(1, *stacks[0].shape[1:])])
@@ -336,7 +337,8 @@ class ActivationCache(NamedTensors):
         kinds = {"all": ("attn", "mixer", "mlp"), "attn": ("attn",), "mlp": ("mlp",)}[mode]
         for n in range(last):
             names += [(f"{n}_{k}_out", f"blocks.{n}.hook_{k}_out") for k in kinds if self._has(n, f"{k}_out")]
-        if mlp_input and self._check_mlp(last) and mode != "mlp" and self._has(last, "attn_out"):
+        before_mlp = self._has(last, "attn_out") and not self.lens_names.paths.parallel
+        if mlp_input and self._check_mlp(last) and mode != "mlp" and before_mlp:
             names.append((f"{last}_attn_out", ("attn_out", last)))
         stack = self._stack(names, pos_slice)
         return self._scaled(stack, last, mlp_input, apply_ln, pos_slice, return_labels)
@@ -376,6 +378,11 @@ class ActivationCache(NamedTensors):
         made_of, last = self._fetch.names.made_of, self._number(layer)
         scale = self["ln_final.hook_scale"]
         if last < self._layers:
+            if not self.lens_names.paths.normed_inputs:
+                raise FlexError(
+                    f"layer {last} of this model reads the stream without a norm, so it has no scale; leave "
+                    "apply_ln out, or take layer=-1"
+                )
             first = not mlp_input and f"blocks.{last}.ln1.hook_scale" in self._fetch.names.aliases
             scale = self["scale", last, "ln1" if first else "ln2"]
         scale = slice_dim(scale, pos_slice, -2)
@@ -608,11 +615,7 @@ class ActivationCache(NamedTensors):
             >>> torch.allclose(lens[-1], logits, atol=1e-4)
             True
         """
-        weight, bias = self._weight(lambda: self._fetch.final_norm()[0]), self._fetch.final_norm()[1]
-        stream = self._normed(residual_stack)
-        stream = stream * weight.to(stream)
-        stream = stream if bias is None else stream + bias.to(stream)
-        return stream @ self._weight(self._fetch.unembedding).to(stream)
+        return self._weight(lambda: self._fetch.logits(self._normed(residual_stack)))
 
     def _normed(self, stream: Tensor) -> Tensor:
         """Streams after the final norm, without its weights."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from megatron_flex.collectives import Agreement, agreement_seconds, gather_objects
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.layout import Sizes
 from megatron_flex.lens.lens_names import LensNames
+from megatron_flex.lens.tensor_views import split_output
 from megatron_flex.runtime import Session, full_parameters
 from megatron_flex.runtime.full_parameters import ParameterRequest
 
@@ -82,8 +84,9 @@ class FullWeights:
         """
         made_of = self.names.made_of
         assert made_of is not None
-        weight = self(f"decoder.layers.{layer}.self_attention.linear_proj.weight")
-        return weight.view(len(weight), made_of.heads, -1).permute(1, 2, 0)
+        paths = made_of.paths
+        weight = self(f"{paths.layer(layer)}.{paths.head_output}.weight")
+        return split_output(weight, made_of.heads, paths.transposed)
 
     def neurons(self, layer: int) -> Tensor:
         """Return W_out of a block's MLP, `[f, h]`.
@@ -93,7 +96,9 @@ class FullWeights:
             >>> FullWeights(flex.session, flex.interp.names).neurons(0).shape
             torch.Size([48, 32])
         """
-        return self(f"decoder.layers.{layer}.mlp.linear_fc2.weight").T
+        paths = self.names.paths
+        weight = self(f"{paths.layer(layer)}.{paths.neuron_output}.weight")
+        return weight if paths.transposed else weight.T
 
     def bias(self, linear: str) -> Tensor | None:
         """Return the bias of a linear, `[h]`; None if it has none.
@@ -118,11 +123,47 @@ class FullWeights:
             >>> FullWeights(flex.session, flex.interp.names).unembedding().shape
             torch.Size([32, 64])
         """
-        made_of = self.names.made_of
+        made_of, paths = self.names.made_of, self.names.paths
         tied = made_of is not None and made_of.tied
         self._check_head()
-        weight = self("embedding.word_embeddings.weight" if tied else "output_layer.weight").T
+        weight = self(f"{paths.embedding if tied else paths.head}.weight").T
         return weight if made_of is None or made_of.logit_scale == 1.0 else weight * made_of.logit_scale
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Return the logits of streams `[..., h]` that the final norm has normalized, without its weights.
+
+        Raises:
+            FlexError: as `unembedding`.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> weights = FullWeights(flex.session, flex.interp.names)
+            >>> weights.logits(torch.zeros(2, 32)).shape
+            torch.Size([2, 64])
+        """
+        made_of = self.names.made_of
+        assert made_of is not None
+        unembedding = self.unembedding()
+        weight, bias = self.final_norm()
+        stream = stream * weight.to(stream)
+        stream = stream if bias is None else stream + bias.to(stream)
+        out, head_bias = stream @ unembedding.to(stream), self.bias(made_of.paths.head)
+        if head_bias is not None:
+            out = out + head_bias.to(out)
+        return made_of.soft_cap * torch.tanh(out / made_of.soft_cap) if made_of.soft_cap else out
+
+    def embedding(self) -> Tensor:
+        """Return W_E, `[vocabulary, h]`, with the model's scale of embeddings.
+
+        Examples:
+            >>> from megatron_flex.lens import FullWeights
+            >>> FullWeights(flex.session, flex.interp.names).embedding().shape
+            torch.Size([64, 32])
+        """
+        made_of = self.names.made_of
+        weight = self(f"{self.names.paths.embedding}.weight")
+        scale = 1.0 if made_of is None else made_of.embedding_scale * made_of.table_scale
+        return weight if scale == 1.0 else weight * torch.tensor(scale).to(weight)
 
     def _check_head(self) -> None:
         """Refuse a head of which only its rank knows that it does more than multiply. Collective, once."""

@@ -6,14 +6,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_flex.adapters import Architecture
+from megatron_flex.adapters import Architecture, DecoderPaths, LayerPoint
 from megatron_flex.errors import SiteError, suggest_nearest
-from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM, NAMESPACE
+from megatron_flex.gpt_names import NAMESPACE
 from megatron_flex.lens.tensor_views import (
     BatchFirst,
+    Biased,
     HeadResults,
     Mapped,
+    MaskedScores,
     Normalized,
+    Part,
     Positions,
     Scale,
     Scaled,
@@ -30,7 +33,6 @@ NORM_NOT_EDITABLE = (
 )
 RESULT_NOT_EDITABLE = "it is computed from hook_z; edit that, or hook_attn_out"
 LENS_PREFIXES = ("blocks.", "hook_", "ln_final", "unembed.")  # prefixes of their names
-FINAL_NORMS = (GPT_FINAL_NORM, HYBRID_FINAL_NORM)
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,9 @@ class LensNames:
 
     def __init__(self, sites: SiteTable, made_of: Architecture | None, parameters: Sequence[str]) -> None:
         self.sites, self.made_of, self._parameters = sites, made_of, set(parameters)
-        layer_matches = (re.match(r"decoder\.layers\.(\d+)[.:]", s.name) for s in sites)
-        self.layers = 1 + max((int(m[1]) for m in layer_matches if m), default=-1) if made_of else 0
+        layer = re.compile(rf"{re.escape(made_of.paths.layers)}\.(\d+)[.:]") if made_of else None
+        matches = (layer.match(s.name) for s in sites) if layer else iter(())
+        self.layers = 1 + max((int(m[1]) for m in matches if m), default=-1)
         every = self._all(made_of) if made_of else iter(())
         self.aliases = {a.name: a for a in every if a.site in sites}
 
@@ -197,15 +200,27 @@ class LensNames:
 
     def norm(self, path: str) -> tuple[str, ...]:
         """The names of a norm's weight and bias, where they exist."""
-        inside = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
         layer, _, role = path.rpartition(".")
+        inside = {} if self.made_of is None else self.made_of.paths.fused_norms
         options = [f"{path}.{{}}", f"{layer}.{inside.get(role, role)}.layer_norm_{{}}"]
         return tuple(o.format(n) for o in options for n in ("weight", "bias") if self.has(o.format(n)))
 
     @property
+    def paths(self) -> DecoderPaths:
+        """Where the parts of the model are.
+
+        Raises:
+            SiteError: that is not known of this model.
+        """
+        if self.made_of is None:
+            raise SiteError("where the parts of this model are is not known; use the names of its modules")
+        return self.made_of.paths
+
+    @property
     def final_norm(self) -> str:
         """The path of the norm before the logits."""
-        return next((p for p in FINAL_NORMS if f"{p}:input" in self.sites), FINAL_NORMS[0])
+        options = self.paths.final_norms
+        return next((p for p in options if f"{p}:input" in self.sites), options[0])
 
     def has(self, parameter: str) -> bool:
         """Whether the model has a parameter of that name."""
@@ -250,75 +265,93 @@ class LensNames:
         return [Alias(s.name, s.name, site_view(s)) for s in self.sites.match(name, "output")]
 
     def _all(self, of: Architecture) -> Iterator[Alias]:
-        embedding, table = "embedding.word_embeddings:output", "embedding.position_embeddings.weight"
-        plain = of.embedding_scale == 1.0
-        yield Alias("hook_embed", embedding, View() if plain else Scaled(factor=of.embedding_scale))
-        if self.has(table):
-            yield Alias("hook_pos_embed", "embedding:output", Positions((table,), factor=of.embedding_scale))
-        for block in self._blocks():
-            yield Alias(f"{block.name}.hook_resid_pre", f"{block.attention}:input", BatchFirst())
-            yield from self._norm(of, f"{block.name}.ln1", f"{block.attention}.input_layernorm")
-            attention = f"{block.attention}.self_attention"
-            yield from self._attention(of, block.name, attention, float(block.number + 1))
-            mixer = BatchFirst(*self._bias(f"{block.attention}.mixer.out_proj"))
-            yield Alias(f"{block.name}.hook_mixer_out", f"{block.attention}.mixer:output", mixer)
-            yield Alias(f"{block.name}.hook_resid_mid", block.mid, BatchFirst())
-            yield from self._norm(of, f"{block.name}.ln2", f"{block.mlp}.pre_mlp_layernorm")
-            yield from self._mlp(of, block.name, f"{block.mlp}.mlp")
-            yield Alias(f"{block.name}.hook_resid_post", f"{block.mlp}:output", BatchFirst())
+        paths, plain = of.paths, of.embedding_scale == 1.0
+        yield Alias(
+            "hook_embed",
+            f"{paths.embedding}:output",
+            View() if plain else Scaled(factor=of.embedding_scale),
+        )
+        if self.has(paths.position_table):
+            positions = Positions((paths.position_table,), factor=of.embedding_scale)
+            yield Alias("hook_pos_embed", paths.position_sum, self._ordered(positions))
+        stream = self._ordered(View())
+        for block in self._blocks(paths):
+            yield Alias(f"{block.name}.hook_resid_pre", f"{block.attention}:input", stream)
+            yield from self._norms(of, block.name, block.attention, "ln1")
+            for name, point in paths.attention_points.items():
+                yield from self._point(of, block, name, block.attention, point)
+            yield Alias(f"{block.name}.hook_resid_mid", block.mid, stream)
+            yield from self._norms(of, block.name, block.mlp, "ln2")
+            for name, point in paths.mlp_points.items():
+                yield from self._point(of, block, name, block.mlp, point)
+            yield Alias(f"{block.name}.hook_resid_post", f"{block.mlp}:output", stream)
         yield from self._norm(of, "ln_final", self.final_norm)
-        yield Alias("unembed.hook_in", "output_layer:input", BatchFirst())
-        yield Alias("unembed.hook_out", "output_layer:output", BatchFirst())
+        yield Alias("unembed.hook_in", f"{paths.head}:input", stream)
+        yield Alias("unembed.hook_out", f"{paths.head}:output", stream)
 
-    def _blocks(self) -> Iterator[BlockSites]:
+    def _ordered(self, view: View) -> View:
+        """The view of a tensor whose batch and sequence dims are in the model's order."""
+        return BatchFirst.around(view, self.paths.sequence_first)
+
+    def _blocks(self, paths: DecoderPaths) -> Iterator[BlockSites]:
         """The model's layers; and if these are halves of a GPTModel's, under `gpt:` that model's layers."""
         for n in range(self.layers):
-            layer = f"decoder.layers.{n}"
+            layer = paths.layer(n)
             yield BlockSites(f"blocks.{n}", n, layer, layer, f"{layer}:mid")
         gpt = self.sites.gpt_names
         for n in range(0 if gpt.same or gpt.why else self.layers // 2):
-            stream, mid = (gpt.to_model(f"decoder.layers.{n}:{point}") for point in ("input", "mid"))
+            stream, mid = (gpt.to_model(f"{paths.layer(n)}:{point}") for point in ("input", "mid"))
             attention = stream.partition(":")[0]
-            mlp = gpt.to_model(f"decoder.layers.{n}")
+            mlp = gpt.to_model(paths.layer(n))
             yield BlockSites(f"{NAMESPACE}blocks.{n}", int(attention.rpartition(".")[2]), attention, mlp, mid)
 
-    def _attention(self, of: Architecture, block: str, module: str, number: float) -> Iterator[Alias]:
-        lens_path, core, leaving = f"{block}.attn", f"{module}.core_attention", f"{module}.linear_proj"
-        for part in ("q", "k", "v"):
-            yield Alias(f"{lens_path}.hook_{part}", f"{module}.linear_qkv:{part}", BatchFirst())
-        for part in ("q", "k") if of.rotary else ():
-            yield Alias(f"{lens_path}.hook_rot_{part}", f"{core}:{part}", BatchFirst())
-        if of.causal:
-            scores = Scores(factor=number if of.scaled_by_layer else 1.0)
-            yield Alias(f"{lens_path}.hook_attn_scores", f"{core}:scores", scores)
-        yield Alias(f"{lens_path}.hook_pattern", f"{core}:probs", View())
-        yield Alias(f"{lens_path}.hook_z", f"{leaving}:input", SplitHeads(heads=of.heads))
-        results = HeadResults((f"{leaving}.weight",), RESULT_NOT_EDITABLE, of.heads)
-        yield Alias(f"{lens_path}.hook_result", f"{leaving}:input", results, large=True)
-        yield Alias(f"{block}.hook_attn_out", f"{module}:output", BatchFirst(*self._bias(leaving)))
+    def _point(
+        self, of: Architecture, block: BlockSites, name: str, layer: str, point: LayerPoint
+    ) -> Iterator[Alias]:
+        """The aliases of one row of the table."""
+        full, site = f"{block.name}.{name}", f"{layer}.{point.site}"
+        if name == "attn.hook_attn_scores":
+            if of.causal:
+                yield Alias(full, site, self._scores(of, block))
+        elif name == "attn.hook_pattern":
+            yield Alias(full, site, View())
+        elif not name.startswith("attn.hook_rot_") or of.rotary:
+            yield Alias(full, site, self._ordered(self._part(of, layer, point)))
+        if name == "attn.hook_z":
+            weight = f"{layer}.{of.paths.head_output}.weight"
+            results = HeadResults((weight,), RESULT_NOT_EDITABLE, of.heads, of.paths.transposed)
+            yield Alias(f"{block.name}.attn.hook_result", site, self._ordered(results), large=True)
 
-    def _mlp(self, of: Architecture, block: str, ours: str) -> Iterator[Alias]:
-        entering = f"{ours}.linear_fc1"
-        if of.gated:
-            for index, (name, point) in enumerate((("pre", "gate"), ("pre_linear", "up"))):
-                view = BatchFirst(*self._bias(entering), part=(index, 2))
-                yield Alias(f"{block}.mlp.hook_{name}", f"{entering}:{point}", view)
-        else:
-            yield Alias(f"{block}.mlp.hook_pre", f"{entering}:output", BatchFirst(*self._bias(entering)))
-        yield Alias(f"{block}.mlp.hook_post", f"{ours}.linear_fc2:input", BatchFirst())
-        yield Alias(f"{block}.hook_mlp_out", f"{ours}:output", BatchFirst(*self._bias(f"{ours}.linear_fc2")))
+    def _scores(self, of: Architecture, block: BlockSites) -> View:
+        if of.mask_added:
+            return MaskedScores()
+        return Scores(factor=float(block.number + 1) if of.scaled_by_layer else 1.0)
 
-    def _norm(self, of: Architecture, lens_path: str, module: str) -> Iterator[Alias]:
+    def _part(self, of: Architecture, layer: str, point: LayerPoint) -> View:
+        """The conversion of a tensor of the table, with the batch dim first."""
+        if point.heads:
+            counts = [{"n": of.heads, "g": of.groups}[kind] for kind in point.heads]
+            first = sum(counts[: point.index])
+            return SplitHeads(heads=counts[point.index], first=first, total=sum(counts))
+        if point.parts > 1:
+            return Part(index=point.index, count=point.parts)
+        bias = f"{layer}.{point.bias}"
+        return Biased((bias,), "", point.bias_part) if point.bias and self.has(bias) else View()
+
+    def _norms(self, of: Architecture, block: str, layer: str, first: str) -> Iterator[Alias]:
+        """The norms of a half of a layer, by the first part of their names."""
+        for name, point in of.paths.norms.items():
+            if name.partition("_")[0] == first:
+                edited = point.edited and f"{layer}.{point.edited}"
+                yield from self._norm(of, f"{block}.{name}", f"{layer}.{point.module}", edited)
+
+    def _norm(self, of: Architecture, lens_path: str, module: str, edited: str = "") -> Iterator[Alias]:
         scale = Scale((), NORM_NOT_EDITABLE, of.rms, of.epsilon)
-        yield Alias(f"{lens_path}.hook_scale", f"{module}:input", scale)
-        edit = (f"{module}:output", Unweighted(self.norm(module), "", float(of.unit_offset)))
+        yield Alias(f"{lens_path}.hook_scale", f"{module}:input", self._ordered(scale))
+        unweighted = Unweighted(self.norm(module), "", float(of.unit_offset))
+        edit = (edited or f"{module}:output", self._ordered(unweighted))
         read = Normalized((), "", of.rms, of.epsilon)
-        yield Alias(f"{lens_path}.hook_normalized", f"{module}:input", read, edit)
-
-    def _bias(self, linear: str) -> tuple[tuple[str, ...], str, str]:
-        """The fields of a view that adds the bias of a linear, if it has one."""
-        name = f"{linear}.bias"
-        return ((name,), "", name) if self.has(name) else ((), "", "")
+        yield Alias(f"{lens_path}.hook_normalized", f"{module}:input", self._ordered(read), edit)
 
 
 def site_view(site: Site) -> View:

@@ -14,13 +14,6 @@ from megatron_flex.lens.lens_names import Alias, LensNames
 from megatron_flex.lens.temporary_hooks import TemporaryCaptures, TemporaryEdits
 from megatron_flex.runtime import Session
 
-MODULE_NAMES = (  # module names for short names
-    (r"blocks\.(\d+)\.attn\b", r"decoder.layers.\1.self_attention"),
-    (r"blocks\.(\d+)\.ln1\b", r"decoder.layers.\1.input_layernorm"),
-    (r"blocks\.(\d+)\.ln2\b", r"decoder.layers.\1.pre_mlp_layernorm"),
-    (r"blocks\.(\d+)\b", r"decoder.layers.\1"),
-    (r"unembed\b", "output_layer"),
-)
 OUTPUT_NAMES = (  # modules whose hook points include more than the return value
     (r"(blocks\.\d+)\.(attn|mlp)", r"\1.hook_\2_out"),
     (r"embed", "hook_embed"),
@@ -185,8 +178,16 @@ def expand_name(names: LensNames, name: str, side: str) -> str:
         full = names.resolve(prefix + matched.expand(template)) if matched else ""
         if full in names.aliases:
             return full
+    return f"{prefix}{expand_module(names, inner, prefix)}:{side}"
+
+
+def expand_module(names: LensNames, name: str, prefix: str) -> str:
+    """The path of a module for its short name, such as `blocks.3.attn`; other names as they are."""
+    if names.made_of is None:
+        return name
+    paths = names.paths
+    parts = {f".{part}": f".{norm.module}" for part, norm in paths.norms.items()}
+    for part, path in {".attn": f".{paths.attention}", **parts, "": ""}.items():
+        name = re.sub(rf"^blocks\.(\d+){re.escape(part)}\b", rf"{paths.layers}.\1{path}", name)
     final_norm = GPT_FINAL_NORM if prefix else names.final_norm
-    inner = re.sub(r"^ln_final\b", final_norm, inner)
-    for pattern, module in MODULE_NAMES:
-        inner = re.sub("^" + pattern, module, inner)
-    return f"{prefix}{inner}:{side}"
+    return re.sub(r"^unembed\b", paths.head, re.sub(r"^ln_final\b", final_norm, name))

@@ -37,37 +37,81 @@ class View:
         return lens_tensor
 
 
-class Transposed(View):
-    """`[s, b, ...]` here, `[b, s, ...]` there."""
+@dataclass(frozen=True)
+class BatchFirst(View):
+    """`[b, s, ...]` there, and `[s, b, ...]` here if `transposed`; `view` is a conversion with the batch dim first.
+
+    Attributes:
+        view: the conversion of the tensor `[b, s, ...]`.
+        transposed: whether the sequence dim is first here.
+    """
+
+    view: View = View()
+    transposed: bool = True
+
+    @classmethod
+    def around(cls, view: View, transposed: bool) -> BatchFirst:
+        """The view with the weights that another one needs."""
+        return cls(view.weights, view.fixed, view, transposed)
 
     def dims(self, site_dims: Dims) -> Dims:
         return "b", "s"
 
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        """Transposed first."""
+        return self.view.to_lens(tensor.transpose(0, 1) if self.transposed else tensor, weights)
+
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Transposed last."""
+        if not self.transposed:
+            return self.view.to_site(lens_tensor, old, weights)
+        return self.view.to_site(lens_tensor, old.transpose(0, 1), weights).transpose(0, 1)
+
 
 @dataclass(frozen=True)
-class BatchFirst(Transposed):
-    """`[s, b, ...]` here, `[b, s, ...]` there; Megatron adds a bias later that TransformerLens includes.
+class Biased(View):
+    """The tensor with a bias that the framework adds later; `weights` names the bias.
 
     Attributes:
-        bias: the name of that bias; empty if there is none.
-        part: the index of an equal part of the bias.
+        part: the index of an equal part of the bias, and the number of parts.
     """
 
-    bias: str = ""
     part: tuple[int, int] = (0, 1)
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
-        """Transposed, with the bias."""
-        batch_first = tensor.transpose(0, 1)
-        return batch_first + self._bias(batch_first, weights) if self.bias else batch_first
+        """With the bias."""
+        return tensor + self._bias(tensor, weights)
 
     def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """Transposed, without the bias."""
-        return (lens_tensor - self._bias(lens_tensor, weights) if self.bias else lens_tensor).transpose(0, 1)
+        """Without the bias."""
+        return lens_tensor - self._bias(lens_tensor, weights)
 
     def _bias(self, like: Tensor, weights: Weights) -> Tensor:
         index, count = self.part
-        return weights[self.bias].chunk(count)[index].to(like)
+        return weights[self.weights[0]].chunk(count)[index].to(like)
+
+
+@dataclass(frozen=True)
+class Part(View):
+    """One of several equal parts of the last dim.
+
+    Attributes:
+        index: which.
+        count: the number of parts.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        """A copy of the part."""
+        return tensor.chunk(self.count, -1)[self.index].clone()
+
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """The new part among the others."""
+        parts = list(old.chunk(self.count, -1))
+        parts[self.index] = lens_tensor
+        return torch.cat(parts, -1)
 
 
 @dataclass(frozen=True)
@@ -109,34 +153,55 @@ class Mapped(View):
 
 
 @dataclass(frozen=True)
-class SplitHeads(Transposed):
-    """`[s, b, heads * size]` here, `[b, s, heads, size]` there."""
+class SplitHeads(View):
+    """`[b, s, heads * size]` here, `[b, s, heads, size]` there.
 
-    heads: int = 1
-
-    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
-        heads: Tensor = tensor.transpose(0, 1).unflatten(-1, (self.heads, -1))
-        return heads
-
-    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """Flattened again."""
-        return lens_tensor.flatten(-2).transpose(0, 1)
-
-
-@dataclass(frozen=True)
-class HeadResults(Transposed):
-    """The contribution of each head to the residual stream, `[b, s, heads, h]`, from `[s, b, heads * size]`.
-
-    `weights` names W_O, `[h, heads * size]`.
+    Attributes:
+        heads: the number of heads.
+        first: the index of the first of them in the tensor.
+        total: the number of heads in the tensor; 0 if there are no others.
     """
 
     heads: int = 1
+    first: int = 0
+    total: int = 0
+
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        heads: Tensor = tensor.unflatten(-1, (self.total or self.heads, -1))
+        return heads.narrow(-2, self.first, self.heads)
+
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Flattened again, among the other heads."""
+        heads: Tensor = old.unflatten(-1, (self.total or self.heads, -1))
+        last = self.first + self.heads
+        return torch.cat([heads[..., : self.first, :], lens_tensor, heads[..., last:, :]], -2).flatten(-2)
+
+
+@dataclass(frozen=True)
+class HeadResults(View):
+    """The contribution of each head to the residual stream, `[b, s, heads, h]`, from `[b, s, heads * size]`.
+
+    `weights` names W_O.
+
+    Attributes:
+        heads: the number of heads.
+        transposed: whether W_O is `[heads * size, h]`; else `[h, heads * size]`.
+    """
+
+    heads: int = 1
+    transposed: bool = False
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Each head's z times its part of W_O."""
-        z = tensor.transpose(0, 1).unflatten(-1, (self.heads, -1))
-        output: Tensor = weights[self.weights[0]].unflatten(-1, (self.heads, -1)).to(z)
-        return torch.einsum("bsnd,hnd->bsnh", z, output)
+        z = tensor.unflatten(-1, (self.heads, -1))
+        output = split_output(weights[self.weights[0]], self.heads, self.transposed).to(z)
+        return torch.einsum("bsnd,ndh->bsnh", z, output)
+
+
+def split_output(weight: Tensor, heads: int, transposed: bool) -> Tensor:
+    """W_O by head, `[heads, size, h]`, from the weight of a linear; `transposed` as in `HeadResults`."""
+    by_head: Tensor = (weight if transposed else weight.T).unflatten(0, (heads, -1))
+    return by_head
 
 
 @dataclass(frozen=True)
@@ -164,32 +229,49 @@ def _future_mask(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scale(Transposed):
-    """The divisor of a norm, `[b, s, 1]`, from its input `[s, b, h]`."""
+class MaskedScores(View):
+    """Attention scores `[b, n, s, s]`, plus their dtype's lowest number where TransformerLens has -inf."""
+
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        """With -inf."""
+        return tensor.masked_fill(_lowest(tensor), float("-inf"))
+
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """New scores where attention is allowed, old ones elsewhere."""
+        return torch.where(_lowest(old), old, lens_tensor.to(old.dtype))
+
+
+def _lowest(scores: Tensor) -> Tensor:
+    return scores < torch.finfo(scores.dtype).min / 2
+
+
+@dataclass(frozen=True)
+class Scale(View):
+    """The divisor of a norm, `[b, s, 1]`, from its input `[b, s, h]`."""
 
     rms: bool = True
     epsilon: float = 0.0
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The root of the mean square."""
-        return norm_scale(tensor.transpose(0, 1), self.rms, self.epsilon)
+        return norm_scale(tensor, self.rms, self.epsilon)
 
 
 @dataclass(frozen=True)
-class Normalized(Transposed):
-    """The normalized input of a norm before its weights: `[b, s, h]` from `[s, b, h]`."""
+class Normalized(View):
+    """The normalized input of a norm before its weights, `[b, s, h]`."""
 
     rms: bool = True
     epsilon: float = 0.0
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Centered for a LayerNorm, and divided by the scale."""
-        return normalize_stream(tensor.transpose(0, 1), self.rms, self.epsilon).to(tensor.dtype)
+        return normalize_stream(tensor, self.rms, self.epsilon).to(tensor.dtype)
 
 
 @dataclass(frozen=True)
-class Unweighted(Transposed):
-    """A norm's output `[s, b, h]` without its weights, for editing: `[b, s, h]`.
+class Unweighted(View):
+    """A norm's output `[b, s, h]` without its weights, for editing.
 
     `weights` names the weight and, if there is one, the bias. Where a weight is zero the edit has no effect.
 
@@ -202,11 +284,11 @@ class Unweighted(Transposed):
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """Without bias and weight."""
         weight, bias = self._parameters(tensor, weights)
-        return torch.where(weight == 0, 0.0, (tensor.transpose(0, 1) - bias) / weight)
+        return torch.where(weight == 0, 0.0, (tensor - bias) / weight)
 
     def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         weight, bias = self._parameters(old, weights)
-        return (lens_tensor * weight + bias).transpose(0, 1)
+        return lens_tensor * weight + bias
 
     def _parameters(self, like: Tensor, weights: Weights) -> tuple[Tensor, Tensor | float]:
         weight = weights[self.weights[0]].to(like) + self.offset
@@ -214,8 +296,8 @@ class Unweighted(Transposed):
 
 
 @dataclass(frozen=True)
-class Positions(Transposed):
-    """The position embeddings `[b, s, h]` within the sum of embeddings `[s, b, h]`; `weights` names them.
+class Positions(View):
+    """The position embeddings `[b, s, h]` within the sum of embeddings, likewise; `weights` names them.
 
     Attributes:
         factor: what the model multiplies the sum by.
@@ -225,14 +307,14 @@ class Positions(Transposed):
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
         """The same for every sequence."""
-        return self._own(tensor, weights).expand(tensor.shape[1], -1, -1).clone()
+        return self._own(tensor, weights).expand(len(tensor), -1, -1).clone()
 
     def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
         """The sum with the new embeddings instead of the old."""
-        return old + (lens_tensor - self._own(old, weights)).transpose(0, 1)
+        return old + (lens_tensor - self._own(old, weights))
 
     def _own(self, like: Tensor, weights: Weights) -> Tensor:
-        return weights[self.weights[0]][: like.shape[0]].to(like) * self.factor
+        return weights[self.weights[0]][: like.shape[1]].to(like) * self.factor
 
 
 def centre_stream(stream: Tensor, rms: bool) -> Tensor:

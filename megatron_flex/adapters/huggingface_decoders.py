@@ -1,0 +1,277 @@
+"""The causal language models of transformers whose parts are known: one table for each family.
+
+A table is chosen by the `model_type` of the decoder's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.adapter_base import Architecture
+from megatron_flex.adapters.decoder_paths import DecoderPaths, LayerPoint, NormPoint
+from megatron_flex.adapters.huggingface_taps import attention_point, residual_stream
+from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.adapters.named_inputs import find_named_models
+from megatron_flex.sites import Tap
+
+ATTENTION = {
+    "attn.hook_q": LayerPoint("self_attn.q_proj:output", heads="n"),
+    "attn.hook_k": LayerPoint("self_attn.k_proj:output", heads="g"),
+    "attn.hook_v": LayerPoint("self_attn.v_proj:output", heads="g"),
+    "attn.hook_rot_q": LayerPoint("self_attn:q"),
+    "attn.hook_rot_k": LayerPoint("self_attn:k"),
+    "attn.hook_attn_scores": LayerPoint("self_attn:scores"),
+    "attn.hook_pattern": LayerPoint("self_attn:probs"),
+    "attn.hook_z": LayerPoint("self_attn.o_proj:input", heads="n"),
+    "hook_attn_out": LayerPoint("self_attn:output"),
+}
+GATED_MLP = {
+    "mlp.hook_pre": LayerPoint("mlp.gate_proj:output"),
+    "mlp.hook_pre_linear": LayerPoint("mlp.up_proj:output"),
+    "mlp.hook_post": LayerPoint("mlp.down_proj:input"),
+    "hook_mlp_out": LayerPoint("mlp:output"),
+}
+# Relative to the decoder; `embedding` and `head` are found in the model.
+LLAMA = DecoderPaths(
+    layers="layers",
+    embedding="",
+    head="",
+    final_norms=("norm",),
+    attention="self_attn",
+    attention_points=ATTENTION,
+    head_output="self_attn.o_proj",
+    mlp_points=GATED_MLP,
+    neuron_output="mlp.down_proj",
+    norms={"ln1": NormPoint("input_layernorm"), "ln2": NormPoint("post_attention_layernorm")},
+    mid="post_attention_layernorm",
+)
+NORMED_ATTENTION = {**ATTENTION, "hook_attn_out": LayerPoint("post_attention_layernorm:output")}
+NORMED_MLP = {**GATED_MLP, "hook_mlp_out": LayerPoint("post_feedforward_layernorm:output")}
+GEMMA_2 = replace(
+    LLAMA,
+    attention_points=NORMED_ATTENTION,
+    mlp_points=NORMED_MLP,
+    norms={
+        "ln1": NormPoint("input_layernorm"),
+        "ln1_post": NormPoint("post_attention_layernorm"),
+        "ln2": NormPoint("pre_feedforward_layernorm"),
+        "ln2_post": NormPoint("post_feedforward_layernorm"),
+    },
+    normed_outputs=True,
+    mid="pre_feedforward_layernorm",
+)
+OLMO_2 = replace(
+    GEMMA_2,
+    norms={
+        "ln1": NormPoint("post_attention_layernorm"),
+        "ln2": NormPoint("post_feedforward_layernorm"),
+    },
+    normed_inputs=False,
+    mid="mlp",
+)
+PHI_3 = replace(
+    LLAMA,
+    attention_points=ATTENTION
+    | {
+        f"attn.hook_{part}": LayerPoint("self_attn.qkv_proj:output", heads="ngg", index=index)
+        for index, part in enumerate("qkv")
+    },
+    mlp_points=GATED_MLP
+    | {
+        "mlp.hook_pre": LayerPoint("mlp.gate_up_proj:output", index=0, parts=2),
+        "mlp.hook_pre_linear": LayerPoint("mlp.gate_up_proj:output", index=1, parts=2),
+    },
+)
+PHI = replace(
+    LLAMA,
+    final_norms=("final_layernorm",),
+    attention_points=ATTENTION | {"attn.hook_z": LayerPoint("self_attn.dense:input", heads="n")},
+    head_output="self_attn.dense",
+    mlp_points={
+        "mlp.hook_pre": LayerPoint("mlp.fc1:output"),
+        "mlp.hook_post": LayerPoint("mlp.fc2:input"),
+        "hook_mlp_out": LayerPoint("mlp:output"),
+    },
+    neuron_output="mlp.fc2",
+    norms={
+        "ln1": NormPoint("input_layernorm", "self_attn:input"),
+        "ln2": NormPoint("input_layernorm", "mlp:input"),
+    },
+    parallel=True,
+    mid="",
+)
+GPT_2 = replace(
+    LLAMA,
+    layers="h",
+    final_norms=("ln_f",),
+    attention="attn",
+    attention_points={
+        **{
+            f"attn.hook_{part}": LayerPoint("attn.c_attn:output", heads="nnn", index=index)
+            for index, part in enumerate("qkv")
+        },
+        "attn.hook_attn_scores": LayerPoint("attn:scores"),
+        "attn.hook_pattern": LayerPoint("attn:probs"),
+        "attn.hook_z": LayerPoint("attn.c_proj:input", heads="n"),
+        "hook_attn_out": LayerPoint("attn:output"),
+    },
+    head_output="attn.c_proj",
+    mlp_points={
+        "mlp.hook_pre": LayerPoint("mlp.c_fc:output"),
+        "mlp.hook_post": LayerPoint("mlp.c_proj:input"),
+        "hook_mlp_out": LayerPoint("mlp:output"),
+    },
+    neuron_output="mlp.c_proj",
+    norms={"ln1": NormPoint("ln_1"), "ln2": NormPoint("ln_2")},
+    position_sum="drop:input",
+    position_table="wpe.weight",
+    transposed=True,
+    mid="ln_2",
+)
+FAMILIES: Mapping[str, DecoderPaths] = {
+    "gemma": LLAMA,
+    "gemma2": GEMMA_2,
+    "gemma3_text": GEMMA_2,
+    "gpt2": GPT_2,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": LLAMA,
+    "olmo2": OLMO_2,
+    "phi": PHI,
+    "phi3": PHI_3,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "qwen3_moe": LLAMA,
+}
+UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text")  # families whose norms store their weight minus one
+
+
+@dataclass(frozen=True)
+class HuggingFaceDecoder:
+    """A causal language model of transformers in a module.
+
+    Attributes:
+        model: the model.
+        config: the configuration of its decoder.
+        paths: where its parts are, in the outermost module.
+    """
+
+    model: Any
+    config: Any
+    paths: DecoderPaths
+
+
+def find_decoder(root: nn.Module) -> HuggingFaceDecoder | None:
+    """The model in a module, if there is one and its family has a table."""
+    models: list[Any] = list(find_named_models(root))
+    head = models[0].get_output_embeddings() if len(models) == 1 else None
+    if not isinstance(head, nn.Module):
+        return None
+    (model,) = models
+    decoder = model.get_decoder()
+    family = FAMILIES.get(getattr(decoder.config, "model_type", ""))
+    names = {module: name for name, module in named_modules(root)}
+    if family is None or decoder not in names:
+        return None
+    before = f"{names[decoder]}." if names[decoder] else ""
+    paths = replace(
+        family,
+        layers=before + family.layers,
+        embedding=names[model.get_input_embeddings()],
+        head=names[head],
+        final_norms=tuple(before + name for name in family.final_norms),
+        position_sum=family.position_sum and before + family.position_sum,
+        position_table=family.position_table and before + family.position_table,
+    )
+    return HuggingFaceDecoder(model, decoder.config, paths)
+
+
+def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
+    """The properties of the decoder in a module; None if its family has no table."""
+    found = find_decoder(root)
+    if found is None:
+        return None
+    config, paths, family = found.config, found.paths, found.config.model_type
+    heads: int = config.num_attention_heads
+    norm = root.get_submodule(paths.final_norms[0])
+    embedding, head = root.get_submodule(paths.embedding), root.get_submodule(paths.head)
+    return Architecture(
+        paths=paths,
+        heads=heads,
+        groups=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden=config.hidden_size,
+        neurons=_find_width(config),
+        vocabulary=config.vocab_size,
+        context=getattr(config, "max_position_embeddings", None),
+        rms=not isinstance(norm, nn.LayerNorm),
+        epsilon=_find_epsilon(config),
+        unit_offset=family in UNIT_OFFSET,
+        gated="mlp.hook_pre_linear" in paths.mlp_points,
+        rotary="attn.hook_rot_q" in paths.attention_points,
+        mask_added=True,
+        tied=head._parameters["weight"] is embedding._parameters["weight"],
+        table_scale=float(getattr(embedding, "scalar_embed_scale", 1.0)),
+        soft_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+
+
+def _find_width(config: Any) -> int:
+    """The width of a dense MLP; GPT-2's configuration has None for the default."""
+    widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner"))
+    return int(next((width for width in widths if width is not None), 4 * config.hidden_size))
+
+
+def _find_epsilon(config: Any) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    return next(float(getattr(config, name)) for name in names if hasattr(config, name))
+
+
+@dataclass(frozen=True)
+class InnerPoint:
+    """A hook point inside a module's forward.
+
+    Attributes:
+        name: `q`, `scores`, `mid`, ...
+        tap: access to its tensor.
+        hidden: why it cannot be hooked; empty if it can.
+    """
+
+    name: str
+    tap: Tap
+    hidden: str = ""
+
+
+def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
+    """The hook points inside the layers of a model, by module, besides inputs and outputs."""
+    found = find_decoder(root)
+    if found is None:
+        return {}
+    points: dict[nn.Module, list[InnerPoint]] = {}
+    for layer in root.get_submodule(found.paths.layers).children():
+        if found.paths.mid:
+            tap = Tap(residual_stream, layer.get_submodule(found.paths.mid))
+            points[layer] = [InnerPoint("mid", tap)]
+        attention = layer.get_submodule(found.paths.attention)
+        points[attention] = list(_attention_points(attention))
+    return points
+
+
+def _attention_points(attention: Any) -> Iterator[InnerPoint]:
+    """Queries and keys as attention uses them, `[b, s, n, d]`, scores and probabilities, `[b, n, s, s]`."""
+    implementation = attention.config._attn_implementation
+    inside = getattr(attention, "reorder_and_upcast_attn", False) and implementation == "eager"
+    hidden = "it is computed with reorder_and_upcast_attn; set that to False" if inside else ""
+    for name in ("q", "k"):
+        yield InnerPoint(name, Tap(attention_point, attention, (name,)), hidden)
+    if implementation != "eager":
+        hidden = (
+            f"attention {implementation!r} computes it inside of a kernel; load the model with "
+            'attn_implementation="eager"'
+        )
+    for name in ("scores", "probs"):
+        yield InnerPoint(name, Tap(attention_point, attention, (name,)), hidden)

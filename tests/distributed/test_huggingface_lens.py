@@ -1,0 +1,176 @@
+"""TransformerLens' names on Hugging Face models, compared with TransformerLens, and two ranks with one."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_flex as mf
+from tests.distributed.matrix import BOUND, relative
+from tests.distributed.test_transformer_lens import COMPUTED, error
+from tests.support import theirs
+from tests.support.lens_families import COPIES, FAMILIES, INSIDE
+from tests.support.pool import run_alone
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformer_lens") is None or find_spec("transformers") is None,
+    reason="needs transformer-lens and transformers: pip install --group peers",
+)
+TOKENS = theirs.TOKENS
+LENS_FAMILIES = [name for name, family in FAMILIES.items() if family.convert]
+FULL = "get_full_resid_decomposition"
+# Methods that scale by the norm in front of a layer, which OLMo-2 lacks, and those of dense MLPs.
+SCALED = {
+    name for name in theirs.METHODS if "of an MLP" in name or "by MLP" in name or name.endswith(", scaled")
+}
+SCALED |= {"apply_ln_to_stack"}
+NEURONS = {"get_neuron_results", "stack_neuron_results", "short names", FULL}
+# With norms after attention and MLP, TransformerLens' heads and neurons do not sum to the stream; here they
+# are not components then.
+NOT_A_SUM = {FULL, f"{FULL}, by MLP"}
+LEFT_OUT: dict[str, set[str]] = {
+    "gemma2": NOT_A_SUM,
+    "gemma3": NOT_A_SUM,
+    "olmo2": SCALED | NOT_A_SUM,
+    "mixtral": NEURONS,
+    "phi": {n for n in theirs.METHODS if n.endswith((" MLP", "middles", "final norm", "short names"))},
+}
+
+
+@cache
+def models(name: str) -> tuple[Any, Any]:
+    """The model in transformers and in TransformerLens."""
+    source = FAMILIES[name].model()
+    return source, FAMILIES[name].lens_model(source)
+
+
+def missing(lens: Any) -> set[str]:
+    """The names of TransformerLens that are not here: copies of the stream, and what is inside of modules."""
+    inside = {n for n in lens.hook_dict if ".experts." in n or "_expert_" in n}
+    return {n for n in lens.hook_dict if n.endswith((*COPIES, *INSIDE))} | inside
+
+
+def fold_final_norm(lens: Any) -> None:
+    """Fold the weight of the final norm alone: a norm after a sublayer cannot be folded."""
+    with torch.no_grad():
+        lens.unembed.W_U.mul_(lens.ln_final.w[:, None])
+        lens.ln_final.w.fill_(1.0)
+
+
+def agree(name: str, what: str, errors: dict[str, float]) -> None:
+    worst = max(errors, key=lambda n: errors[n])
+    print(f"{name}, {what}: {len(errors)} compared, greatest difference {errors[worst]:.1e} {worst}")
+    assert errors[worst] <= BOUND, {n: e for n, e in errors.items() if e > BOUND}
+
+
+@pytest.mark.parametrize("name", LENS_FAMILIES)
+def test_the_cache_is_transformer_lens_cache(name: str) -> None:
+    source, lens = models(name)
+    with torch.no_grad():
+        logits, kept = lens.run_with_cache(TOKENS)
+    with mf.FlexModel(source) as flex:
+        ours, cache = flex.interp.run_with_cache(TOKENS, lambda name: True)
+    assert set(cache) == set(lens.hook_dict) - missing(lens)
+    errors = {n: error(tensor, kept[n]) for n, tensor in cache.items()}
+    agree(name, "cache", {**errors, "logits": error(ours, logits)})
+
+
+@pytest.mark.parametrize("name", LENS_FAMILIES)
+def test_what_is_computed_from_the_cache_is_the_same(name: str) -> None:
+    source, lens = models(name)
+    methods = {m: call for m, call in theirs.METHODS.items() if m not in LEFT_OUT.get(name, set())}
+    folded = FAMILIES[name].lens_model(source)
+    (fold_final_norm if name == "olmo2" else theirs.folded)(folded)
+    with torch.no_grad(), mf.FlexModel(source) as flex:
+        _, cache = flex.interp.run_with_cache(TOKENS)
+        streams = cache.accumulated_resid(incl_mid=True)
+        logits = lens.unembed(lens.ln_final(streams.flatten(0, 1))).unflatten(0, (-1, 2))
+        cap = lens.cfg.output_logits_soft_cap
+        logits = cap * torch.tanh(logits / cap) if cap > 0 else logits
+        errors = {"logit_lens": error(cache.logit_lens(streams), logits)}
+        _, kept = folded.run_with_cache(TOKENS)
+        errors |= {method: error(call(cache), call(kept)) for method, call in methods.items()}
+        for expand in (True, False):
+            parts = cache.get_full_resid_decomposition(expand_neurons=expand)
+            errors[f"sum of parts, {expand}"] = relative(parts.sum(0), cache["resid_post", -1])
+        if name == "olmo2":
+            for method in SCALED:
+                with pytest.raises(mf.FlexError):
+                    theirs.METHODS[method](cache)
+    agree(name, "methods", errors)
+
+
+@pytest.mark.parametrize("name", LENS_FAMILIES)
+def test_an_edit_at_each_name_does_the_same(name: str) -> None:
+    source, lens = models(name)
+
+    def edit(tensor: Tensor, hook: Any) -> Tensor:
+        return theirs.whole_edit(hook.name, tensor)
+
+    errors = {}
+    with torch.no_grad(), mf.FlexModel(source) as flex:
+        plain = lens(TOKENS)
+        for hook in flex.interp.names.aliases:
+            if hook.endswith(COMPUTED):
+                with pytest.raises(mf.HookError):
+                    flex.interp.run_with_hooks(TOKENS, [(hook, edit)])
+                continue
+            want = lens.run_with_hooks(TOKENS, fwd_hooks=[(hook, edit)])
+            assert relative(want, plain) > 100 * BOUND, f"the edit of {hook} does something"
+            errors[hook] = relative(flex.interp.run_with_hooks(TOKENS, [(hook, edit)]), want)
+    agree(name, "edits", errors)
+
+
+# What is edited under tensor parallelism: each kind of name, in families of different shardings.
+EDITED = ("hook_embed", "blocks.0.", "ln_final.hook_normalized")
+EDITED_FAMILIES = ("gemma2", "olmo2", "mixtral")
+PARALLEL = [name for name, family in FAMILIES.items() if family.tensor_parallel]
+
+
+def answers(model: Any, name: str) -> dict[str, Any]:
+    """What a model says, on one process or on each rank."""
+    out: dict[str, Any] = {}
+    left_out = LEFT_OUT.get(name, set()) | (NEURONS if name == "qwen3_moe" else set())
+
+    def edit(tensor: Tensor, hook: Any) -> Tensor:
+        return theirs.whole_edit(hook.name, tensor)
+
+    with mf.FlexModel(model) as flex:
+        logits, cache = flex.interp.run_with_cache(TOKENS, lambda _: True)
+        out |= {"logits": logits, **cache}
+        out |= {m: call(cache) for m, call in theirs.METHODS.items() if m not in left_out}
+        out["logit_lens"] = cache.logit_lens(cache.accumulated_resid())
+        for hook in flex.interp.names.aliases if name in EDITED_FAMILIES else ():
+            if hook.startswith(EDITED) and not hook.endswith(COMPUTED):
+                out[f"edit {hook}"] = flex.interp.run_with_hooks(TOKENS, [(hook, edit)])
+    return out
+
+
+def parallel_answers(folders: dict[str, str]) -> dict[str, Any]:
+    """The same of each family on this rank's shards."""
+    import transformers
+
+    options = {"tp_plan": "auto", "attn_implementation": "eager"}
+    return {
+        name: answers(transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval(), name)
+        for name, folder in folders.items()
+    }
+
+
+def test_two_ranks_are_one_process(tmp_path: Path) -> None:
+    folders, wanted = {}, {}
+    for name in PARALLEL:
+        model, folders[name] = FAMILIES[name].model(), str(tmp_path / name)
+        model.save_pretrained(folders[name])
+        wanted[name] = answers(model, name)
+    for got in run_alone(2, parallel_answers, folders):
+        for name, want in wanted.items():
+            assert got[name].keys() == want.keys()
+            errors = {n: error(got[name][n], tensor) for n, tensor in want.items()}
+            agree(name, "two ranks", errors | {"last": error(want["logit_lens"][-1], want["logits"])})
