@@ -17,6 +17,7 @@ class LayerPoint:
         site: the hook point.
         heads: the kinds of heads that the last dim has side by side, `n` of queries and `g` of keys and
             values: `ngg` for packed queries, keys and values. Empty if heads have a dim of their own.
+        heads_first: whether the dim of heads is before that of the sequence.
         index: which of these, or which of `parts`.
         parts: the number of equal parts of the last dim.
         bias: the parameter that the framework adds to the tensor later; empty if there is none.
@@ -25,6 +26,7 @@ class LayerPoint:
 
     site: str
     heads: str = ""
+    heads_first: bool = False
     index: int = 0
     parts: int = 1
     bias: str = ""

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_flex.adapters.adapter_base import Architecture
 from megatron_flex.adapters.decoder_paths import DecoderPaths, LayerPoint, NormPoint
-from megatron_flex.adapters.huggingface_taps import attention_point, residual_stream
+from megatron_flex.adapters.huggingface_taps import ARGUMENTS, attention_point, residual_stream
 from megatron_flex.adapters.module_names import named_modules
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.sites import Tap
@@ -22,8 +22,8 @@ ATTENTION = {
     "attn.hook_q": LayerPoint("self_attn.q_proj:output", heads="n"),
     "attn.hook_k": LayerPoint("self_attn.k_proj:output", heads="g"),
     "attn.hook_v": LayerPoint("self_attn.v_proj:output", heads="g"),
-    "attn.hook_rot_q": LayerPoint("self_attn:q"),
-    "attn.hook_rot_k": LayerPoint("self_attn:k"),
+    "attn.hook_rot_q": LayerPoint("self_attn:query", heads_first=True),
+    "attn.hook_rot_k": LayerPoint("self_attn:key", heads_first=True),
     "attn.hook_attn_scores": LayerPoint("self_attn:scores"),
     "attn.hook_pattern": LayerPoint("self_attn:probs"),
     "attn.hook_z": LayerPoint("self_attn.o_proj:input", heads="n"),
@@ -202,7 +202,7 @@ def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
     return Architecture(
         paths=paths,
         heads=heads,
-        groups=getattr(config, "num_key_value_heads", None) or heads,
+        groups=_count_groups(config, paths),
         head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden=config.hidden_size,
         neurons=_find_width(config),
@@ -218,6 +218,13 @@ def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
         table_scale=float(getattr(embedding, "scalar_embed_scale", 1.0)),
         soft_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
+
+
+def _count_groups(config: Any, paths: DecoderPaths) -> int:
+    """The number of heads of keys and values; a configuration may have a number that its model ignores."""
+    grouped = any("g" in point.heads for point in paths.attention_points.values())
+    groups = getattr(config, "num_key_value_heads", None) if grouped else None
+    return int(groups or config.num_attention_heads)
 
 
 def _find_width(config: Any) -> int:
@@ -236,7 +243,7 @@ class InnerPoint:
     """A hook point inside a module's forward.
 
     Attributes:
-        name: `q`, `scores`, `mid`, ...
+        name: `query`, `scores`, `mid`, ...
         tap: access to its tensor.
         hidden: why it cannot be hooked; empty if it can.
     """
@@ -262,11 +269,11 @@ def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
 
 
 def _attention_points(attention: Any) -> Iterator[InnerPoint]:
-    """Queries and keys as attention uses them, `[b, s, n, d]`, scores and probabilities, `[b, n, s, s]`."""
+    """What attention uses, `[b, n, s, d]`, and its scores and probabilities, `[b, n, s, s]`."""
     implementation = attention.config._attn_implementation
     inside = getattr(attention, "reorder_and_upcast_attn", False) and implementation == "eager"
     hidden = "it is computed with reorder_and_upcast_attn; set that to False" if inside else ""
-    for name in ("q", "k"):
+    for name in ARGUMENTS:
         yield InnerPoint(name, Tap(attention_point, attention, (name,)), hidden)
     if implementation != "eager":
         hidden = (

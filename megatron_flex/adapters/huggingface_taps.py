@@ -20,7 +20,7 @@ from megatron_flex.adapters.taps import add_hook, intercept
 from megatron_flex.adapters.tensor_trees import tensors
 from megatron_flex.sites import TapCallbacks
 
-ARGUMENTS = {"q": 0, "k": 1}  # the position of a tensor in the arguments after the module
+ARGUMENTS = {"query": 0, "key": 1, "value": 2}  # the position of a tensor in the arguments after the module
 AttentionTaps = list[tuple[str, TapCallbacks]]  # names of points, and what to call there
 # The taps of all models. One interception serves all of them: a chain of one for each layer would be as deep
 # as the model.
@@ -32,8 +32,8 @@ def attention_point(module: nn.Module, callbacks: TapCallbacks, name: str, leaf:
     """A tensor of the attention function that a module calls.
 
     Args:
-        name: `q` and `k`, `[b, s, n, d]`, after the rotary embedding; `scores` and `probs`, `[b, n, s, s]`,
-            the argument of the softmax, masked, and its result in the dtype of the values.
+        name: `query`, `key` and `value`, `[b, n, s, d]`, after the rotary embedding; `scores` and `probs`,
+            `[b, n, s, s]`, the argument of the softmax, masked, and its result in the dtype of the values.
     """
     if not _taps:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -62,8 +62,7 @@ def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwarg
     for name, callbacks in taps:
         if name in ARGUMENTS:
             index = ARGUMENTS[name]
-            new = callbacks.run(args[index].transpose(1, 2))
-            args = with_leaf(args, index, new.transpose(1, 2))
+            args = with_leaf(args, index, callbacks.run(args[index]))
     inside = [tap for tap in taps if tap[0] not in ARGUMENTS]
     if not inside:
         return function(module, *args, **kwargs)

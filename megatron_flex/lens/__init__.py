@@ -2,6 +2,7 @@
 
 from megatron_flex.lens.activation_cache import ActivationCache
 from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.lens_config import LensConfig, make_lens_config
 from megatron_flex.lens.lens_names import Alias, Filter, LensNames
 from megatron_flex.lens.model_trace import Trace, TracedModule, TracedTensor
 from megatron_flex.lens.prompt_inputs import PromptInput, Tokenizer, read_prompts
@@ -14,6 +15,7 @@ __all__ = [
     "FullWeights",
     "HookPoint",
     "Hooks",
+    "LensConfig",
     "LensNames",
     "PromptInput",
     "TemporaryCaptures",
@@ -23,6 +25,7 @@ __all__ = [
     "TracedModule",
     "TracedTensor",
     "edits",
+    "make_lens_config",
     "read_prompts",
     "run",
 ]

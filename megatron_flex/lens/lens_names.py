@@ -13,6 +13,7 @@ from megatron_flex.lens.tensor_views import (
     BatchFirst,
     Biased,
     HeadResults,
+    HeadsFirst,
     Mapped,
     MaskedScores,
     Normalized,
@@ -333,6 +334,8 @@ class LensNames:
             counts = [{"n": of.heads, "g": of.groups}[kind] for kind in point.heads]
             first = sum(counts[: point.index])
             return SplitHeads(heads=counts[point.index], first=first, total=sum(counts))
+        if point.heads_first:
+            return HeadsFirst()
         if point.parts > 1:
             return Part(index=point.index, count=point.parts)
         bias = f"{layer}.{point.bias}"

@@ -178,6 +178,19 @@ class SplitHeads(View):
 
 
 @dataclass(frozen=True)
+class HeadsFirst(View):
+    """`[b, heads, s, size]` here, `[b, s, heads, size]` there."""
+
+    def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:
+        """Transposed."""
+        return tensor.transpose(1, 2)
+
+    def to_site(self, lens_tensor: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Transposed again."""
+        return lens_tensor.transpose(1, 2)
+
+
+@dataclass(frozen=True)
 class HeadResults(View):
     """The contribution of each head to the residual stream, `[b, s, heads, h]`, from `[b, s, heads * size]`.
 

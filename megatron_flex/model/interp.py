@@ -14,12 +14,14 @@ from megatron_flex.lens import (
     Filter,
     FullWeights,
     Hooks,
+    LensConfig,
     LensNames,
     PromptInput,
     TemporaryCaptures,
     Tokenizer,
     Trace,
     edits,
+    make_lens_config,
     read_prompts,
     run,
 )
@@ -58,6 +60,42 @@ class Interp:
         """
         session = self._session
         return LensNames(session.sites, session.adapter.architecture(), list(session.parameters.index.sites))
+
+    @property
+    def cfg(self) -> LensConfig:
+        """The sizes of the model, by the names of TransformerLens' `cfg`.
+
+        Raises:
+            FlexError: the model has not TransformerLens' names.
+
+        Examples:
+            >>> flex.interp.cfg.n_layers, flex.interp.cfg.d_vocab
+            (4, 64)
+        """
+        return make_lens_config(self.names)
+
+    @property
+    def W_E(self) -> Tensor:
+        """The token embeddings, `[vocabulary, h]`, as they enter the residual stream. Every rank reads it.
+
+        Examples:
+            >>> flex.interp.W_E.shape
+            torch.Size([64, 32])
+        """
+        return FullWeights(self._session, self.names).embedding()
+
+    @property
+    def W_U(self) -> Tensor:
+        """The unembedding, `[h, vocabulary]`, without the final norm's weights. Every rank reads it.
+
+        Raises:
+            FlexError: the logits are more than a product with the output layer's weight.
+
+        Examples:
+            >>> flex.interp.W_U.shape
+            torch.Size([32, 64])
+        """
+        return FullWeights(self._session, self.names).unembedding()
 
     def run_with_cache(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_the_cache_is_transformer_lens_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LENS_FAMILIES)
+def test_sizes_and_embeddings_are_the_same(name: str) -> None:
+    source, lens = models(name)
+    with mf.FlexModel(source) as flex:
+        for size, value in asdict(flex.interp.cfg).items():
+            assert value == getattr(lens.cfg, size), size
+        errors = {"W_E": error(flex.interp.W_E, lens.W_E), "W_U": error(flex.interp.W_U, lens.W_U)}
+    agree(name, "weights", errors)
+
+
+@pytest.mark.parametrize("name", LENS_FAMILIES)
 def test_what_is_computed_from_the_cache_is_the_same(name: str) -> None:
     source, lens = models(name)
     methods = {m: call for m, call in theirs.METHODS.items() if m not in LEFT_OUT.get(name, set())}
@@ -146,6 +157,7 @@ def answers(model: Any, name: str) -> dict[str, Any]:
         out |= {"logits": logits, **cache}
         out |= {m: call(cache) for m, call in theirs.METHODS.items() if m not in left_out}
         out["logit_lens"] = cache.logit_lens(cache.accumulated_resid())
+        out |= {"W_E": flex.interp.W_E, "W_U": flex.interp.W_U}
         for hook in flex.interp.names.aliases if name in EDITED_FAMILIES else ():
             if hook.startswith(EDITED) and not hook.endswith(COMPUTED):
                 out[f"edit {hook}"] = flex.interp.run_with_hooks(TOKENS, [(hook, edit)])
