@@ -16,7 +16,8 @@ import megatron_flex as mf
 from tests.distributed.matrix import BOUND, relative
 from tests.distributed.test_transformer_lens import COMPUTED, error
 from tests.support import theirs
-from tests.support.lens_families import COPIES, FAMILIES, INSIDE
+from tests.support.lens_families import COPIES, FAMILIES, INSIDE, LAYERS
+from tests.support.messages import raises
 from tests.support.pool import run_alone
 
 pytestmark = pytest.mark.skipif(
@@ -186,3 +187,82 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
             assert got[name].keys() == want.keys()
             errors = {n: error(got[name][n], tensor) for n, tensor in want.items()}
             agree(name, "two ranks", errors | {"last": error(want["logit_lens"][-1], want["logits"])})
+
+
+def test_experts_are_those_of_plain_hooks() -> None:
+    """TransformerLens lacks Qwen3-MoE: its own outputs and torch's hooks are the truth."""
+    model = FAMILIES["qwen3_moe"].model()
+    kept: dict[str, Tensor] = {}
+
+    def keep(module: Any, _: Any, output: Any) -> None:
+        kept[keys[module]] = output if isinstance(output, Tensor) else output[0]
+
+    keys: dict[Any, str] = {}
+    for n, layer in enumerate(model.model.layers):
+        keys[layer.self_attn] = f"blocks.{n}.hook_attn_out"
+        keys[layer.mlp] = f"blocks.{n}.hook_mlp_out"
+    handles = [module.register_forward_hook(keep) for module in keys]
+    with torch.no_grad():
+        true = model(TOKENS, output_hidden_states=True, output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    with mf.FlexModel(model) as flex:
+        names = set(flex.interp.names.aliases)
+        _, cache = flex.interp.run_with_cache(TOKENS)
+    for n in range(LAYERS):
+        kept[f"blocks.{n}.hook_resid_pre"] = true.hidden_states[n]
+        kept[f"blocks.{n}.attn.hook_pattern"] = true.attentions[n]
+    errors = {name: error(cache[name], want) for name, want in kept.items()}
+    errors["sum"] = error(cache.decompose_resid().sum(0), cache["resid_post", -1])
+    errors["logit_lens"] = error(cache.logit_lens(cache["resid_post", -1]), true.logits)
+    agree("qwen3_moe", "plain hooks", errors)
+    assert not any(name.startswith("blocks.0.mlp.") for name in names), "experts"
+    assert "blocks.1.mlp.hook_post" in names, "a dense layer"
+
+
+def test_a_kernel_hides_scores_and_the_error_names_the_setting() -> None:
+    with mf.FlexModel(FAMILIES["llama"].model(attn_implementation="sdpa")) as flex:
+        for hook in ("blocks.0.attn.hook_pattern", "blocks.1.attn.hook_attn_scores"):
+            with raises(mf.SiteError, hook, "sdpa", 'attn_implementation="eager"'):
+                flex.interp.run_with_cache(TOKENS, hook)
+        _, cache = flex.interp.run_with_cache(TOKENS)
+    assert not [name for name in cache if name.endswith(("hook_pattern", "hook_attn_scores"))]
+    with mf.FlexModel(models("llama")[0]) as flex:
+        _, eager = flex.interp.run_with_cache(TOKENS)
+    agree("llama", "sdpa", {name: error(tensor, eager[name]) for name, tensor in cache.items()})
+
+
+@pytest.mark.parametrize("hook", ["blocks.0.hook_resid_mid", "blocks.1.attn.hook_pattern"])
+def test_gradients_flow_through_an_edit(hook: str) -> None:
+    """The edit saves its argument for the backward pass, so what it got must stay as it was."""
+
+    def square(tensor: Tensor, hook: Any) -> Tensor:
+        return tensor + tensor * tensor
+
+    source, lens = models("llama")
+    with lens.hooks(fwd_hooks=[(hook, square)]):
+        lens(TOKENS).square().mean().backward()
+    with mf.FlexModel(source) as flex, flex.interp.hooks([(hook, square)]):
+        source(TOKENS).logits.square().mean().backward()
+    layer = source.model.layers[0]
+    wanted = {"embedding": lens.embed.W_E.grad, "down_proj": lens.blocks[0].mlp.W_out.grad}
+    got = {"embedding": source.model.embed_tokens.weight.grad, "down_proj": layer.mlp.down_proj.weight.grad.T}
+    agree("llama", f"gradients, {hook}", {name: error(got[name], want) for name, want in wanted.items()})
+    source.zero_grad()
+    lens.zero_grad()
+
+
+def test_a_trace_has_the_short_names() -> None:
+    source, lens = models("gemma2")
+    with torch.no_grad():
+        _, kept = lens.run_with_cache(TOKENS)
+    with mf.FlexModel(source) as flex, flex.interp.trace(TOKENS) as trace:
+        handles = {
+            "blocks.1.hook_resid_post": trace["blocks.1"].output,
+            "blocks.0.hook_attn_out": trace["blocks.0.attn"].output,
+            "blocks.0.hook_mlp_out": trace["blocks.0.mlp"].output,
+            "blocks.0.hook_resid_mid": trace["blocks.0.ln2"].input,
+            "unembed.hook_out": trace["unembed"].output,
+            "hook_embed": trace["embed"].output,
+        }
+    agree("gemma2", "trace", {name: error(handle.value, kept[name]) for name, handle in handles.items()})
