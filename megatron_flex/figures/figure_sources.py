@@ -23,7 +23,7 @@ from megatron_flex.figures.figure_data import FigureError
 from megatron_flex.layout import Layout
 from megatron_flex.layout.gradient_layout import layout_in_pass
 from megatron_flex.lens import ActivationCache, Alias
-from megatron_flex.lens.tensor_views import BatchFirst, View
+from megatron_flex.lens.tensor_views import BatchFirst, Pattern, View
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.statistics.statistics_files import has_statistics
 from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
@@ -215,7 +215,7 @@ class CacheSource:
 
 def _is_site_tensor(alias: Alias) -> bool:
     """Whether a TransformerLens name has the tensor of the site, with the batch dim first or unchanged."""
-    return type(alias.view) in (View, BatchFirst) and alias.view in (View(), BatchFirst())
+    return alias.view in (View(), Pattern(), BatchFirst(), BatchFirst(transposed=False))
 
 
 def _check_sample(name: str, sample: int, count: int) -> None:

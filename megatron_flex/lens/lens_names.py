@@ -18,6 +18,7 @@ from megatron_flex.lens.tensor_views import (
     MaskedScores,
     Normalized,
     Part,
+    Pattern,
     Positions,
     Scale,
     Scaled,
@@ -315,7 +316,7 @@ class LensNames:
             if of.causal:
                 yield Alias(full, site, self._scores(of, block))
         elif name == "attn.hook_pattern":
-            yield Alias(full, site, View())
+            yield Alias(full, site, Pattern())
         elif not name.startswith("attn.hook_rot_") or of.rotary:
             yield Alias(full, site, self._ordered(self._part(of, layer, point)))
         if name == "attn.hook_z":

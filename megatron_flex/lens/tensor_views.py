@@ -39,10 +39,10 @@ class View:
 
 @dataclass(frozen=True)
 class BatchFirst(View):
-    """`[b, s, ...]` there, and `[s, b, ...]` here if `transposed`; `view` is a conversion with the batch dim first.
+    """`[b, s, ...]` there, and `[s, b, ...]` here if `transposed`.
 
     Attributes:
-        view: the conversion of the tensor `[b, s, ...]`.
+        view: the conversion of the tensor with the batch dim first.
         transposed: whether the sequence dim is first here.
     """
 
@@ -241,8 +241,19 @@ def _future_mask(scores: Tensor) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
 
 
+ATTENTION_DIMS: Dims = ("b", "n", "s", "s")
+
+
 @dataclass(frozen=True)
-class MaskedScores(View):
+class Pattern(View):
+    """Attention probabilities `[b, n, s, s]`, the same on both sides."""
+
+    def dims(self, site_dims: Dims) -> Dims:
+        return ATTENTION_DIMS
+
+
+@dataclass(frozen=True)
+class MaskedScores(Pattern):
     """Attention scores `[b, n, s, s]`, plus their dtype's lowest number where TransformerLens has -inf."""
 
     def to_lens(self, tensor: Tensor, weights: Weights) -> Tensor:

@@ -266,3 +266,20 @@ def test_a_trace_has_the_short_names() -> None:
             "hook_embed": trace["embed"].output,
         }
     agree("gemma2", "trace", {name: error(handle.value, kept[name]) for name, handle in handles.items()})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_a_padded_prompt_has_the_values_that_it_has_alone(name: str) -> None:
+    source, _ = models(name)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :6] = 0
+    with mf.FlexModel(source) as flex:
+        _, cache = flex.interp.run_with_cache(TOKENS, lambda _: True, attention_mask=mask)
+        _, alone = flex.interp.run_with_cache(TOKENS[:1, 6:], lambda _: True)
+    length, errors = alone["resid_pre", 0].shape[1], {}
+    for hook, want in alone.items():
+        attention = hook.endswith(("hook_pattern", "hook_attn_scores"))
+        got = cache[hook][:1, :, :length, :length] if attention else cache[hook][:1, :length]
+        padding = cache[hook][:1, :, length:] if attention else cache[hook][:1, length:]
+        errors[hook] = max(error(got, want), float(padding.abs().max()))
+    agree(name, "padded", errors)
