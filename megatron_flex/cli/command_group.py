@@ -55,6 +55,11 @@ SOURCES = {
     "weights": CommandSource(
         "weights_command", "weights_app", "Digest full parameters, and compare two sets of weights."
     ),
+    "rollout": CommandSource(
+        "rollout_command",
+        "rollout",
+        "Compare a rollout's log-probabilities with a training run's; name the first token that differs.",
+    ),
     "two-layouts": CommandSource(
         "two_layouts_command", "two_layouts_app", "Run the same weights in two layouts, and compare the runs."
     ),

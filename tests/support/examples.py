@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support import gpt, hugging_face
+from tests.support import gpt, hugging_face, rollouts
 from tests.support.gpt import Case
 
 with contextlib.suppress(ImportError):  # before a rank is compared with itself: it adds a finder of imports
@@ -66,7 +66,7 @@ def collect() -> list[Example]:
 
 
 def record(folder: Path, hf_model: Any, chunks: list[Any]) -> None:
-    """Write what examples open: `dumps/run`, `dumps/changed`, `dumps/hf`, `stats/run` and `llama`."""
+    """Write what examples open, as docs/api/hooks.md lists it."""
     import megatron_flex as mf
 
     hooks = [mf.HookFunction("decoder.layers.2:output", editing_function=mf.edits.scale(1.5))]
@@ -80,6 +80,12 @@ def record(folder: Path, hf_model: Any, chunks: list[Any]) -> None:
         with mf.attach(chunks, edits, dumps=dump, statistics=measured):
             for _ in range(2):
                 gpt.step(ONE, chunks, 0)
+    ids = "embedding.word_embeddings:input"
+    with mf.attach(chunks, dumps=mf.Dump(folder / "dumps" / "tokens", [ids, "output_layer"])):
+        gpt.step(ONE, chunks, 0)
+    with mf.open_dump(folder / "dumps" / "tokens") as tokens:
+        scored = tokens[ids][0].torch(), tokens["output_layer"][0].torch()
+    rollouts.write_table(folder / "dumps" / "rollout.jsonl", scored[0], rollouts.score(*scored))
     dump = mf.Dump(folder / "dumps" / "hf", "**:*")
     with mf.attach(hf_model, dumps=dump) as flex, flex.step(), torch.no_grad():
         hf_model(gpt.data(1)[0]["tokens"], use_cache=False)
