@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.decoder_paths import DecoderPaths
+from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, PackedSequences, replicated
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
@@ -282,6 +283,18 @@ class Architecture:
     not_linear: str = ""
 
 
+class LayerStack(NamedTuple):
+    """The layers of a model, through which the residual stream passes.
+
+    Attributes:
+        path: the global name of their list.
+        before: the hook point of the stream before the first layer, outside it; empty if there is none.
+    """
+
+    path: str
+    before: str
+
+
 class Adapter(ABC):
     """The adapter of one framework to one model (a list of chunks): a record of its parts and their names.
 
@@ -356,6 +369,20 @@ class Adapter(ABC):
     def loss_scale(self) -> float:
         """The factor of the loss against underflow of gradients, at this time; 1 if there is none."""
         return 1.0
+
+    def layer_stack(self) -> LayerStack:
+        """The layers, of which the first ones can run without the others.
+
+        Raises:
+            FlexError: they cannot, or are not known; not on all ranks if only some stages have the reason.
+        """
+        raise FlexError(
+            f"stop_at_layer passes by layers, which are not known in a model of {self.name}; run it without"
+        )
+
+    def stop_at(self, layer: int) -> Undo:
+        """Pass by the layers from one on and what follows them, on all stages, until that is undone."""
+        raise NotImplementedError(f"{type(self).__name__} has a layer_stack() and no stop_at()")
 
     def enable_recomputed_gradients(self) -> Undo:
         """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""

@@ -19,11 +19,13 @@ from megatron_flex.adapters import data_parallel, dtensor_parameters, huggingfac
 from megatron_flex.adapters.adapter_base import (
     Adapter,
     Architecture,
+    LayerStack,
     Listener,
     ParameterSite,
     Undo,
     make_buffer_site,
 )
+from megatron_flex.adapters.early_stop import ModuleStop, find_stack, refuse_compiled
 from megatron_flex.adapters.huggingface_decoders import find_inner_points, read_huggingface_architecture
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
 from megatron_flex.adapters.model_calls import (
@@ -32,9 +34,17 @@ from megatron_flex.adapters.model_calls import (
     ModelRunner,
     UserLoop,
     compiled_regions,
+    is_compiled,
     uncompiled,
 )
-from megatron_flex.adapters.module_names import ROOT, further_names, has_forward, named_modules, unwrap
+from megatron_flex.adapters.module_names import (
+    ROOT,
+    further_names,
+    has_forward,
+    named_modules,
+    strip_wrapper_names,
+    unwrap,
+)
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.adapters.parameter_storage import ModuleParameters
@@ -72,6 +82,7 @@ class ModuleAdapter(Adapter):
         name: str = "plain",
     ) -> None:
         self.name, self.mesh, self.root = name, mesh, unwrap(chunk)
+        self._chunk = chunk
         self.rules: Rules = rules or NoRules()
         self.prefix = next(f"{n}." if n else "" for n, m in chunk.named_modules() if m is self.root)
         self._named = list(named_modules(self.root))
@@ -108,6 +119,24 @@ class ModuleAdapter(Adapter):
         for name, module in self._named:
             if has_forward(module) and not (name_in_use and not name):
                 yield name or self._root_name, module
+
+    def layer_stack(self) -> LayerStack:
+        """The layers of a known decoder, or the module's one list of layers."""
+        if self.mesh["pp"].size > 1:
+            return super().layer_stack()
+        refuse_compiled(self._chunk.modules(), is_compiled)
+        return LayerStack(strip_wrapper_names(self._stack_path()), "")
+
+    def stop_at(self, layer: int) -> Undo:
+        return ModuleStop(self.root, self._stack_path(), layer).undo
+
+    def _stack_path(self) -> str:
+        """The path of the layers in the module, with the names of wrappers."""
+        known = self.architecture()
+        if known is None:
+            return find_stack(self.root)
+        paths: list[str] = [path for path, _ in self.root.named_modules()]
+        return paths[[strip_wrapper_names(path) for path in paths].index(known.paths.layers)]
 
     def module_names(self) -> list[str]:
         """All modules, also those that only hold others; the outermost has an empty name."""

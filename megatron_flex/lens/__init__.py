@@ -6,6 +6,7 @@ from megatron_flex.lens.lens_config import LensConfig, make_lens_config
 from megatron_flex.lens.lens_names import Alias, Filter, LensNames
 from megatron_flex.lens.model_trace import Trace, TracedModule, TracedTensor
 from megatron_flex.lens.prompt_inputs import PromptInput, Tokenizer, read_prompts
+from megatron_flex.lens.stop_point import StopPoint
 from megatron_flex.lens.temporary_hooks import HookPoint, Hooks, TemporaryCaptures, TemporaryEdits, edits, run
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LensConfig",
     "LensNames",
     "PromptInput",
+    "StopPoint",
     "TemporaryCaptures",
     "TemporaryEdits",
     "Tokenizer",

@@ -11,6 +11,7 @@ from megatron_flex.errors import HookError, SiteError
 from megatron_flex.gpt_names import GPT_FINAL_NORM, NAMESPACE
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, LensNames
+from megatron_flex.lens.stop_point import StopPoint
 from megatron_flex.lens.temporary_hooks import TemporaryCaptures, TemporaryEdits
 from megatron_flex.runtime import Session
 
@@ -90,8 +91,8 @@ class Trace:
         torch.Size([2, 16, 32])
     """
 
-    def __init__(self, session: Session, weights: FullWeights) -> None:
-        self.session, self.weights = session, weights
+    def __init__(self, session: Session, weights: FullWeights, stop: StopPoint | None = None) -> None:
+        self.session, self.weights, self._stop = session, weights, stop
         self.edits = TemporaryEdits(session, weights)
         self._handles: dict[str, TracedTensor] = {}
         self._reading = TemporaryCaptures(session, weights)
@@ -103,8 +104,9 @@ class Trace:
 
     @property
     def logits(self) -> TracedTensor:
-        """The model's output, `[batch, sequence, vocabulary]`."""
-        return self.handle(self.weights.names.logits(self.session.adapter.logits))
+        """The model's output, `[batch, pos, vocabulary]`; the residual stream where the run stops."""
+        names, stop = self.weights.names, self._stop
+        return self.handle(names.logits(self.session.adapter.logits) if stop is None else stop.residual)
 
     def alias(self, name: str, side: str) -> Alias:
         """Return the one hook point of a name; `side` is `input` or `output`.
@@ -117,6 +119,8 @@ class Trace:
         aliases = names.matching(expanded)
         if len(aliases) != 1:
             raise SiteError(f"{name!r} means {len(aliases)} hook points; name one of them")
+        if self._stop is not None:
+            self._stop.check(aliases)
         return aliases[0]
 
     def handle(self, alias: Alias) -> TracedTensor:

@@ -20,6 +20,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_names import Alias, Filter
 from megatron_flex.lens.prompt_inputs import clear_padding, guess_dims
+from megatron_flex.lens.stop_point import StopPoint
 from megatron_flex.runtime import HookFunction, Key, Session
 from megatron_flex.runtime.edit_traits import EditTraits
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
@@ -293,13 +294,16 @@ class TemporaryEdits(TemporaryHooks):
 
 
 @contextmanager
-def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[TemporaryEdits]:
+def edits(
+    session: Session, weights: FullWeights, hooks: Hooks, stop: StopPoint | None = None
+) -> Iterator[TemporaryEdits]:
     """Hook functions for the duration of a scope.
 
     Args:
         session: the session that gets them.
         weights: the model's weights.
         hooks: pairs of a name, names, or a function of names, and the hook function.
+        stop: where the runs of the scope stop, before which all names must be.
 
     Raises:
         SiteError: a name is unknown, or a filter matches nothing.
@@ -308,7 +312,7 @@ def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[Temp
     out = TemporaryEdits(session, weights)
     try:
         for names, function in hooks:
-            aliases = weights.names.matching(names)
+            aliases = (stop or weights.names).matching(names)
             if not aliases:
                 described = getattr(names, "__qualname__", repr(names))
                 raise HookError(f"the filter {described} matches none of {len(weights.names.aliases)} names")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_flex.lens import (
     LensConfig,
     LensNames,
     PromptInput,
+    StopPoint,
     TemporaryCaptures,
     Tokenizer,
     Trace,
@@ -107,6 +108,7 @@ class Interp:
         tokenizer: Tokenizer | None = None,
         everywhere: bool = True,
         microbatch_size: int | None = None,
+        stop_at_layer: int | None = None,
         **model_inputs: Any,
     ) -> tuple[Tensor | None, ActivationCache]:
         """Run the model forward and cache its activations, as TransformerLens does. Every rank calls it.
@@ -129,6 +131,9 @@ class Interp:
             tokenizer: `tokenizer(texts)["input_ids"]` gives token ids; by default `flex.interp.tokenizer`.
             everywhere: return the results on every rank; otherwise on the receiving rank only.
             microbatch_size: sequences that go through the pipeline together; all if None.
+            stop_at_layer: run the layers before this one only, on all stages, without the final norm and the
+                logits; negative numbers count from the end. The result is the residual stream there, and
+                registered hooks at later layers are not called.
             model_inputs: further keywords of the model.
 
         Returns:
@@ -137,8 +142,8 @@ class Interp:
             and entries at padding are zeros.
 
         Raises:
-            SiteError: the model has no hook point of that name.
-            FlexError: on all ranks: the model cannot take these tokens.
+            SiteError: the model has no hook point of that name, or the run stops before it.
+            FlexError: on all ranks: the model cannot take these tokens, or cannot stop at that layer.
             HookError: on all ranks: an edit failed, or the run reached one of the hook points with no tensor.
 
         Examples:
@@ -149,20 +154,21 @@ class Interp:
         self._session.check_open()
         given = attention_mask, position_ids, model_inputs, tokenizer or self.tokenizer
         prompts = read_prompts(self._session, tokens, *given)
-        weights = FullWeights(self._session, self.names)
-        aliases = self.names.matching(names_filter)
-        logits = self.names.logits(self._session.adapter.logits)
-        by_name = {a.name: a for a in [*aliases, logits]}
+        weights, stop = FullWeights(self._session, self.names), self._stop_point(stop_at_layer)
+        aliases = (stop or self.names).matching(names_filter)
+        result = self.names.logits(self._session.adapter.logits) if stop is None else stop.residual
+        by_name = {a.name: a for a in [*aliases, result]}
         reading = TemporaryCaptures(self._session, weights)
         try:
             reading.add(list(by_name.values()))
             reading.mask = prompts.attention_mask
-            reading.real = run(self._session, prompts, microbatch_size)
+            with stop.stopping() if stop else nullcontext():
+                reading.real = run(self._session, prompts, microbatch_size)
             read = reading.collect(everywhere)
         finally:
             reading.remove()
         captured = {a.name: read[a.name] for a in aliases if a.name in read}
-        return read.get(logits.name), ActivationCache(captured, weights, everywhere, prompts.lengths)
+        return read.get(result.name), ActivationCache(captured, weights, everywhere, prompts.lengths)
 
     def run_with_hooks(
         self,
@@ -170,6 +176,7 @@ class Interp:
         fwd_hooks: Hooks = (),
         *,
         microbatch_size: int | None = None,
+        stop_at_layer: int | None = None,
         **model_inputs: Any,
     ) -> Tensor:
         """Run the model forward with hook functions in TransformerLens' form. Every rank calls it.
@@ -181,11 +188,12 @@ class Interp:
                 same shape or None for no change, and may edit in place. It runs on every rank that holds a
                 shard.
             microbatch_size: sequences that go through the pipeline, and to `fn`, together; all if None.
+            stop_at_layer: as for `run_with_cache`.
             model_inputs: `attention_mask`, `position_ids`, `tokenizer` and the model's keywords, as for
                 `run_with_cache`.
 
         Returns:
-            The logits `[batch, pos, vocabulary]`, on every rank.
+            The logits `[batch, pos, vocabulary]`, or the residual stream where the run stops, on every rank.
 
         Raises:
             SiteError: the model has no hook point of that name.
@@ -199,10 +207,42 @@ class Interp:
             >>> logits.shape
             torch.Size([2, 16, 64])
         """
-        given = {"microbatch_size": microbatch_size, **model_inputs}
-        with self.hooks(fwd_hooks), self.trace(tokens, **given) as trace:
+        self._session.check_open()
+        stop, weights = self._stop_point(stop_at_layer), FullWeights(self._session, self.names)
+        given = {"microbatch_size": microbatch_size, "stop_at_layer": stop_at_layer, **model_inputs}
+        with edits(self._session, weights, fwd_hooks, stop), self.trace(tokens, **given) as trace:
             logits = trace.logits
         return logits.value
+
+    def _stop_point(self, layer: int | None) -> StopPoint | None:
+        return None if layer is None else StopPoint(self._session, self.names, layer)
+
+    @contextmanager
+    def stop_at_layer(self, layer: int) -> Iterator[None]:
+        """Run only the layers before one in the forward passes of a scope, such as those that fill a dump.
+
+        Every rank opens the scope. Modules that are passed by return the residual stream, the output layer
+        too, and call no hooks.
+
+        Args:
+            layer: the first layer that does not run; negative numbers count from the end.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            FlexError: on all ranks: the model cannot stop there.
+
+        Examples:
+            >>> with flex.interp.stop_at_layer(2), flex.interp.trace() as trace:
+            ...     stream = trace["blocks.1"].output
+            ...     _ = chunks[0](tokens, torch.arange(16).expand(2, 16), None)
+            >>> stream.value.shape
+            torch.Size([2, 16, 32])
+        """
+        self._session.check_open()
+        with StopPoint(self._session, self.names, layer).stopping():
+            yield
 
     @contextmanager
     def hooks(self, fwd_hooks: Hooks) -> Iterator[None]:
@@ -237,6 +277,7 @@ class Interp:
         position_ids: Tensor | None = None,
         tokenizer: Tokenizer | None = None,
         microbatch_size: int | None = None,
+        stop_at_layer: int | None = None,
         **model_inputs: Any,
     ) -> Iterator[Trace]:
         """Capture and replace tensors by the name of their hook point; values are available after the block.
@@ -251,6 +292,7 @@ class Interp:
             position_ids: `[batch, sequence]`.
             tokenizer: what turns text into token ids.
             microbatch_size: sequences that go through the pipeline together.
+            stop_at_layer: the first layer that does not run; without tokens, in the runs of the block.
             model_inputs: further keywords of the model.
 
         Returns:
@@ -267,16 +309,15 @@ class Interp:
             torch.Size([2, 16, 32])
         """
         self._session.check_open()
-        prompts = None
+        prompts, stop = None, self._stop_point(stop_at_layer)
         if tokens is not None:
             given = attention_mask, position_ids, model_inputs, tokenizer or self.tokenizer
             prompts = read_prompts(self._session, tokens, *given)
-        trace = Trace(self._session, FullWeights(self._session, self.names))
+        trace = Trace(self._session, FullWeights(self._session, self.names), stop)
         try:
-            yield trace
-            if prompts is None:
-                trace.finish()
-            else:
-                trace.finish(run(self._session, prompts, microbatch_size), prompts.attention_mask)
+            with stop.stopping() if stop else nullcontext():
+                yield trace
+                real = None if prompts is None else run(self._session, prompts, microbatch_size)
+            trace.finish(real, None if prompts is None else prompts.attention_mask)
         finally:
             trace.close()

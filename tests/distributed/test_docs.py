@@ -652,6 +652,7 @@ def test_the_page_on_the_lens_runs() -> None:
         f"{(b, gpt.HEADS, s, s)} ['embed', '0_attn_out', '0_mlp_out'] {(4 * gpt.HEADS, b, s, h)} "
         f"{(9, b, s)} {(5, b, s, v)}",
         "decoder.layers.0.mlp.linear_fc1:output",
+        f"{(b, s, h)} True False",
         f"{(2, v)} tensor([5, 6])",
         f"{(b, s, v)} {(b, s, v)}",
         f"{(b, s, h)} {(b, s, gpt.FFN)}",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_flex.adapters.adapter_base import (
     Adapter,
     Architecture,
+    LayerStack,
     Listener,
     ParameterSite,
     Part,
@@ -23,10 +24,11 @@ from megatron_flex.adapters.adapter_base import (
     make_buffer_site,
     training_argument,
 )
+from megatron_flex.adapters.early_stop import pass_by, refuse_compiled
 from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
 from megatron_flex.adapters.megatron_core.forward_run import count_sequence_parts, run_forward
-from megatron_flex.adapters.megatron_core.model_architecture import read_architecture
+from megatron_flex.adapters.megatron_core.model_architecture import DECODERS, read_architecture
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
     main_part,
@@ -52,15 +54,18 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
 from megatron_flex.adapters.megatron_core.schedules import read_loss_scale, watch_schedules
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
+from megatron_flex.adapters.model_calls import is_compiled
 from megatron_flex.adapters.module_walk import list_buffer_owners, walk_modules
 from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.errors import FlexError
+from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
 
 # From the outermost to the innermost, in the usual order; for display and counting only.
+LAYER = "TransformerLayer"
 ROUTER_BIASES = ("expert_bias", "qb_beta")  # updated once a step from the tokens of all ranks
 DENSE_GETTERS = {
     "pp": "get_pipeline_model_parallel_group",
@@ -296,6 +301,32 @@ class MegatronAdapter(Adapter):
         """The properties of a GPT or hybrid model."""
         return read_architecture(self.roots[0])
 
+    def layer_stack(self) -> LayerStack:
+        """The decoder's layers, over all stages."""
+        root: Any = self.roots[0]
+        if not is_megatron(root, *DECODERS):
+            return super().layer_stack()
+        if getattr(root.config, "mtp_num_layers", None):
+            raise FlexError(
+                f"stop_at_layer: the layers of mtp_num_layers={root.config.mtp_num_layers} take their input "
+                "from the last layer; run this model without stop_at_layer"
+            )
+        refuse_compiled((module for chunk in self.chunks for module in chunk.modules()), is_compiled)
+        return LayerStack("decoder.layers", "embedding:output")
+
+    def stop_at(self, layer: int) -> Undo:
+        """Pass by layers, the final norm and the output layer, on the stages that have them."""
+        undos: list[Undo] = []
+        for path, module in (named for root in self.roots for named in global_modules(root)):
+            stack, _, number = path.rpartition(".")
+            if stack == "decoder.layers" and int(number) >= layer:
+                undos.append(pass_by(module, _layer_result if is_megatron(module, LAYER) else _stream))
+            elif path in (GPT_FINAL_NORM, HYBRID_FINAL_NORM):
+                undos.append(pass_by(module, _stream))
+            elif path == "output_layer":
+                undos.append(pass_by(module, _linear_result))
+        return join_undos(undos)
+
     def loss_scale(self) -> float:
         """The scale of Megatron's gradient scaler, by which its schedule multiplies a loss."""
         return read_loss_scale(self.roots)
@@ -304,6 +335,20 @@ class MegatronAdapter(Adapter):
         """Trace Megatron's schedules, calls of the model outside them, and layouts of further modules."""
         undos = [self.runner.watch(listener), *(auxiliary.watch(self.mesh) for auxiliary in self.auxiliary)]
         return join_undos(undos[::-1])
+
+
+def _stream(stream: Tensor) -> Tensor:
+    return stream
+
+
+def _layer_result(stream: Tensor) -> tuple[Tensor, None]:
+    """Of a TransformerLayer, with the context of cross attention."""
+    return stream, None
+
+
+def _linear_result(stream: Tensor) -> tuple[Tensor, None]:
+    """Of a parallel linear, with the bias that its caller adds."""
+    return stream, None
 
 
 def make_megatron_adapter(chunks: list[nn.Module]) -> MegatronAdapter | None:
