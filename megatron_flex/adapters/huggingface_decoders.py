@@ -14,7 +14,7 @@ from torch import nn
 from megatron_flex.adapters.adapter_base import Architecture
 from megatron_flex.adapters.decoder_paths import DecoderPaths, LayerPoint, NormPoint
 from megatron_flex.adapters.huggingface_taps import ARGUMENTS, attention_point, residual_stream
-from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.adapters.module_names import named_modules, unwrap
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.sites import Tap
 
@@ -158,11 +158,13 @@ class HuggingFaceDecoder:
         model: the model.
         config: the configuration of its decoder.
         paths: where its parts are, in the outermost module.
+        modules: the modules of the outermost one by their names, without wrappers.
     """
 
     model: Any
     config: Any
     paths: DecoderPaths
+    modules: Mapping[str, Any]
 
 
 def find_decoder(root: nn.Module) -> HuggingFaceDecoder | None:
@@ -172,22 +174,23 @@ def find_decoder(root: nn.Module) -> HuggingFaceDecoder | None:
     if not isinstance(head, nn.Module):
         return None
     (model,) = models
-    decoder = model.get_decoder()
+    decoder = unwrap(model.get_decoder())
     family = FAMILIES.get(getattr(decoder.config, "model_type", ""))
-    names = {module: name for name, module in named_modules(root)}
+    modules = dict(named_modules(root))
+    names = {module: name for name, module in modules.items()}
     if family is None or decoder not in names:
         return None
     before = f"{names[decoder]}." if names[decoder] else ""
     paths = replace(
         family,
         layers=before + family.layers,
-        embedding=names[model.get_input_embeddings()],
-        head=names[head],
+        embedding=names[unwrap(model.get_input_embeddings())],
+        head=names[unwrap(head)],
         final_norms=tuple(before + name for name in family.final_norms),
         position_sum=family.position_sum and before + family.position_sum,
         position_table=family.position_table and before + family.position_table,
     )
-    return HuggingFaceDecoder(model, decoder.config, paths)
+    return HuggingFaceDecoder(model, decoder.config, paths, modules)
 
 
 def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
@@ -197,8 +200,8 @@ def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
         return None
     config, paths, family = found.config, found.paths, found.config.model_type
     heads: int = config.num_attention_heads
-    norm = root.get_submodule(paths.final_norms[0])
-    embedding, head = root.get_submodule(paths.embedding), root.get_submodule(paths.head)
+    norm = found.modules[paths.final_norms[0]]
+    embedding, head = found.modules[paths.embedding], found.modules[paths.head]
     return Architecture(
         paths=paths,
         heads=heads,
@@ -214,10 +217,18 @@ def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
         gated="mlp.hook_pre_linear" in paths.mlp_points,
         rotary="attn.hook_rot_q" in paths.attention_points,
         mask_added=True,
-        tied=head._parameters["weight"] is embedding._parameters["weight"],
+        tied=getattr(head, "weight", None) is getattr(embedding, "weight", head),
         table_scale=float(getattr(embedding, "scalar_embed_scale", 1.0)),
         soft_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        not_linear=_explain_head(paths.head, head),
     )
+
+
+def _explain_head(path: str, head: nn.Module) -> str:
+    """Why the logits may be more than a product with the head's weight, such as that of LoRA."""
+    kind = type(head)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return "" if kind is nn.Linear else f"{path} is a {name}, which may do more than multiply by its weight"
 
 
 def _count_groups(config: Any, paths: DecoderPaths) -> int:
@@ -258,12 +269,14 @@ def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
     found = find_decoder(root)
     if found is None:
         return {}
+    paths, modules = found.paths, found.modules
     points: dict[nn.Module, list[InnerPoint]] = {}
-    for layer in root.get_submodule(found.paths.layers).children():
-        if found.paths.mid:
-            tap = Tap(residual_stream, layer.get_submodule(found.paths.mid))
-            points[layer] = [InnerPoint("mid", tap)]
-        attention = layer.get_submodule(found.paths.attention)
+    for number in range(found.config.num_hidden_layers):
+        layer = paths.layer(number)
+        if paths.mid:
+            tap = Tap(residual_stream, modules[f"{layer}.{paths.mid}"])
+            points[modules[layer]] = [InnerPoint("mid", tap)]
+        attention = modules[f"{layer}.{paths.attention}"]
         points[attention] = list(_attention_points(attention))
     return points
 
