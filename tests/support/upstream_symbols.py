@@ -229,6 +229,12 @@ HUGGINGFACE_SYMBOLS = (
     ),
     *_of(
         "transformers",
+        "transformers.modeling_utils",
+        "AttentionInterface.get_interface",
+        "an attention module asks it for its function, which has the queries, keys, scores and probabilities",
+    ),
+    *_of(
+        "transformers",
         "transformers.utils.generic",
         "GeneralInterface._global_mapping",
         "a registered attention function has no public way out",
