@@ -155,13 +155,11 @@ class HuggingFaceDecoder:
     """A causal language model of transformers in a module.
 
     Attributes:
-        model: the model.
         config: the configuration of its decoder.
         paths: where its parts are, in the outermost module.
         modules: the modules of the outermost one by their names, without wrappers.
     """
 
-    model: Any
     config: Any
     paths: DecoderPaths
     modules: Mapping[str, Any]
@@ -170,27 +168,36 @@ class HuggingFaceDecoder:
 def find_decoder(root: nn.Module) -> HuggingFaceDecoder | None:
     """The model in a module, if there is one and its family has a table."""
     models: list[Any] = list(find_named_models(root))
-    head = models[0].get_output_embeddings() if len(models) == 1 else None
-    if not isinstance(head, nn.Module):
+    if len(models) != 1:
         return None
     (model,) = models
-    decoder = unwrap(model.get_decoder())
+    head, decoder = model.get_output_embeddings(), unwrap(model.get_decoder())
     family = FAMILIES.get(getattr(decoder.config, "model_type", ""))
+    if family is None or head is None:
+        return None
     modules = dict(named_modules(root))
     names = {module: name for name, module in modules.items()}
-    if family is None or decoder not in names:
-        return None
-    before = f"{names[decoder]}." if names[decoder] else ""
+    before = f"{names[decoder]}." if names.get(decoder) else ""
     paths = replace(
         family,
         layers=before + family.layers,
-        embedding=names[unwrap(model.get_input_embeddings())],
-        head=names[unwrap(head)],
+        embedding=names.get(unwrap(model.get_input_embeddings()), ""),
+        head=names.get(unwrap(head), ""),
         final_norms=tuple(before + name for name in family.final_norms),
         position_sum=family.position_sum and before + family.position_sum,
         position_table=family.position_table and before + family.position_table,
     )
-    return HuggingFaceDecoder(model, decoder.config, paths, modules)
+    return HuggingFaceDecoder(decoder.config, paths, modules) if _has_parts(paths, modules) else None
+
+
+def _has_parts(paths: DecoderPaths, modules: Mapping[str, Any]) -> bool:
+    """Whether a model was left as its family builds it, with the parts that hook points are made of."""
+    parts = [paths.layers, paths.embedding, paths.head, *paths.final_norms]
+    if not all(part and part in modules for part in parts):
+        return False
+    inside = [paths.attention, *([paths.mid] if paths.mid else [])]
+    layers = map(paths.layer, range(len(modules[paths.layers])))
+    return all(f"{layer}.{part}" in modules for layer in layers for part in inside)
 
 
 def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
@@ -271,19 +278,18 @@ def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
         return {}
     paths, modules = found.paths, found.modules
     points: dict[nn.Module, list[InnerPoint]] = {}
-    for number in range(found.config.num_hidden_layers):
+    for number in range(len(modules[paths.layers])):
         layer = paths.layer(number)
         if paths.mid:
             tap = Tap(residual_stream, modules[f"{layer}.{paths.mid}"])
             points[modules[layer]] = [InnerPoint("mid", tap)]
         attention = modules[f"{layer}.{paths.attention}"]
-        points[attention] = list(_attention_points(attention))
+        points[attention] = list(_attention_points(attention, found.config._attn_implementation))
     return points
 
 
-def _attention_points(attention: Any) -> Iterator[InnerPoint]:
+def _attention_points(attention: nn.Module, implementation: str) -> Iterator[InnerPoint]:
     """What attention uses, `[b, n, s, d]`, and its scores and probabilities, `[b, n, s, s]`."""
-    implementation = attention.config._attn_implementation
     inside = getattr(attention, "reorder_and_upcast_attn", False) and implementation == "eager"
     hidden = "it is computed with reorder_and_upcast_attn; set that to False" if inside else ""
     for name in ARGUMENTS:

@@ -278,3 +278,26 @@ def test_a_padded_prompt_has_the_values_that_it_has_alone(name: str) -> None:
         padding = cache[hook][:1, :, length:] if attention else cache[hook][:1, length:]
         errors[hook] = max(error(got, want), float(padding.abs().max()))
     agree(name, "padded", errors)
+
+
+class ForeignLayer(torch.nn.Module):
+    """A layer without the parts of its family."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        return 2 * hidden
+
+
+def test_fewer_layers_than_configured_and_foreign_ones() -> None:
+    """The layers are those that a model has; without the family's parts it is a plain module."""
+    model = FAMILIES["llama"].model()
+    model.model.layers = model.model.layers[:1]
+    with mf.FlexModel(model) as flex:
+        logits, cache = flex.interp.run_with_cache(TOKENS)
+        assert flex.interp.cfg.n_layers == 1
+        agree("llama", "one layer", {"logit_lens": error(cache.logit_lens(cache["resid_post", -1]), logits)})
+    model.model.layers[0] = ForeignLayer()
+    with mf.FlexModel(model) as flex:
+        assert not flex.interp.names.aliases
+        assert "lm_head:output" in flex.interp.run_with_cache(TOKENS)[1]
+        with raises(mf.FlexError, "cfg"):
+            flex.interp.cfg  # noqa: B018 - reading it is what is refused
