@@ -32,8 +32,8 @@ def _needs_decoder(method: MethodT) -> MethodT:
     def checked(self: NamedTensors, *args: object, **kwargs: object) -> object:
         if self.lens_names.made_of is None:
             raise FlexError(
-                f"{method.__name__} needs Megatron's decoder.layers.* or a Hugging Face model of a family that "
-                "docs/lens.md lists; read this model's own hook points, such as "
+                f"{method.__name__} needs Megatron's decoder.layers.* or a Hugging Face model of a family in "
+                "docs/lens.md; read this model's own hook points, such as "
                 f"cache[{next(iter(self), 'name:output')!r}]"
             )
         return method(self, *args, **kwargs)
