@@ -161,6 +161,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_decompositions_sum_to_what_one_process_has[tp2 sp pp2]",
     ),
     "test_lens_use.py": ("test_names_choose_what_is_kept",),
+    "test_huggingface_lens.py": (
+        "test_the_cache_is_transformer_lens_cache[llama]",
+        "test_an_edit_at_each_name_does_the_same[llama]",
+    ),
     "test_transformer_lens.py": ("test_what_is_computed_from_the_cache_is_the_same[gpt2]",),
     "test_switching.py": ("test_a_file_that_changes_while_a_model_trains",),
     # Each framework once, and the predecessor's interface.
