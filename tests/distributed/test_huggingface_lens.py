@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -301,3 +301,46 @@ def test_fewer_layers_than_configured_and_foreign_ones() -> None:
         assert "lm_head:output" in flex.interp.run_with_cache(TOKENS)[1]
         with raises(mf.FlexError, "cfg"):
             flex.interp.cfg  # noqa: B018 - reading it is what is refused
+
+
+INNER = {  # hook points inside of layers and what TransformerLens calls them, with its tensor to ours
+    "model.layers.0:mid": ("blocks.0.hook_resid_mid", lambda t: t),
+    "model.layers.0.self_attn:query": ("blocks.0.attn.hook_rot_q", lambda t: t.transpose(1, 2)),
+    "model.layers.0.self_attn:key": ("blocks.0.attn.hook_rot_k", lambda t: t.transpose(1, 2)),
+    "model.layers.1.self_attn:value": ("blocks.1.attn.hook_v", lambda t: t.transpose(1, 2)),
+    "model.layers.1.self_attn:scores": ("blocks.1.attn.hook_attn_scores", lambda t: t),
+    "model.layers.1.self_attn:probs": ("blocks.1.attn.hook_pattern", lambda t: t),
+}
+
+
+def inner_gradients(folder: str, **options: Any) -> dict[str, Tensor]:
+    """The gradients at these points."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    ).eval()
+    hooks = [mf.HookFunction(point, hook_type="tensor") for point in INNER]
+    with mf.attach(model, hooks) as flex:
+        model(TOKENS).logits.square().mean().backward()
+        return {site: captures[0] for site, captures in flex.output_dict.items() if site.endswith(".grad")}
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_gradients_inside_of_layers(name: str, tmp_path: Path) -> None:
+    source, lens = models(name)
+    source.save_pretrained(tmp_path)
+    wanted: dict[str, Tensor] = {}
+
+    def keep(point: str, tensor: Tensor, hook: Any) -> None:
+        wanted[f"{point}.grad"] = INNER[point][1](tensor).clone()
+
+    hooks = [(theirs_name, partial(keep, point)) for point, (theirs_name, _) in INNER.items()]
+    with lens.hooks(bwd_hooks=hooks):
+        lens(TOKENS).square().mean().backward()
+    lens.zero_grad()
+    ours = {"one process": inner_gradients(str(tmp_path))}
+    ours["two ranks"] = run_alone(2, partial(inner_gradients, tp_plan="auto"), str(tmp_path))[0]
+    for how, gradients in ours.items():
+        assert gradients.keys() == wanted.keys()
+        agree(name, f"gradients, {how}", {n: error(gradients[n], want) for n, want in wanted.items()})
