@@ -421,6 +421,9 @@ class ActivationCache(NamedTensors):
     def compute_head_results(self) -> None:
         """Add `hook_result` of every layer to the cache. Every rank calls it.
 
+        Raises:
+            FlexError: the linear after the heads does more than multiply by its weight, as LoRA's does.
+
         Examples:
             >>> logits, cache = flex.interp.run_with_cache(tokens)
             >>> cache.compute_head_results()
@@ -428,8 +431,14 @@ class ActivationCache(NamedTensors):
             torch.Size([2, 16, 4, 32])
         """
         for n in range(self._layers):
-            name = f"blocks.{n}.attn.hook_result"
-            if name in self._fetch.names.aliases and name not in self._tensors:
+            name, aliases = f"blocks.{n}.attn.hook_result", self._fetch.names.aliases
+            if name not in aliases and f"blocks.{n}.attn.hook_z" in aliases:
+                paths = self.lens_names.paths
+                raise FlexError(
+                    f"{paths.layer(n)}.{paths.head_output} has no weight that gives the results of heads; "
+                    "merge an adapter such as LoRA's into it, or use hook_attn_out"
+                )
+            if name in aliases and name not in self._tensors:
                 output = self._weight(partial(self._fetch.output, n))
                 z = self["z", n]
                 self._tensors[name] = torch.einsum("...nd,ndh->...nh", z, output.to(z))

@@ -319,8 +319,8 @@ class LensNames:
             yield Alias(full, site, Pattern())
         elif not name.startswith("attn.hook_rot_") or of.rotary:
             yield Alias(full, site, self._ordered(self._part(of, layer, point)))
-        if name == "attn.hook_z":
-            weight = f"{layer}.{of.paths.head_output}.weight"
+        weight = f"{layer}.{of.paths.head_output}.weight"
+        if name == "attn.hook_z" and self.has(weight):
             results = HeadResults((weight,), RESULT_NOT_EDITABLE, of.heads, of.paths.transposed)
             yield Alias(f"{block.name}.attn.hook_result", site, self._ordered(results), large=True)
 

@@ -344,3 +344,17 @@ def test_gradients_inside_of_layers(name: str, tmp_path: Path) -> None:
     for how, gradients in ours.items():
         assert gradients.keys() == wanted.keys()
         agree(name, f"gradients, {how}", {n: error(gradients[n], want) for n, want in wanted.items()})
+
+
+def test_an_adapter_has_the_values_of_the_merged_model() -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(FAMILIES["llama"].model(), config).eval()
+    with mf.FlexModel(adapted) as flex:
+        _, cache = flex.interp.run_with_cache(TOKENS, lambda _: True)
+        with raises(mf.FlexError, "base_model.model.model.layers.0.self_attn.o_proj", "hook_attn_out"):
+            cache.stack_head_results()
+    with mf.FlexModel(adapted.merge_and_unload()) as flex:
+        _, merged = flex.interp.run_with_cache(TOKENS)
+    agree("llama", "adapter", {name: error(cache[name], want) for name, want in merged.items()})
