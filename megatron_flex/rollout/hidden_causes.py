@@ -79,7 +79,10 @@ class _LayerExplainer:
         return f"layer {self.number}" if self.alone else f"layers {self.first} to {self.number}"
 
     def explain(self) -> tuple[list[Cause], list[str]]:
-        errors, beyond, positions = self.layer.errors, self.layer.beyond, self.layer.positions
+        counted = self.layer.counted
+        errors, beyond, positions = (
+            t[counted] for t in (self.layer.errors, self.layer.beyond, self.layer.positions)
+        )
         share = float(beyond.double().mean())
         measured = f"{int(beyond.sum()):,} of {count_words(len(errors), 'token')} differ after {self.where}"
         if self.before:
@@ -100,7 +103,7 @@ class _LayerExplainer:
 
     def _explain_attention(self, measured: str) -> Cause:
         """Position 0 attends to itself alone: its output does not depend on scores."""
-        errors, positions = self.layer.errors, self.layer.positions
+        errors, positions = (t[self.layer.counted] for t in (self.layer.errors, self.layer.positions))
         text = f"{measured}; position 0, which attends to itself alone, is equal"
         later = positions > 0
         first, late = errors[positions == 1], errors[positions > int(positions.max()) // 2]
@@ -176,6 +179,7 @@ class _LayerExplainer:
             return None
         difference = self._read_difference()
         factors, inside = _fit_outputs(outputs, difference)
+        factors, inside = factors[self.layer.counted], inside[self.layer.counted]
         share = float(inside.double().mean())
         if share < MOST:
             return None
@@ -205,7 +209,7 @@ class _LayerExplainer:
         logits, indices = self._read_rows("router:logits"), self._read_rows("experts:indices")
         if logits is None or indices is None or indices.shape[-1] < 2:
             return None
-        chosen = logits.gather(-1, indices.long().clamp(min=0))[:, :2]
+        chosen = logits.gather(-1, indices.long().clamp(min=0))[self.layer.counted, :2]
         ratios = (1 + factors[:, :2]).clamp(min=torch.finfo(torch.float64).tiny).log()
         pair = chosen + ratios
         exponents = chosen.abs().clamp(min=2.0**-60).log2().floor() - BF16_MANTISSA

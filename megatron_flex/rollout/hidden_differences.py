@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from megatron_flex.rollout.rollout_table import Request
 from megatron_flex.rollout.token_matching import Match
 from megatron_flex.rollout.training_dump import READ_ENTRIES, StoredRows, TrainingDump
 
+TIE_MARGIN = 2.0  # of the difference of two scores over the noise of one
+MAX_POSITION = 2**62
+
 
 @dataclass(frozen=True)
 class LayerDifferences:
@@ -31,6 +34,7 @@ class LayerDifferences:
         positions: its position.
         errors: the norm of the difference over that of the dump's hidden state: `[token]`.
         bound: of the errors.
+        counted: which tokens neither had a near tie of a router up to this layer, nor follow one: `[token]`.
     """
 
     layer: int
@@ -39,16 +43,17 @@ class LayerDifferences:
     positions: Tensor
     errors: Tensor
     bound: float
+    counted: Tensor
 
     @property
     def beyond(self) -> Tensor:
         """Which tokens differ by more than round-off."""
-        return self.errors > self.bound
+        return (self.errors > self.bound) & self.counted
 
     @property
     def greatest(self) -> float:
         """The greatest error."""
-        return float(self.errors.max()) if len(self.errors) else 0.0
+        return float(self.errors[self.counted].max()) if bool(self.counted.any()) else 0.0
 
 
 class HiddenComparer:
@@ -63,6 +68,7 @@ class HiddenComparer:
     def __init__(self, hidden: HiddenStates, dump: TrainingDump, precisions: Sequence[Precision]) -> None:
         self.hidden, self.dump, self.precisions = hidden, dump, precisions
         self.sites: dict[int, str] = {}
+        self.tied: dict[int, int] = {}  # the first token of a request whose experts were a near tie
         self._rows: dict[str, list[StoredRows]] = {}
         for layer in hidden.layers:
             self.sites[layer] = self._find_site(layer)
@@ -95,7 +101,7 @@ class HiddenComparer:
         return self._rows[site]
 
     def compare(self, requests: Sequence[Request], matches: Mapping[int, Match]) -> list[LayerDifferences]:
-        """The differences of each layer, in the order of the model.
+        """The differences of each layer, in the order of the model; near ties of routers are left out.
 
         Args:
             requests: of the table.
@@ -107,9 +113,48 @@ class HiddenComparer:
             site = self.sites[layer]
             parts = [self._compare_request(n, requests[n], match, layer) for n, match in matches.items()]
             numbers, positions, errors = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
+            counted = positions < self._get_tied_positions(numbers)
             bound = self._bound(site, layer, depths, out[-1] if out else None)
-            out.append(LayerDifferences(layer, site, numbers, positions, errors, bound))
+            compared = LayerDifferences(layer, site, numbers, positions, errors, bound, counted)
+            out.append(self._leave_out_ties(compared, out[-1].layer if out else 0, matches))
         return out
+
+    def _get_tied_positions(self, requests: Tensor) -> Tensor:
+        """The position from which on tokens are not compared, for each token's request."""
+        return torch.tensor([self.tied.get(n, MAX_POSITION) for n in requests.tolist()], dtype=torch.int64)
+
+    def _leave_out_ties(
+        self, layer: LayerDifferences, before: int, matches: Mapping[int, Match]
+    ) -> LayerDifferences:
+        """Without tokens that differ because two experts' scores are equal within round-off."""
+        beyond = layer.beyond
+        within = layer.errors[layer.counted & ~beyond]
+        if not bool(beyond.any()) or not len(within):
+            return layer
+        noise = TIE_MARGIN * PEAK_GROWTH * float(within.square().mean().sqrt())
+        tied = torch.zeros_like(beyond)
+        for at in beyond.nonzero().flatten().tolist():
+            number, position = int(layer.requests[at]), int(layer.positions[at])
+            match = matches[number]
+            tied[at] = any(
+                self._is_tied(n, match.sequence, position + match.offset, noise)
+                for n in range(before, layer.layer)
+            )
+            if bool(tied[at]):
+                self.tied[number] = min(position, self.tied.get(number, position))
+        return replace(layer, counted=layer.counted & ~tied)
+
+    def _is_tied(self, layer: int, sequence: int, position: int, noise: float) -> bool:
+        """Whether a router's last chosen expert and the next one have nearly equal scores for a token."""
+        chosen = self.dump.experts_per_token
+        site = self.dump.find_site(f"decoder.layers.{layer}.mlp.router:logits")
+        if site is None or not chosen:
+            return False
+        rows = self.list_rows(site)[sequence]
+        logits = rows.read(rows.find_rows(torch.tensor([position]))[0])[0]
+        ordered = logits.sort(descending=True).values
+        spread = float((logits - logits.mean()).abs().max())
+        return chosen < len(logits) and float(ordered[chosen - 1] - ordered[chosen]) <= noise * spread
 
     def _bound(
         self, site: str, layer: int, depths: ReductionDepths, before: LayerDifferences | None

@@ -19,7 +19,7 @@ from megatron_flex.dump.reader import OpenDump, open_dump
 from megatron_flex.errors import FlexError
 from megatron_flex.ranges import check_positive
 from megatron_flex.rollout.hidden_causes import explain_layers
-from megatron_flex.rollout.hidden_differences import HiddenComparer, LayerDifferences
+from megatron_flex.rollout.hidden_differences import MAX_POSITION, HiddenComparer, LayerDifferences
 from megatron_flex.rollout.hidden_files import HiddenStates
 from megatron_flex.rollout.rollout_table import Request, read_table
 from megatron_flex.rollout.token_causes import Cause, TokenExplainer
@@ -285,8 +285,8 @@ class _Comparison:
     def run(self) -> RolloutComparison:
         index = TokenIndex(self.training.sequences)
         matches = {n: match for n, request in enumerate(self.requests) if (match := index.find(request))}
-        tokens = self._compare_tokens(matches)
         layers = [] if self.comparer is None else self.comparer.compare(self.requests, matches)
+        tokens = self._compare_tokens(matches)
         beyond = tokens.beyond.nonzero().flatten()
         first = self._describe(tokens, int(beyond[0])) if len(beyond) else None
         explainer = TokenExplainer(self.requests, matches, tokens, self.training, self.temperature)
@@ -343,7 +343,9 @@ class _Comparison:
     def _compare_request(self, number: int, request: Request, match: Match) -> TokenDifferences:
         known = ~request.logprobs.isnan()
         follows = known & (request.positions + match.offset > 0)
-        chosen = follows & match.comparable
+        comparable = follows & match.comparable
+        tied = {} if self.comparer is None else self.comparer.tied
+        chosen = comparable & (request.positions <= tied.get(number, MAX_POSITION))
         positions, tokens = request.positions[chosen], request.tokens[chosen]
         training, present = self.training.read_logprobs(
             match.sequence, positions + match.offset, tokens, self.temperature
@@ -351,7 +353,8 @@ class _Comparison:
         reasons = {
             "the table has no log-probability": ~known,
             "the first token of a sequence follows none": known & ~follows,
-            "it is, or follows, a token that differs from the dump's": follows & ~chosen,
+            "it is, or follows, a token that differs from the dump's": follows & ~comparable,
+            "it follows a token whose router had a near tie of two experts": comparable & ~chosen,
         }
         for reason, which in reasons.items():
             if count := int(which.sum()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("dense"), DENSE, sites)
 
 
+@pytest.fixture(scope="module")
+def ties(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("ties"), replace(EXPERTS, extra=HALF), rollouts.SITES)
+
+
 TOKENS = 4 * rollouts.SEQUENCE  # each but the first of a sequence, and one more, which follows the last
 
 
@@ -73,6 +79,16 @@ def test_a_clean_pair_in_bf16_agrees(dense: Pair) -> None:
     found = dense.compare()
     assert (found.exit_status, found.compared, found.beyond, found.causes) == (0, TOKENS, 0, ()), str(found)
     assert abs(found.greatest.difference) > 1e-3, "the two runs round differently"
+
+
+def test_near_ties_of_routers_are_left_out_in_bf16(ties: Pair) -> None:
+    found = ties.compare()
+    assert (found.exit_status, found.beyond, found.causes, found.site) == (0, 0, (), None), str(found)
+    assert found.compared + sum(found.uncompared.values()) == TOKENS + 4
+    assert 0 < found.compared < TOKENS, "tokens that attend to one with other experts are not compared"
+    assert ties.compare("stale weights").site.site == f"decoder.layers.{rollouts.STALE}:output"
+    alone = ties.compare(hidden=False)
+    assert alone.exit_status == 1, "without hidden states nothing shows which tokens had other experts"
 
 
 # The cause of each fault, and the first hidden state that differs: layer, and position.
