@@ -19,7 +19,7 @@ from megatron_flex.rollout.rollout_table import Request
 from megatron_flex.rollout.token_matching import Match
 from megatron_flex.rollout.training_dump import READ_ENTRIES, StoredRows, TrainingDump
 
-TIE_MARGIN = 2.0  # of the difference of two scores over the noise of one
+TIE_MARGIN = 4.0  # of the difference of two scores over the noise of other tokens
 MAX_POSITION = 2**62
 
 

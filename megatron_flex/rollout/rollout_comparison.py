@@ -12,7 +12,6 @@ import torch
 
 from megatron_flex.compare.compared_dump import ComparedTensor
 from megatron_flex.compare.compared_result import ComparedResult, TableRow
-from megatron_flex.compare.noise_scale import DEPTH_SHARE
 from megatron_flex.compare.tolerance import Precision, ReductionDepths, derive_tolerance
 from megatron_flex.dump import VALUE
 from megatron_flex.dump.reader import OpenDump, open_dump
@@ -337,8 +336,7 @@ class _Comparison:
         depth = ReductionDepths([*sites, LOGITS], self.training.layers).forward(LOGITS)
         dtypes = self.training.dtype, self.precisions[1].computed or self.training.dtype
         derived = derive_tolerance(ComparedTensor(LOGITS, VALUE), depth, self.precisions, dtypes)
-        unit = max(p.get_unit(d) for p, d in zip(self.precisions, dtypes, strict=True))
-        return joined.with_bounds(derived, DEPTH_SHARE * unit * depth**0.5)
+        return joined.with_bounds(derived)
 
     def _compare_request(self, number: int, request: Request, match: Match) -> TokenDifferences:
         known = ~request.logprobs.isnan()

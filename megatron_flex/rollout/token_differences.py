@@ -16,6 +16,7 @@ from megatron_flex.rollout.training_dump import LogProbabilities
 
 MIN_BEFORE = 16  # tokens, from which the noise is measured
 MEASURED_MARGIN = 10.0  # of the greatest difference of a token over the root mean square of those before it
+LEAST_SHARE = 1 / 3  # of the derived bound: the first tokens of a sequence have less noise than later ones
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,18 @@ class TokenDifferences:
         """Which tokens differ by more than round-off."""
         return self.differences.abs() > self.bounds
 
-    def with_bounds(self, derived: float, least: float) -> TokenDifferences:
+    def with_bounds(self, derived: float) -> TokenDifferences:
         """With a bound for each token: derived, or measured on the tokens before the first that is beyond it.
 
         Args:
             derived: the greatest relative error of logits that round-off explains.
-            least: the least bound of one.
         """
         relative = self.relative
         limits = torch.full_like(relative, derived)
         if len(relative) > MIN_BEFORE:
             counts = torch.arange(1, len(relative), dtype=torch.float64)
             noise = (relative.square().cumsum(0)[:-1] / counts).sqrt()
-            limits[1:] = (MEASURED_MARGIN * noise).clamp(min=least, max=derived)
+            limits[1:] = (MEASURED_MARGIN * noise).clamp(LEAST_SHARE * derived, derived)
             limits[:MIN_BEFORE] = derived
         beyond = (relative > limits).nonzero().flatten()
         if len(beyond):  # what differs more is not noise, and must not widen the bounds of later tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from megatron_flex.rollout import RolloutComparison, compare_rollout
-from tests.support import rollouts
+from tests.support import packed, rollouts
 from tests.support.gpt import Case
 from tests.support.messages import assert_names
 from tests.support.pool import run
@@ -21,7 +20,7 @@ pytest.importorskip("megatron.core")
 HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 EXPERTS = Case("tp2 ep2 sp", tp=2, ep=2, etp=1, sp=True, experts=4, qk_norm=True)
 DENSE = Case("tp2 sp bf16", tp=2, sp=True, qk_norm=True, extra=HALF)
-Runs = Callable[..., RolloutComparison]
+PACKED = Case("packed cp2 pp2", cp=2, pp=2, packed="flat", padded=True, layers=2)
 
 
 class Pair:
@@ -89,6 +88,17 @@ def test_near_ties_of_routers_are_left_out_in_bf16(ties: Pair) -> None:
     assert ties.compare("stale weights").site.site == f"decoder.layers.{rollouts.STALE}:output"
     alone = ties.compare(hidden=False)
     assert alone.exit_status == 1, "without hidden states nothing shows which tokens had other experts"
+
+
+def test_packed_sequences_of_another_layout_agree(tmp_path: Path) -> None:
+    (state,) = run(1, rollouts.make_state, PACKED.single())
+    sites = ["embedding.word_embeddings:input", "output_layer", "loss"]
+    run(PACKED.world, rollouts.write_dump, PACKED, state, str(tmp_path / "dump"), sites, False)
+    run(1, rollouts.write_documents, PACKED.single(), state, str(tmp_path / "rollout.jsonl"))
+    found = compare_rollout(tmp_path / "rollout.jsonl", tmp_path / "dump")
+    documents = PACKED.microbatches * (len(packed.ENDS) - 1)
+    compared = PACKED.microbatches * packed.ENDS[-1] - documents
+    assert (found.exit_status, found.compared, found.causes) == (0, compared, ()), str(found)
 
 
 # The cause of each fault, and the first hidden state that differs: layer, and position.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, ranks
+from tests.support import gpt, packed, ranks
 from tests.support.gpt import Case
 
 SITES = [
@@ -47,11 +50,11 @@ def make_state(case: Case) -> dict[str, Tensor]:
     return gpt.randomize(ranks.start(case.single())[0])
 
 
-def write_dump(case: Case, state: dict[str, Tensor], path: str, sites: list[str]) -> None:
+def write_dump(case: Case, state: dict[str, Tensor], path: str, sites: list[str], long: bool = True) -> None:
     """A step of a training run with a dump; what each rank does."""
     import megatron_flex as mf
 
-    with long_sequences():
+    with long_sequences() if long else contextlib.nullcontext():
         chunks = ranks.start(case)
         gpt.load(chunks, state)
         with mf.attach(chunks, dumps=mf.Dump(path, sites, order="blocks")):
@@ -92,12 +95,22 @@ def write_rollout(
         save_file(tensors, into / "hidden" / f"r{number}.safetensors")
 
 
-def write_table(path: Path, tokens: Tensor, logprobs: Tensor) -> None:
-    """Write a table of tokens `[sample, token]`, and of the log-probabilities of all but the first."""
+def write_documents(case: Case, state: dict[str, Tensor], path: str) -> None:
+    """Score each document of a packed case by itself, in one process without packing."""
+    (model,) = ranks.start(replace(case.single(), packed="", padded=False))
+    gpt.load([model], state)
+    rows = [batch["tokens"].reshape(-1) for batch in gpt.data(case.microbatches)]
+    documents = [row[start:stop] for row in rows for start, stop in pairwise(packed.ENDS)]
+    scored = [score(document[None], _run(model, document[None])[0])[0] for document in documents]
+    write_table(Path(path), documents, scored)
+
+
+def write_table(path: Path, tokens: Iterable[Tensor], logprobs: Sequence[Tensor]) -> None:
+    """Write a table of the tokens of sequences, and of the log-probabilities of all but the first."""
     with path.open("w") as table:
-        for number, sequence in enumerate(tokens.tolist()):
-            for position, token in enumerate(sequence):
-                value = None if position == 0 else float(logprobs[number, position - 1])
+        for number, sequence in enumerate(tokens):
+            for position, token in enumerate(sequence.tolist()):
+                value = None if position == 0 else float(logprobs[number][position - 1])
                 row = {"request": f"r{number}", "position": position, "token": token, "logprob": value}
                 table.write(json.dumps(row) + "\n")
 
