@@ -113,15 +113,15 @@ def test_one_token_that_differs_is_the_first_and_the_greatest(data: Data, tmp_pa
 
 
 def test_tokens_after_a_jump_are_held_to_the_noise_before_it(data: Data, tmp_path: Path) -> None:
-    def change(rows: list[dict[str, Any]]) -> None:
-        generator = torch.Generator().manual_seed(2)
-        for row in rows:
-            if row["logprob"] is not None:
-                row["logprob"] += 1e-6 * float(torch.randn((), generator=generator))
-        rows[2 * TOKENS + 7]["logprob"] -= 0.5
-        rows[3 * TOKENS + 2]["logprob"] -= 1e-3
+    dump, later = data.write(tmp_path / "dump"), 3 * TOKENS + 2
+    clean = compare_rollout(data.write_rows(tmp_path / "clean.jsonl"), dump)
+    (bound,) = [token.bound for token in clean.tokens if token[:2] == ("r3", 2)]
 
-    found = compare_rollout(data.write_rows(tmp_path / "r.jsonl", change), data.write(tmp_path / "dump"))
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[2 * TOKENS + 7]["logprob"] -= 0.5
+        rows[later]["logprob"] -= 1.3 * bound
+
+    found = compare_rollout(data.write_rows(tmp_path / "r.jsonl", change), dump)
     assert [token[:2] for token in found.tokens] == [("r2", 7), ("r3", 2)]
 
 
