@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.decoder_paths import DecoderPaths
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, PackedSequences, replicated
 from megatron_flex.mesh import Mesh
@@ -383,6 +384,25 @@ class Adapter(ABC):
     def stop_at(self, layer: int) -> Undo:
         """Pass by the layers from one on and what follows them, on all stages, until that is undone."""
         raise NotImplementedError(f"{type(self).__name__} has a layer_stack() and no stop_at()")
+
+    def differentiate(
+        self, prompts: Prompts, microbatch_size: int | None, gradient: Tensor, layout: Layout
+    ) -> None:
+        """Run the model forward and backward, as `ModelRunner.run`; no parameter gets a gradient.
+
+        Args:
+            prompts: what the model takes, the same on all ranks of a model replica.
+            microbatch_size: sequences in a microbatch; all of them if None.
+            gradient: of the logits, in the order of the site of the logits, but batch first.
+            layout: of that site.
+
+        Raises:
+            FlexError: on all ranks: this model cannot be differentiated from here.
+        """
+        raise FlexError(
+            f"incl_bwd=True runs a backward pass, which is not known of a model of {self.name}; register "
+            "hooks on gradients and run your own step"
+        )
 
     def enable_recomputed_gradients(self) -> Undo:
         """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""

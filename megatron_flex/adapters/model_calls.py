@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import Listener, StepReport, Undo, is_recomputing
 from megatron_flex.adapters.gradient_accumulation import GradientAccumulation
 from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import intercept, join_undos
+from megatron_flex.adapters.tensor_trees import tensors
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Tap, TapCallbacks
@@ -240,8 +241,14 @@ class UserLoop:
         uncalled = intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
         return join_undos([uncalled, accumulation.watch()])
 
-    def run(self, prompts: Prompts, microbatch_size: int | None) -> None:
-        """Call the module with tokens as its first argument; microbatches along their first dim."""
+    def run(self, prompts: Prompts, microbatch_size: int | None, gradient: Tensor | None = None) -> None:
+        """Call the module with tokens as its first argument; microbatches along their first dim.
+
+        Args:
+            prompts: what the module takes.
+            microbatch_size: sequences in a microbatch; all of them if None.
+            gradient: of the first tensor of the output, from which a backward pass begins; None for none.
+        """
         if self.mesh["pp"].size > 1:
             raise FlexError(
                 "a module on several pipeline stages cannot be run from here, since only your loop knows "
@@ -249,10 +256,24 @@ class UserLoop:
             )
         assert self._listener is not None
         ignored = find_ignored_inputs(self.root, prompts)
-        with StepReport(self._listener, None, microbatches=0), torch.no_grad():
+        differentiated = gradient is not None
+        with StepReport(self._listener, None, microbatches=0), torch.set_grad_enabled(differentiated):
+            done = 0
             for part in prompts.split(microbatch_size):
                 keywords = {name: v for name, v in part.keywords().items() if name not in ignored}
-                self.chunk(part.tokens, **keywords)
+                output = self.chunk(part.tokens, **keywords)
+                if gradient is not None:
+                    _run_backward(tensors(output)[0], gradient[done : done + len(part.tokens)])
+                done += len(part.tokens)
+
+
+def _run_backward(logits: Tensor, gradient: Tensor) -> None:
+    if logits.shape != gradient.shape:
+        raise FlexError(
+            f"incl_bwd=True: the model's output has the shape {tuple(logits.shape)} on this rank and "
+            f"{tuple(gradient.shape)} in full; let it return full logits"
+        )
+    torch.autograd.backward(logits, gradient.to(logits))
 
 
 def find_ignored_inputs(root: nn.Module, prompts: Prompts) -> list[str]:

@@ -25,6 +25,7 @@ from megatron_flex.adapters.adapter_base import (
     Undo,
     make_buffer_site,
 )
+from megatron_flex.adapters.differentiation import activations_require_gradients
 from megatron_flex.adapters.early_stop import ModuleStop, find_stack, refuse_compiled
 from megatron_flex.adapters.huggingface_decoders import find_inner_points, read_huggingface_architecture
 from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
@@ -48,6 +49,7 @@ from megatron_flex.adapters.module_names import (
 from megatron_flex.adapters.module_walk import list_buffer_owners, shared_walk
 from megatron_flex.adapters.named_inputs import find_named_models
 from megatron_flex.adapters.parameter_storage import ModuleParameters
+from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.adapters.taps import any_input, any_output, join_undos, outside_propagation, with_layouts
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
@@ -129,6 +131,20 @@ class ModuleAdapter(Adapter):
 
     def stop_at(self, layer: int) -> Undo:
         return ModuleStop(self.root, self._stack_path(), layer).undo
+
+    def differentiate(
+        self, prompts: Prompts, microbatch_size: int | None, gradient: Tensor, layout: Layout
+    ) -> None:
+        runner = self.runner
+        if not isinstance(runner, UserLoop) or self.mesh["pp"].size > 1:
+            super().differentiate(prompts, microbatch_size, gradient, layout)
+            return
+        unfreeze = self.storage.freeze()
+        try:
+            with activations_require_gradients([self.root]):
+                runner.run(prompts, microbatch_size, gradient)
+        finally:
+            unfreeze()
 
     def _stack_path(self) -> str:
         """The path of the layers in the module, with the names of wrappers."""

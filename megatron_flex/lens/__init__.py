@@ -4,6 +4,7 @@ from megatron_flex.lens.activation_cache import ActivationCache
 from megatron_flex.lens.full_weights import FullWeights
 from megatron_flex.lens.lens_config import LensConfig, make_lens_config
 from megatron_flex.lens.lens_names import Alias, Filter, LensNames
+from megatron_flex.lens.metric_gradients import Metric, differentiate_metric, run_backward
 from megatron_flex.lens.model_trace import Trace, TracedModule, TracedTensor
 from megatron_flex.lens.prompt_inputs import PromptInput, Tokenizer, read_prompts
 from megatron_flex.lens.stop_point import StopPoint
@@ -18,6 +19,7 @@ __all__ = [
     "Hooks",
     "LensConfig",
     "LensNames",
+    "Metric",
     "PromptInput",
     "StopPoint",
     "TemporaryCaptures",
@@ -26,8 +28,10 @@ __all__ = [
     "Trace",
     "TracedModule",
     "TracedTensor",
+    "differentiate_metric",
     "edits",
     "make_lens_config",
     "read_prompts",
     "run",
+    "run_backward",
 ]

@@ -88,6 +88,23 @@ class TemporaryCaptures(TemporaryHooks):
         Raises:
             HookError: on all ranks, if a site was not reached.
         """
+        read = self.gather(everywhere)
+        weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights) if read else {}
+        return {
+            a.name: self.clear_padding(a, concatenate([a.view.to_lens(t, weights) for t in read[a.site]]))
+            for a in self.aliases
+            if a.site in read
+        }
+
+    def gather(self, everywhere: bool) -> SiteTensors:
+        """The last captures of each site. Collective.
+
+        Args:
+            everywhere: return them on every rank of the model replica; else on its leader only.
+
+        Raises:
+            HookError: on all ranks, if a site was not reached.
+        """
         mesh = self.session.mesh.replica()
         read = self._taken()
         arrived = broadcast_in_buckets([(n, torch.empty(0)) for n in read], mesh, flex_config.bucket_bytes)
@@ -100,16 +117,9 @@ class TemporaryCaptures(TemporaryHooks):
             read = {}
             for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
                 read.setdefault(site, []).append(tensor)
-        elif not self.session.is_leader:
-            return {}
-        weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights)
-        return {
-            a.name: self._without_padding(a, _concatenate([a.view.to_lens(t, weights) for t in read[a.site]]))
-            for a in self.aliases
-            if a.site in read
-        }
+        return read if everywhere or self.session.is_leader else {}
 
-    def _without_padding(self, alias: Alias, tensor: Tensor) -> Tensor:
+    def clear_padding(self, alias: Alias, tensor: Tensor) -> Tensor:
         """The tensor with zeros at positions of padding, where its dims say which those are."""
         if self.mask is None:
             return tensor
@@ -152,7 +162,7 @@ class TemporaryCaptures(TemporaryHooks):
         return out
 
 
-def _concatenate(microbatches: list[Tensor]) -> Tensor:
+def concatenate(microbatches: list[Tensor]) -> Tensor:
     """Concatenated along the first dim, without a copy of one; tensors without dims are stacked."""
     if len(microbatches) == 1 and microbatches[0].ndim:
         return microbatches[0].contiguous()

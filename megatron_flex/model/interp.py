@@ -7,8 +7,10 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_flex.errors import FlexError
 from megatron_flex.lens import (
     ActivationCache,
     Filter,
@@ -16,15 +18,18 @@ from megatron_flex.lens import (
     Hooks,
     LensConfig,
     LensNames,
+    Metric,
     PromptInput,
     StopPoint,
     TemporaryCaptures,
     Tokenizer,
     Trace,
+    differentiate_metric,
     edits,
     make_lens_config,
     read_prompts,
     run,
+    run_backward,
 )
 from megatron_flex.runtime import Session
 
@@ -109,6 +114,8 @@ class Interp:
         everywhere: bool = True,
         microbatch_size: int | None = None,
         stop_at_layer: int | None = None,
+        incl_bwd: bool = False,
+        metric: Metric | None = None,
         **model_inputs: Any,
     ) -> tuple[Tensor | None, ActivationCache]:
         """Run the model forward and cache its activations, as TransformerLens does. Every rank calls it.
@@ -134,6 +141,10 @@ class Interp:
             stop_at_layer: run the layers before this one only, on all stages, without the final norm and the
                 logits; negative numbers count from the end. The result is the residual stream there, and
                 registered hooks at later layers are not called.
+            incl_bwd: cache the gradients of `metric` too, under the names with `_grad`. Parameters get none.
+                The model runs twice, and hook functions with it.
+            metric: a function of the logits `[batch, pos, vocabulary]` that returns one number. Every rank
+                calls it on the full logits.
             model_inputs: further keywords of the model.
 
         Returns:
@@ -151,7 +162,12 @@ class Interp:
             >>> cache["blocks.0.attn.hook_z"].shape  # [batch, pos, head, size]
             torch.Size([2, 16, 4, 8])
         """
-        self._session.check_open()
+        session = self._session
+        session.check_open()
+        if incl_bwd and (not everywhere or stop_at_layer is not None):
+            raise FlexError(
+                "incl_bwd=True needs the logits on every rank; leave out everywhere and stop_at_layer"
+            )
         given = attention_mask, position_ids, model_inputs, tokenizer or self.tokenizer
         prompts = read_prompts(self._session, tokens, *given)
         weights, stop = FullWeights(self._session, self.names), self._stop_point(stop_at_layer)
@@ -162,12 +178,17 @@ class Interp:
         try:
             reading.add(list(by_name.values()))
             reading.mask = prompts.attention_mask
-            with stop.stopping() if stop else nullcontext():
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            forked = torch.random.fork_rng(devices, enabled=incl_bwd)  # dropout is the same in both runs
+            with stop.stopping() if stop else nullcontext(), forked:
                 reading.real = run(self._session, prompts, microbatch_size)
             read = reading.collect(everywhere)
         finally:
             reading.remove()
         captured = {a.name: read[a.name] for a in aliases if a.name in read}
+        if incl_bwd:
+            gradient = differentiate_metric(session, metric, read[result.name], prompts.attention_mask)
+            captured |= run_backward(session, weights, aliases, prompts, microbatch_size, gradient)
         return read.get(result.name), ActivationCache(captured, weights, everywhere, prompts.lengths)
 
     def run_with_hooks(

@@ -653,6 +653,7 @@ def test_the_page_on_the_lens_runs() -> None:
         f"{(9, b, s)} {(5, b, s, v)}",
         "decoder.layers.0.mlp.linear_fc1:output",
         f"{(b, s, h)} True False",
+        f"{(b, s, h)}",
         f"{(2, v)} tensor([5, 6])",
         f"{(b, s, v)} {(b, s, v)}",
         f"{(b, s, h)} {(b, s, gpt.FFN)}",

@@ -24,10 +24,15 @@ from megatron_flex.adapters.adapter_base import (
     make_buffer_site,
     training_argument,
 )
+from megatron_flex.adapters.differentiation import activations_require_gradients
 from megatron_flex.adapters.early_stop import pass_by, refuse_compiled
 from megatron_flex.adapters.megatron_core.auxiliary_modules import AuxiliaryModules
 from megatron_flex.adapters.megatron_core.backward_pass import BackwardResult, run_backward
-from megatron_flex.adapters.megatron_core.forward_run import count_sequence_parts, run_forward
+from megatron_flex.adapters.megatron_core.forward_run import (
+    OutputGradient,
+    count_sequence_parts,
+    run_forward,
+)
 from megatron_flex.adapters.megatron_core.model_architecture import DECODERS, read_architecture
 from megatron_flex.adapters.megatron_core.model_parts import (
     ModelPart,
@@ -61,6 +66,7 @@ from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.adapters.taps import join_undos
 from megatron_flex.errors import FlexError
 from megatron_flex.gpt_names import GPT_FINAL_NORM, HYBRID_FINAL_NORM
+from megatron_flex.layout import Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
 
@@ -173,6 +179,7 @@ class MegatronAdapter(Adapter):
     """
 
     name = "megatron-core"
+    storage: MegatronParameters
 
     def __init__(self, chunks: list[nn.Module]) -> None:
         self.chunks, self.roots = chunks, [unwrap_model(c) for c in chunks]
@@ -300,6 +307,14 @@ class MegatronAdapter(Adapter):
     def architecture(self) -> Architecture | None:
         """The properties of a GPT or hybrid model."""
         return read_architecture(self.roots[0])
+
+    def differentiate(
+        self, prompts: Prompts, microbatch_size: int | None, gradient: Tensor, layout: Layout
+    ) -> None:
+        self.storage.wait_until_ready()
+        model = self.chunks, self.roots, self.mesh
+        with self.storage.activations_only(), activations_require_gradients(self.roots):
+            run_forward(*model, prompts, microbatch_size, OutputGradient(gradient, layout))
 
     def layer_stack(self) -> LayerStack:
         """The decoder's layers, over all stages."""

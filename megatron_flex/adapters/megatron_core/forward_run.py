@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from megatron_flex.adapters.megatron_core.module_classes import is_megatron
 from megatron_flex.adapters.prompts import Prompts
 from megatron_flex.collectives import gather_distinct
 from megatron_flex.errors import FlexError
-from megatron_flex.layout import extract
+from megatron_flex.layout import Layout, extract
 from megatron_flex.mesh import Mesh
 
+GRADIENT = "gradient of the logits"  # in a microbatch
 LEARNED_POSITIONS = "learned_absolute"
 NEEDS_LABELS = (
     "this megatron-core runs a model with mtp_num_layers={} with labels only, and here are tokens alone; run "
@@ -32,10 +33,32 @@ NOT_CAUSAL = (
 )
 
 
+class OutputGradient(NamedTuple):
+    """A gradient of the logits, from which a backward pass begins.
+
+    Attributes:
+        tensor: `[batch, pos, vocabulary]`.
+        layout: of the site of the logits.
+    """
+
+    tensor: Tensor
+    layout: Layout
+
+    def shard(self, mesh: Mesh, rows: slice) -> Tensor:
+        """This rank's part for a microbatch, `[batch, pos, vocabulary]`."""
+        part = self.tensor[rows].transpose(0, 1).contiguous()
+        return extract(self.layout, part, mesh.coords, mesh.sizes).transpose(0, 1)
+
+
 def run_forward(
-    chunks: list[nn.Module], roots: list[nn.Module], mesh: Mesh, prompts: Prompts, size: int | None
+    chunks: list[nn.Module],
+    roots: list[nn.Module],
+    mesh: Mesh,
+    prompts: Prompts,
+    size: int | None,
+    gradient: OutputGradient | None = None,
 ) -> None:
-    """Run all chunks forward; see `ModelRunner.run`."""
+    """Run all chunks forward, and backward from a gradient; see `ModelRunner.run`."""
     root: Any = roots[0]
     if prompts.attention_mask is not None:  # a token of padding may not be in the vocabulary
         prompts = replace(prompts, tokens=prompts.tokens.masked_fill(prompts.attention_mask == 0, 0))
@@ -52,12 +75,16 @@ def run_forward(
     if prompts.padded:
         check_causal(roots, mesh)
     microbatches = [shard_prompts(root, mesh, part) for part in prompts.split(size)]
+    for number, batch in enumerate(microbatches if gradient is not None else ()):
+        assert gradient is not None
+        assert size is not None
+        batch[GRADIENT] = gradient.shard(mesh, slice(number * size, (number + 1) * size))
     missing = count_microbatches(root.config, len(microbatches), len(chunks)) - len(microbatches)
     microbatches += microbatches[-1:] * missing
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     interleaved = len(chunks) > 1
-    with torch.no_grad(), keep_random_states():
+    with torch.set_grad_enabled(gradient is not None), keep_random_states():
         get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
@@ -65,8 +92,8 @@ def run_forward(
             num_microbatches=len(microbatches),
             seq_length=tokens.shape[1],
             micro_batch_size=size,
-            forward_only=True,
-            collect_non_loss_data=True,  # so that the output is not treated as a loss
+            forward_only=gradient is None,
+            collect_non_loss_data=gradient is None,  # so that the output is not treated as a loss
         )
 
 
@@ -206,8 +233,14 @@ def shard_batch(root: Any, mesh: Mesh, tokens: Tensor, **more: Tensor) -> dict[s
 
 def _forward_step(iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Tensor, Any]:
     batch = dict(next(iterator))  # copies of a microbatch are the same dict
-    tokens, positions = batch.pop("tokens"), batch.pop("positions")
-    return model(tokens, positions, None, **batch), _discard_logits
+    tokens, positions, gradient = batch.pop("tokens"), batch.pop("positions"), batch.pop(GRADIENT, None)
+
+    def product(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """A loss that has this gradient."""
+        return (output.float() * gradient.to(output.device)).sum(), {}
+
+    output = model(tokens, positions, None, **batch)
+    return output, _discard_logits if gradient is None else product
 
 
 def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:

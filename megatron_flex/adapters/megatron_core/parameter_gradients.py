@@ -88,6 +88,18 @@ class MegatronParameters:
         finally:
             _undo_all(undos)
 
+    @contextmanager
+    def activations_only(self) -> Iterator[None]:
+        """Let a schedule differentiate activations alone: no parameter gets a gradient."""
+        unset = ("finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func")
+        undos = [_set_attribute(self.config, name, None) for name in unset]
+        undos.append(_set_attribute(self.config, "calculate_per_token_loss", False))
+        undos.append(self.freeze())
+        try:
+            yield
+        finally:
+            _undo_all(undos)
+
     def _reduced_by_torch(self) -> bool | str:
         """`reduced` where torch's wrapper averages over data parallel ranks, and nothing else is reduced."""
         config = self.config
