@@ -20,6 +20,7 @@ from megatron_flex.rollout.token_matching import Match
 from megatron_flex.rollout.training_dump import READ_ENTRIES, StoredRows, TrainingDump
 
 TIE_MARGIN = 4.0  # of the difference of two scores over the noise of other tokens
+TIE_JUMP = 3.0  # of the error of a token with another expert over the median, at least
 MAX_POSITION = 2**62
 
 
@@ -129,11 +130,12 @@ class HiddenComparer:
         """Without tokens that differ because two experts' scores are equal within round-off."""
         beyond = layer.beyond
         within = layer.errors[layer.counted & ~beyond]
-        if not bool(beyond.any()) or not len(within):
+        if not len(within):
             return layer
+        jumps = layer.counted & (layer.errors > min(layer.bound, TIE_JUMP * float(within.median())))
         noise = TIE_MARGIN * PEAK_GROWTH * float(within.square().mean().sqrt())
         tied = torch.zeros_like(beyond)
-        for at in beyond.nonzero().flatten().tolist():
+        for at in jumps.nonzero().flatten().tolist():
             number, position = int(layer.requests[at]), int(layer.positions[at])
             match = matches[number]
             tied[at] = any(
