@@ -218,6 +218,15 @@ def _fused_kernels(patches: Patches, module: ModuleType) -> None:
     patches.set_present(module, "load", lambda args: None)
 
 
+def _check_sent(tensor: torch.Tensor | None) -> None:
+    assert tensor is not None
+
+
+def _inference_communication(patches: Patches, module: ModuleType) -> None:
+    """Stages of a model that generates assert that what they send to each other is on a GPU."""
+    patches.set_present(module, "_is_cuda", _check_sent)
+
+
 _MODULE_PATCHES: dict[str, Callable[[Patches, ModuleType], None]] = {
     "megatron.core.transformer.torch_norm": _torch_norm,
     _TE: _transformer_engine,
@@ -227,6 +236,7 @@ _MODULE_PATCHES: dict[str, Callable[[Patches, ModuleType], None]] = {
     "megatron.core.models.vision.clip_vit_model": _clip_vit_model,
     "megatron.core.datasets.utils": _dataset_utils,
     "megatron.legacy.fused_kernels": _fused_kernels,
+    "megatron.core.inference.communication_utils": _inference_communication,
 }
 
 
