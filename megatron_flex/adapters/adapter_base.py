@@ -71,6 +71,9 @@ class Listener(Protocol):
     def pack_begins(self, pack: PackedSequences) -> None:
         """The model is called on packed sequences, whose tensors have a batch dim of one or none."""
 
+    def text_continues(self, first: int) -> None:
+        """The model is called on tokens of a text, the first of which is token `first`; -1 if unknown."""
+
     def report_error(self, why: str) -> None:
         """Report an error of this rank; all ranks raise at the end of the step."""
 

@@ -2,6 +2,7 @@
 
 from megatron_flex.lens.activation_cache import ActivationCache
 from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.generation import GeneratedText, record_generation
 from megatron_flex.lens.lens_config import LensConfig, make_lens_config
 from megatron_flex.lens.lens_names import Alias, Filter, LensNames
 from megatron_flex.lens.metric_gradients import Metric, differentiate_metric, run_backward
@@ -15,6 +16,7 @@ __all__ = [
     "Alias",
     "Filter",
     "FullWeights",
+    "GeneratedText",
     "HookPoint",
     "Hooks",
     "LensConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "edits",
     "make_lens_config",
     "read_prompts",
+    "record_generation",
     "run",
     "run_backward",
 ]

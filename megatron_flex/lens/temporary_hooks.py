@@ -89,11 +89,9 @@ class TemporaryCaptures(TemporaryHooks):
             HookError: on all ranks, if a site was not reached.
         """
         read = self.gather(everywhere)
-        weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights) if read else {}
         return {
-            a.name: self.clear_padding(a, concatenate([a.view.to_lens(t, weights) for t in read[a.site]]))
-            for a in self.aliases
-            if a.site in read
+            alias.name: self.clear_padding(alias, concatenate(tensors))
+            for alias, tensors in self._convert(read)
         }
 
     def gather(self, everywhere: bool) -> SiteTensors:
@@ -105,19 +103,44 @@ class TemporaryCaptures(TemporaryHooks):
         Raises:
             HookError: on all ranks, if a site was not reached.
         """
+        return self._distribute(self._take_last_step(), everywhere)
+
+    def collect_calls(self, everywhere: bool = True) -> dict[str, list[Tensor]]:
+        """The captures of each alias in all calls of the model, one tensor for each call. Collective.
+
+        Args:
+            everywhere: as for `collect`.
+
+        Raises:
+            HookError: on all ranks, if a site was not reached.
+        """
+        by_site = {site: [t for _, t in captured] for site, captured in self._take().items() if captured}
+        return {a.name: tensors for a, tensors in self._convert(self._distribute(by_site, everywhere))}
+
+    def _distribute(self, read: SiteTensors, everywhere: bool) -> SiteTensors:
+        """What the leader has captured, on every rank of the replica, or on the leader only."""
         mesh = self.session.mesh.replica()
-        read = self._taken()
         arrived = broadcast_in_buckets([(n, torch.empty(0)) for n in read], mesh, flex_config.bucket_bytes)
         silent = {a.site for a in self.aliases if a.sure} - {name for name, _ in arrived}
         if silent:
             names = ", ".join(sorted(a.name for a in self.aliases if a.site in silent))
             raise HookError(f"nothing was captured at {names}; name hook points that this run reaches")
-        if everywhere:
-            items = [((site, n), t) for site, tensors in read.items() for n, t in enumerate(tensors)]
-            read = {}
-            for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
-                read.setdefault(site, []).append(tensor)
-        return read if everywhere or self.session.is_leader else {}
+        if not everywhere:
+            return read if self.session.is_leader else {}
+        items = [((site, n), t) for site, tensors in read.items() for n, t in enumerate(tensors)]
+        everyones: SiteTensors = {}
+        for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
+            everyones.setdefault(site, []).append(tensor)
+        return everyones
+
+    def _convert(self, read: SiteTensors) -> Iterator[tuple[Alias, list[Tensor]]]:
+        """The tensors of each alias in TransformerLens' shapes. Collective over the ranks that have them."""
+        if not read:
+            return
+        weights = self.weights.assemble(w for a in self.aliases for w in a.view.weights)
+        for alias in self.aliases:
+            if alias.site in read:
+                yield alias, [alias.view.to_lens(t, weights) for t in read[alias.site]]
 
     def clear_padding(self, alias: Alias, tensor: Tensor) -> Tensor:
         """The tensor with zeros at positions of padding, where its dims say which those are."""
@@ -126,8 +149,18 @@ class TemporaryCaptures(TemporaryHooks):
         dims = alias.view.dims(self.session.sites[alias.site].shape) or guess_dims(tensor, self.mask)
         return clear_padding(tensor, self.mask, dims)
 
-    def _taken(self) -> SiteTensors:
+    def _take_last_step(self) -> SiteTensors:
         """On the leader, the captures of each site in the last step that reached it, after its edits."""
+        last: SiteTensors = {}
+        for site, captured in self._take().items():
+            # of several calls in a microbatch the last
+            by_microbatch = {k.microbatch: t for k, t in captured if k.step == captured[-1][0].step}
+            if by_microbatch:
+                last[site] = [by_microbatch[n] for n in sorted(by_microbatch)]
+        return last
+
+    def _take(self) -> dict[str, list[tuple[Key, Tensor]]]:
+        """On the leader, all captures of each site, after its edits, in the order of time."""
         since, real = self._since, self.real
 
         def ours(key: Key) -> bool:
@@ -135,21 +168,18 @@ class TemporaryCaptures(TemporaryHooks):
             return key.step > since and (filler or key.site.removesuffix(EDITED_SUFFIX) in self.sites)
 
         captures = self.session.captures
-        captured = captures.take(ours)
-        last: dict[str, dict[int, Tensor]] = {}
+        captured = [
+            (key, tensor) for key, tensor in captures.take(ours) if real is None or key.microbatch < real
+        ]
+        by_site: dict[str, list[tuple[Key, Tensor]]] = {}
         for site in self.sites:
             of_site = [(k, t) for k, t in captured if k.site == site + EDITED_SUFFIX]
             of_site = of_site or [(k, t) for k, t in captured if k.site == site]
-            steps = [k.step for k, _ in of_site]
-            for key, tensor in of_site:
-                if key.step == max(steps) and (real is None or key.microbatch < real):
-                    last.setdefault(site, {})[key.microbatch] = tensor  # of several calls the last
+            by_site[site] = sorted(of_site, key=lambda pair: pair[0].time)
         for key, tensor in captured:
-            if key.site in self._others and (real is None or key.microbatch < real):
+            if key.site in self._others:
                 captures.add(key, tensor)
-        return {
-            site: [by_microbatch[n] for n in sorted(by_microbatch)] for site, by_microbatch in last.items()
-        }
+        return by_site
 
     @property
     def _others(self) -> set[str]:

@@ -15,6 +15,7 @@ from megatron_flex.lens import (
     ActivationCache,
     Filter,
     FullWeights,
+    GeneratedText,
     Hooks,
     LensConfig,
     LensNames,
@@ -28,6 +29,7 @@ from megatron_flex.lens import (
     edits,
     make_lens_config,
     read_prompts,
+    record_generation,
     run,
     run_backward,
 )
@@ -288,6 +290,39 @@ class Interp:
         self._session.check_open()
         with edits(self._session, FullWeights(self._session, self.names), fwd_hooks):
             yield
+
+    @contextmanager
+    def generation(self, names_filter: Filter, *, everywhere: bool = True) -> Iterator[GeneratedText]:
+        """Cache the activations of a text while it is generated, by position. Every rank opens the scope.
+
+        Call `model.generate` of transformers, or Megatron's `StaticInferenceEngine`, once inside. The calls
+        of the model on the prompts and on each new token become one tensor `[batch, pos, ...]`. Registered
+        hooks stay active; `positions` of presets count in the complete text. Nothing is differentiated.
+
+        Args:
+            names_filter: what to cache, as for `run_with_cache`, with a dim of positions.
+            everywhere: return the results on every rank; otherwise on the receiving rank only.
+
+        Returns:
+            A context manager with the text, whose `cache` is there after the block.
+
+        Raises:
+            SiteError: the model has no hook point of that name.
+            HookError: on all ranks: a tensor cannot be joined by position, or an edit failed.
+
+        Examples:
+            >>> steer = mf.edits.steer(torch.ones(32), positions=slice(16, None))  # what is generated
+            >>> flex.register_forward_hook(HookFunction("decoder.layers.1", steer, save=False))
+            >>> with flex.interp.generation(["blocks.3.hook_resid_post"]) as text:
+            ...     requests = engine.generate(prompts, sampling_params=sampling)
+            >>> text.cache["blocks.3.hook_resid_post"].shape
+            torch.Size([2, 23, 32])
+        """
+        self._session.check_open()
+        weights = FullWeights(self._session, self.names)
+        aliases = self.names.matching(names_filter)
+        with record_generation(self._session, weights, aliases, everywhere) as text:
+            yield text
 
     @contextmanager
     def trace(

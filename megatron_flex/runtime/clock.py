@@ -29,6 +29,8 @@ class Clock:
         microbatches: the number of microbatches that have begun in the step on this rank.
         chunk: the virtual chunk that the microbatch runs through.
         packs: the packed sequences of the step by microbatch; none of a microbatch that is not packed.
+        first_token: the tokens that a cache has of the text whose next tokens the model is called on; -1 if
+            the cache does not tell how many.
         by_calls: whether the gradient factor comes from calls in a user's own step, and not from a schedule.
     """
 
@@ -40,6 +42,7 @@ class Clock:
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.packs: dict[int, PackedSequences] = {}
+        self.first_token = 0
         self.chunk = 0
         self._calls: dict[tuple[str, int, bool], int] = {}
         self._passed: dict[tuple[str, int], dict[int, Tensor]] = {}  # samples of passes, by their call

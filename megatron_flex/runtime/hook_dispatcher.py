@@ -137,6 +137,7 @@ class SiteDispatch:
         self._packs = dispatcher.clock.packs  # the clock's own dict: a pass that asks the clock costs a call
         self._module = site.tap and site.tap.module
         self._revision = -1
+        self._continued = False  # hooks are bound to a text whose earlier tokens are in a cache
         self._passes: dict[Any, Pass] = {}
         dispatcher.captures.note_heads(site)
 
@@ -157,7 +158,9 @@ class SiteDispatch:
         try:
             if self._revision != self._registry.revision:
                 self._renew()
-            if not self._direct or layout is not None or route is not None or self._packs or local.is_nested:
+            clock = self._clock
+            varies = not self._direct or layout is not None or route is not None or local.is_nested
+            if varies or self._packs or clock.first_token or self._continued:
                 return self._run_varying(local, layout, route)
             known = self._passes.get((local.shape, local.dtype, local.device, local.layout, type(local)))
             if known is None:
@@ -180,12 +183,13 @@ class SiteDispatch:
         """Adopt the active hooks."""
         site, dispatcher = self._site, self._dispatcher
         self._hooks, self._later = hooks, later = self._registry.hooks_at(self._name)
-        self._needing = [h for h in (*hooks, *later) if h.needs_dim_names and site.dim_names is not None]
+        self._needing = [h for h in (*hooks, *later) if h.needs_dim_names]
         self._sinks = [h for h in hooks if h.tensor_sink is not None]
         self._taps = [h.feature_tap for h in hooks if h.feature_tap is not None]
         joins = any(tap.joins_gradients for tap in self._taps)
         self._acts = bool(later) or joins or any(h.editing_function for h in hooks)
-        inferred = site.inferred and (not dispatcher.alone or bool(self._needing))
+        named = bool(self._needing) and site.dim_names is not None
+        inferred = site.inferred and (not dispatcher.alone or named)
         self._direct = not site.propagated and not inferred
         self._passes = {}
         self._revision = self._registry.revision
@@ -231,9 +235,16 @@ class SiteDispatch:
         Raises:
             HookError: a dim that a hook needs is unknown.
         """
-        if not self._needing or self._site.dim_names is None:
+        site, first = self._site, self._clock.first_token
+        if not self._needing:
             return None
-        known = self._site.dim_names.find(local)
+        if site.dim_names is not None:
+            known = site.dim_names.find(local)
+        elif first or self._continued:
+            known = DimNames(site.dims, first)
+            self._continued = bool(first)
+        else:
+            return None
         for hook in self._needing:
             hook.name_dims(self._site, known)
         return known

@@ -391,6 +391,10 @@ class Session:
         if self.over_data:
             self.reject_step(PACKED_SEQUENCES)
 
+    def text_continues(self, first: int) -> None:
+        """Note how many tokens of the text came in earlier calls of the model."""
+        self.clock.first_token = first
+
     def report_error(self, why: str) -> None:
         """Record that an edit returned something that the schedule cannot use."""
         self.editing.failure = self.editing.failure or StepFailure(why, HookError(why))

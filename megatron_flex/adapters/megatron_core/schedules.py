@@ -42,6 +42,7 @@ NO_ENDS = (
     "pass cu_seqlens_q, or remove the hooks"
 )
 PACKED_ARGUMENT = "packed_seq_params"
+INFERENCE_ARGUMENT = "inference_context"  # always by keyword
 
 PER_SAMPLE = (
     "experts get packed sequences by tokens_per_sample, of which a sequence parallel rank has other samples "
@@ -88,6 +89,7 @@ class _ScheduleWatcher:
     Attributes:
         running: a schedule is running; calls of the model belong to its step.
         calling: a call of the model is running without a schedule.
+        first_token: the tokens of the text that came in earlier calls of the model.
     """
 
     def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
@@ -96,6 +98,7 @@ class _ScheduleWatcher:
         self.context_parallel = context_parallel
         self.running = False
         self.calling = False
+        self.first_token = 0
 
     def ours(self, model: Any) -> bool:
         models = model if isinstance(model, (list, tuple)) else [model]
@@ -163,6 +166,10 @@ class _ScheduleWatcher:
         if not self.running and not self.calling:  # no schedule runs: the call is a step of its own
             self.listener.call_begins(chunk=chunk)
             self.calling = True
+        first = _count_cached_tokens(kwargs.get(INFERENCE_ARGUMENT))
+        if first != self.first_token:
+            self.first_token = first
+            self.listener.text_continues(first)
         packed = _find_argument(root, args, kwargs, PACKED_ARGUMENT)
         if getattr(packed, "qkv_format", None) == "thd" and self.listener.hooked():
             self._pack_begins(packed)
@@ -189,6 +196,17 @@ class _ScheduleWatcher:
         if self.calling:
             self.calling = False
             self.listener.call_ends(failed=output is None)  # torch passes None when the forward raised
+
+
+def _count_cached_tokens(context: Any) -> int:
+    """The tokens of a text that came in earlier calls, as Megatron's context of an inference counts them.
+
+    In a dynamic batch each request has its own number, and the requests follow one another in one row: -1.
+    """
+    if context is None:
+        return 0
+    is_static = getattr(context, "is_static_batching", None)
+    return int(context.sequence_len_offset) if is_static is None or is_static() else -1
 
 
 def read_loss_scale(roots: list[nn.Module]) -> float:
