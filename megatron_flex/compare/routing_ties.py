@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -322,7 +323,14 @@ def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
     return ComparedTensor(f"{matched[1]}.mlp.router:probs", item.kind, item.call)
 
 
-def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
+def get_expert_share(model: Mapping[str, Any]) -> float:
+    """The part of all tokens that an expert has on average; 1 for a model that does not choose experts."""
+    experts, chosen = model.get("num_moe_experts"), model.get("moe_router_topk")
+    chooses = isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts
+    return chosen / experts if chooses else 1.0
+
+
+def count_ties(tokens: int, noise: float, model: Mapping[str, Any]) -> int:
     """The greatest number of tokens that noise routes otherwise; 0 for a model without experts.
 
     Of normal logits the last of `k` chosen ones among `n` and the next are apart by about `1 / (k h)`
@@ -334,10 +342,10 @@ def count_ties(tokens: int, noise: float, model: Mapping[str, object]) -> int:
         noise: of the logits, relative to their size.
         model: the model's config.
     """
-    experts, chosen = model.get("num_moe_experts"), model.get("moe_router_topk")
-    if not (isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts):
+    share = get_expert_share(model)
+    if share == 1:
         return 0
-    density = chosen * math.sqrt(2 * math.log(experts / chosen) / math.pi)
+    density = model["moe_router_topk"] * math.sqrt(2 * math.log(1 / share) / math.pi)
     expected = tokens * min(density * noise, 1.0)
     return int(expected + TIE_DEVIATIONS * math.sqrt(expected))
 

@@ -18,7 +18,7 @@ from megatron_flex.compare.noise_scale import (
 )
 from megatron_flex.compare.overflow import OverflowState
 from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
-from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties
+from megatron_flex.compare.routing_ties import ReroutedTokens, RoutingTies, count_ties, get_expert_share
 from megatron_flex.compare.shards import list_shard_blocks
 from megatron_flex.compare.structural_tests import (
     Copies,
@@ -39,6 +39,7 @@ from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
 REROUTED_GROWTH = 3.0  # from the root of the fraction of tokens with other experts to what these change
+EXPERTS = ".experts."
 HALF_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -239,7 +240,10 @@ class TensorTester:
     def _bound_rerouted(self, item: ComparedTensor) -> float:
         """What the norm of a tensor may differ by of which some tokens have other experts."""
         most = MAX_PEAK_TOLERANCE if item.kind == PARAMETER_GRADIENT else MAX_TOLERANCE
-        return min(REROUTED_GROWTH * math.sqrt(self.rerouted.fraction), most)
+        fraction = self.rerouted.fraction
+        if EXPERTS in item.site:  # a token more or less is a greater part of the tokens of one expert
+            fraction /= get_expert_share(self.a.manifest.model)
+        return min(REROUTED_GROWTH * math.sqrt(fraction), most)
 
     def _factor_floor(self, conditions: Conditions, profile: DifferenceProfile | None) -> float:
         if profile is None:

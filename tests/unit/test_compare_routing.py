@@ -179,3 +179,30 @@ def test_what_a_tie_reaches_is_bounded(
     row = next(r for r in found.rows if r.name == SECOND)
     assert row.rerouted == (TOKENS - 4) * WIDTH
     assert row.diverges is bool(status)
+
+
+FC2 = f"{LAYER}.mlp.experts.local_experts.2.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "status"),
+    [(FC2, 0.32, 0), (FC2, 0.45, 1), (f"{LAYER}.self_attention.linear_proj.weight", 0.32, 1)],
+    ids=["an expert's", "an expert's, too far", "of all tokens"],
+)
+def test_a_tie_is_a_greater_part_of_the_tokens_of_one_expert(
+    tmp_path: Path, weight: str, error: float, status: int
+) -> None:
+    """One token of 128 has another expert; an expert has half of all tokens."""
+    value, gradient, change = (dumps.random(1, WIDTH, WIDTH, seed=n) for n in range(3))
+    other = gradient + change * error * gradient.norm() / change.norm()
+    logits, probs = scores(), (routed(), routed((1, 4, (0, 2))))
+    noise = 1 + 2e-7 * dumps.random(*logits.shape, seed=3).sign()
+    for folder, near, chosen, of_weight in (
+        ("a", logits, probs[0], gradient),
+        ("b", logits * noise, probs[1], other),
+    ):
+        sites = {LOGITS: Given(near), PROBS: Given(chosen)}
+        parameters = {weight: Given(value, dumps.WEIGHT, of_weight)}
+        dumps.write(tmp_path / folder, sites, parameters=parameters, model=MODEL)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.exit_status == status, str(found)
