@@ -326,8 +326,9 @@ def get_router_item(item: ComparedTensor) -> ComparedTensor | None:
 def get_expert_share(model: Mapping[str, Any]) -> float:
     """The part of all tokens that an expert has on average; 1 for a model that does not choose experts."""
     experts, chosen = model.get("num_moe_experts"), model.get("moe_router_topk")
-    chooses = isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts
-    return chosen / experts if chooses else 1.0
+    if isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts:
+        return chosen / experts
+    return 1.0
 
 
 def count_ties(tokens: int, noise: float, model: Mapping[str, Any]) -> int:
