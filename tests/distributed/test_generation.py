@@ -160,7 +160,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
     "sampling": {"do_sample": True},
-    "beams": {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True},
+    "beams": {
+        "num_beams": 3,
+        "num_return_sequences": 3,  # beams that others have overtaken, too
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    },
 }
 
 
