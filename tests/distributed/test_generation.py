@@ -182,9 +182,8 @@ def texts_of(folder: str, **options: Any) -> dict[str, dict[str, Any]]:
         for way, settings in WAYS.items():
             torch.manual_seed(3)
             with flex.interp.generation([LAYER, STREAM]) as text:
-                result = model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, **settings
-                )
+                always = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": NEW}
+                result = model.generate(tokens, **{"use_cache": True, **always, **settings})
             beams = not isinstance(result, Tensor)
             cache = text.follow(result.beam_indices) if beams else text.cache
             out[way] = {
@@ -194,7 +193,9 @@ def texts_of(folder: str, **options: Any) -> dict[str, dict[str, Any]]:
         for second in (tokens, tokens[:1]):
             with flex.interp.generation(STREAM) as two:
                 for part in (tokens, second):
-                    model.generate(part, attention_mask=torch.ones_like(part), max_new_tokens=2)
+                    model.generate(
+                        part, attention_mask=torch.ones_like(part), max_new_tokens=2, use_cache=True
+                    )
             with raises(HookError, f"{STREAM}:output"):
                 two.cache  # noqa: B018  # the property raises
     return out
