@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,28 @@ def word(token: int) -> str:
     return f"+{token - NUMBERS}" if token >= NUMBERS else str(token)
 
 
-def train_step(chunks: list[GPTModel], tokens: Tensor) -> None:
-    """Run a forward and a backward pass of Megatron's schedule, in two microbatches."""
+def mean_loss(losses: Tensor, tokens: Tensor) -> Tensor:
+    """The model's own loss of a microbatch."""
+    return losses.mean()
+
+
+def train_step(
+    chunks: list[GPTModel], tokens: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
+) -> None:
+    """Run a forward and a backward pass of Megatron's schedule, in two microbatches.
+
+    Args:
+        chunks: this rank's parts of the model.
+        tokens: the sequences of the step.
+        loss: of a microbatch, from the loss of each of its tokens and the tokens; called on the last stage.
+    """
     microbatches = iter(tokens.chunk(2))
     positions = torch.arange(tokens.shape[1]).expand(len(tokens) // 2, -1)
 
     def forward_step(data: Iterator[Tensor], chunk: GPTModel) -> tuple[Tensor, Any]:
         inputs = next(data)
         losses = chunk(inputs, positions, None, labels=inputs.roll(-1, 1))
-        return losses, lambda losses: (losses.mean(), {})
+        return losses, lambda losses: (loss(losses, inputs), {})
 
     get_forward_backward_func()(
         forward_step_func=forward_step,

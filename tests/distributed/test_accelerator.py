@@ -26,9 +26,18 @@ from tests.support.rank import changes
 pytest.importorskip("megatron.core")
 
 FAILING, WATCH = "failing edit", "values that are not finite"
+FEATURES = ("features", "features with gradients", "gathered features")
 MEMBERS = (0, 1)  # the ranks of a job of three that have a model
 ENTRIES = 1 << 15  # of a tensor that is sent by itself
-WITHOUT_CAPTURES = ("nothing", "gathered edit without capture", "dump", "statistics", WATCH, FAILING)
+WITHOUT_CAPTURES = (
+    "nothing",
+    "gathered edit without capture",
+    "dump",
+    "statistics",
+    *FEATURES,
+    WATCH,
+    FAILING,
+)
 
 
 class Budget(NamedTuple):
@@ -53,6 +62,10 @@ BUDGETS = {
     "trainable module": Budget(end=(3, 3)),  # which gradients some rank has
     "dump": Budget(end=(0, 0)),
     "statistics": Budget(end=(1, 1)),
+    # A message by the host for each layer and microbatch: its copies are waited for, where stages send.
+    "features": Budget((2, 2), (1, 1)),
+    "features with gradients": Budget((4, 3), (1, 2)),
+    "gathered features": Budget(end=(1, 1)),
     WATCH: Budget(end=(2, 2)),  # the ranges, and the flags of the step's end
     "read experts": Budget((2, 2), (8, 7)),  # the numbers of rows, once a layer
     "read selected rows of experts": Budget((6, 6), (2, 1)),

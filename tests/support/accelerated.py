@@ -89,7 +89,8 @@ class Report:
 
 Results = dict[str, Any]
 Make = Callable[[Any, Any], list[Any]]  # hooks, from the package and its presets
-Register = Callable[[Any, Any, Path], None]  # with the package, on a FlexModel, that writes to a folder
+# With the package, on a FlexModel, that writes to a folder; may return what fills with results in the steps.
+Register = Callable[[Any, Any, Path], dict[str, Tensor] | None]
 
 
 class Kind(NamedTuple):
@@ -138,7 +139,7 @@ def _steps(setup: Setup, kind: str, folder: Path, recording: Recording | None) -
     model, hooks = _Model(setup), KINDS[kind]
     out: Results = {}
     with mf.attach(model.parts, hooks.hooks(mf.HookFunction, mf.edits)) as flex:
-        hooks.register(mf, flex, folder)
+        registered = hooks.register(mf, flex, folder)
         try:
             for number in range(STEPS):
                 if recording is not None:
@@ -151,6 +152,7 @@ def _steps(setup: Setup, kind: str, folder: Path, recording: Recording | None) -
         for name, readings in flex.output_dict.items():
             for number, reading in enumerate(readings):
                 out[f"capture {name} {number}"] = reading
+        out.update({name: tensor.cpu() for name, tensor in (registered or {}).items()})
         for number, parameter in enumerate(flex.trainable_parameters()):
             out[f"gradient of a trained module {number}"] = parameter.grad.cpu()
     for number, part in enumerate(model.parts):
@@ -315,6 +317,24 @@ def _watch(mf: Any, flex: Any, folder: Path) -> None:
     flex.register_nonfinite("stop")
 
 
+def _feature(gradients: bool, mf: Any, flex: Any, folder: Path) -> dict[str, Tensor]:
+    arrived: dict[str, Tensor] = {}
+
+    def keep(features: Any, microbatch: int) -> None:
+        for layer, tensor in features.items():
+            assert tensor.device.type == ("cuda" if folder.name == DEVICE else "cpu")
+            arrived[f"feature {layer} {microbatch} {len(arrived)}"] = tensor.detach().clone()
+
+    features = flex.features([0, 1], gradients=gradients, on_features=keep)
+
+    def use(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        return inputs + 0.01 * (features[0] * features[1]).mean()
+
+    if gradients:
+        flex.register_forward_hook(mf.HookFunction("output_layer", use, save=False))
+    return arrived
+
+
 def _verify(mf: Any, flex: Any, folder: Path) -> None:
     flex.verify(steps=STEPS)
 
@@ -373,6 +393,9 @@ KINDS = {
     "dump": Kind(register=_dump),
     "statistics": Kind(register=_measure),
     "values that are not finite": Kind(register=_watch),
+    "features": Kind(setup=STAGES, register=partial(_feature, False)),
+    "features with gradients": Kind(setup=STAGES, register=partial(_feature, True)),
+    "gathered features": Kind(register=partial(_feature, True)),
     "verify": Kind(_several(_read(LAYER), _edit(doubled)).hooks, register=_verify),
     "recomputed edits": Kind(
         _several(_edit(keeping, "decoder.layers.0"), _edit(using, LAYER), _edit(drawing)).hooks, RECOMPUTED
