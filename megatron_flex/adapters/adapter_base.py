@@ -385,8 +385,12 @@ class Adapter(ABC):
         )
 
     def stop_at(self, layer: int) -> Undo:
-        """Pass by the layers from one on and what follows them, on all stages, until that is undone."""
-        raise NotImplementedError(f"{type(self).__name__} has a layer_stack() and no stop_at()")
+        """Pass by the layers from one on and what follows them, on all stages, until that is undone.
+
+        Raises:
+            FlexError: this model cannot stop there.
+        """
+        raise FlexError(f"stop_at_layer={layer}: a run of a model of {self.name} cannot stop; run it without")
 
     def differentiate(
         self, prompts: Prompts, microbatch_size: int | None, gradient: Tensor, layout: Layout

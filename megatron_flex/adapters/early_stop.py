@@ -21,9 +21,9 @@ ENTRANCE = "_call_impl"  # around the hooks of a module
 
 def find_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The residual stream among the arguments of a module."""
-    stream = kwargs.get("hidden_states")
-    found: Tensor = stream if isinstance(stream, Tensor) else tensors((args, kwargs))[0]
-    return found
+    named = kwargs.get("hidden_states")
+    stream: Tensor = named if isinstance(named, Tensor) else tensors((args, kwargs))[0]
+    return stream
 
 
 def pass_by(module: nn.Module, result_of: Callable[[Tensor], Any]) -> Undo:

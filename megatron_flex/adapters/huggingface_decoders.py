@@ -202,13 +202,13 @@ def _has_parts(paths: DecoderPaths, modules: Mapping[str, Any]) -> bool:
 
 def read_huggingface_architecture(root: nn.Module) -> Architecture | None:
     """The properties of the decoder in a module; None if its family has no table."""
-    found = find_decoder(root)
-    if found is None:
+    decoder = find_decoder(root)
+    if decoder is None:
         return None
-    config, paths, family = found.config, found.paths, found.config.model_type
+    config, paths, family = decoder.config, decoder.paths, decoder.config.model_type
     heads: int = config.num_attention_heads
-    norm = found.modules[paths.final_norms[0]]
-    embedding, head = found.modules[paths.embedding], found.modules[paths.head]
+    norm = decoder.modules[paths.final_norms[0]]
+    embedding, head = decoder.modules[paths.embedding], decoder.modules[paths.head]
     return Architecture(
         paths=paths,
         heads=heads,
@@ -273,10 +273,10 @@ class InnerPoint:
 
 def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
     """The hook points inside the layers of a model, by module, besides inputs and outputs."""
-    found = find_decoder(root)
-    if found is None:
+    decoder = find_decoder(root)
+    if decoder is None:
         return {}
-    paths, modules = found.paths, found.modules
+    paths, modules = decoder.paths, decoder.modules
     points: dict[nn.Module, list[InnerPoint]] = {}
     for number in range(len(modules[paths.layers])):
         layer = paths.layer(number)
@@ -284,7 +284,7 @@ def find_inner_points(root: nn.Module) -> dict[nn.Module, list[InnerPoint]]:
             tap = Tap(residual_stream, modules[f"{layer}.{paths.mid}"])
             points[modules[layer]] = [InnerPoint("mid", tap)]
         attention = modules[f"{layer}.{paths.attention}"]
-        points[attention] = list(_attention_points(attention, found.config._attn_implementation))
+        points[attention] = list(_attention_points(attention, decoder.config._attn_implementation))
     return points
 
 

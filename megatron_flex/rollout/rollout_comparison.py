@@ -234,8 +234,8 @@ def compare_rollout(
 
     Examples:
         >>> from megatron_flex.rollout import compare_rollout
-        >>> found = compare_rollout("dumps/rollout.jsonl", "dumps/tokens")
-        >>> found.verdict, found.compared
+        >>> comparison = compare_rollout("dumps/rollout.jsonl", "dumps/tokens")
+        >>> comparison.verdict, comparison.compared
         ('not distinguishable from round-off', 60)
     """
     check_positive("temperature", temperature)
