@@ -74,7 +74,7 @@ class Interp:
         """The sizes of the model, by the names of TransformerLens' `cfg`.
 
         Raises:
-            FlexError: the model has not TransformerLens' names.
+            FlexError: the model does not have TransformerLens' names.
 
         Examples:
             >>> flex.interp.cfg.n_layers, flex.interp.cfg.d_vocab
