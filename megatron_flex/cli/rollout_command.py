@@ -80,7 +80,7 @@ def rollout(
     most: Annotated[int, typer.Option("--rows", metavar="N", help="The number of rows of the table.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the log-probabilities of a rollout with those of a training run, token by token.
+    """Compare a rollout's log-probabilities with a training run's; name the first token that differs.
 
     Requests are found in the dump by their tokens. The first token whose log-probabilities differ by more
     than round-off is named, and with hidden states the first hook point that does. A cause is named if the

@@ -341,6 +341,7 @@ NUMERIC = {  # the options of commands whose values are numbers or ranges
         "--mesh",
     ),
     *("--stage", "--most-megabytes", "--processes"),
+    *("--layers", "--temperature", "--iteration", "--vocabulary"),
 }
 PLAIN = {  # those whose values are names, paths or patterns
     *(
@@ -365,7 +366,7 @@ PLAIN = {  # those whose values are names, paths or patterns
         "--mean",
     ),
     *("--read", "--edit", "--dump", "--match", "--site", "--of", "--compare", "--out"),
-    *("--against", "--without", "--checkpoint", "--no-parameters", "--dry"),
+    *("--against", "--without", "--checkpoint", "--no-parameters", "--dry", "--hidden"),
 }
 GPT = [
     "--num-layers",
@@ -388,6 +389,7 @@ WORDS = {  # of each command, before and after the option
     "stats show": (["stats", "show", "absent"], []),
     "estimate": (["estimate", "-s", SITE], ["--", *GPT]),
     "sites": (["sites"], ["--", *GPT]),
+    "rollout": (["rollout", "absent.jsonl", "dump"], []),
     "view": (["view", "dump", "--out", "page.html"], []),
     "align": (["align", "absent"], ["--", "absent.py"]),
     "two-layouts": (["two-layouts", "--dry", "--against", "--a 1"], ["--", "absent.py", "--a", "2"]),
