@@ -187,6 +187,8 @@ NATIVE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "interp.run_with_hooks": lambda flex, old, new: flex.interp.run_with_hooks(torch.ones(2, 4)),
     "interp.hooks": lambda flex, old, new: flex.interp.hooks(()).__enter__(),
     "interp.trace": lambda flex, old, new: flex.interp.trace().__enter__(),
+    "interp.generation": lambda flex, old, new: flex.interp.generation("first").__enter__(),
+    "interp.stop_at_layer": lambda flex, old, new: flex.interp.stop_at_layer(1).__enter__(),
 }
 # What does not act on it: what was read, what the model is, and what puts it back.
 READS = {
