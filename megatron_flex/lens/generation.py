@@ -28,9 +28,10 @@ class GeneratedText:
 
     Examples:
         >>> with flex.interp.generation("decoder.layers.1") as text:
-        ...     sequences = model.generate(prompts, max_new_tokens=8)
-        >>> text.cache["decoder.layers.1"].shape  # prompts of 16 tokens
-        torch.Size([2, 23, 32])
+        ...     for length in (15, 16):  # without a cache of keys and values
+        ...         _ = chunks[0](tokens[:, :length], torch.arange(length).expand(2, -1), None)
+        >>> text.cache["decoder.layers.1"].shape
+        torch.Size([2, 16, 32])
     """
 
     def __init__(self, axes: dict[str, int], weights: FullWeights, spread: bool) -> None:

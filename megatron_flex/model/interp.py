@@ -311,12 +311,11 @@ class Interp:
             HookError: on all ranks: a tensor cannot be joined by position, or an edit failed.
 
         Examples:
-            >>> steer = mf.edits.steer(torch.ones(32), positions=slice(16, None))  # what is generated
-            >>> flex.register_forward_hook(HookFunction("decoder.layers.1", steer, save=False))
-            >>> with flex.interp.generation(["blocks.3.hook_resid_post"]) as text:
-            ...     requests = engine.generate(prompts, sampling_params=sampling)
-            >>> text.cache["blocks.3.hook_resid_post"].shape
-            torch.Size([2, 23, 32])
+            >>> with flex.interp.generation("decoder.layers.1") as text:
+            ...     for length in (15, 16):  # without a cache of keys and values
+            ...         _ = chunks[0](tokens[:, :length], torch.arange(length).expand(2, -1), None)
+            >>> text.cache["decoder.layers.1"].shape
+            torch.Size([2, 16, 32])
         """
         self._session.check_open()
         weights = FullWeights(self._session, self.names)
