@@ -100,7 +100,7 @@ def name_inputs(
     """Tokens, mask, positions and further keywords, from any form.
 
     Raises:
-        FlexError: it is none of these forms, or a keyword is given twice.
+        FlexError: it has none of these forms, or a keyword stands in the dict and in the call.
     """
     keywords = {"attention_mask": attention_mask, "position_ids": position_ids, **inputs}
     keywords = {name: value for name, value in keywords.items() if value is not None}

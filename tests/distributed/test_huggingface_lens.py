@@ -300,7 +300,7 @@ def test_fewer_layers_than_configured_and_foreign_ones() -> None:
         assert not flex.interp.names.aliases
         assert "lm_head:output" in flex.interp.run_with_cache(TOKENS)[1]
         with raises(mf.FlexError, "cfg"):
-            flex.interp.cfg  # noqa: B018 - reading it is what is refused
+            flex.interp.cfg  # noqa: B018  # the property raises
 
 
 INNER = {  # hook points inside of layers and what TransformerLens calls them, with its tensor to ours

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support import gpt
+from tests.support import gpt, theirs
 
 LAYERS, HEAD, EPSILON, WINDOW, CAP = 2, 8, 1e-5, 5, 2.0
 SHAPE: dict[str, Any] = {
@@ -94,19 +94,7 @@ class LensFamily:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
         from transformer_lens.pretrained import weight_conversions
 
-        common: dict[str, Any] = {
-            "n_layers": LAYERS,
-            "d_model": gpt.HIDDEN,
-            "n_ctx": gpt.SEQUENCE,
-            "d_head": HEAD,
-            "n_heads": gpt.HEADS,
-            "d_mlp": gpt.FFN,
-            "d_vocab": gpt.VOCABULARY,
-            "eps": EPSILON,
-            "use_attn_result": True,
-            "device": "cpu",
-            "original_architecture": type(source).__name__,
-        }
+        common = {**theirs.lens_sizes(LAYERS, EPSILON), "original_architecture": type(source).__name__}
         model = HookedTransformer(HookedTransformerConfig(**{**common, **self.lens}))
         weights = getattr(weight_conversions, self.convert)(source, model.cfg)
         missing, unexpected = model.load_state_dict(

@@ -14,23 +14,28 @@ from tests.support import gpt, truths
 from tests.support.conversion import EPSILON, HEAD, LAYERS, transformers_model
 
 
-def lens_model(family: str, source: Any) -> Any:
-    """The model in TransformerLens, by its own conversion; nothing folded, nothing centred."""
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-    from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_llama_weights
-
-    common: dict[str, Any] = {
-        "n_layers": LAYERS,
+def lens_sizes(layers: int, epsilon: float) -> dict[str, Any]:
+    """What TransformerLens' configuration says of the sizes of the small models."""
+    return {
+        "n_layers": layers,
         "d_model": gpt.HIDDEN,
         "n_ctx": gpt.SEQUENCE,
         "d_head": HEAD,
         "n_heads": gpt.HEADS,
         "d_mlp": gpt.FFN,
         "d_vocab": gpt.VOCABULARY,
-        "eps": EPSILON,
+        "eps": epsilon,
         "use_attn_result": True,
         "device": "cpu",
     }
+
+
+def lens_model(family: str, source: Any) -> Any:
+    """The model in TransformerLens, by its own conversion; nothing folded, nothing centred."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_llama_weights
+
+    common = lens_sizes(LAYERS, EPSILON)
     if family == "gpt2":
         config = HookedTransformerConfig(
             **common, act_fn="gelu_new", normalization_type="LN", positional_embedding_type="standard"
